@@ -1,0 +1,112 @@
+"""Every exception that dstrial raises on purpose, and the value a configuration problem is.
+
+The tree, drawn once::
+
+    DstrialError                      catch this to catch all of ours
+    ├── ConfigError                   the experiment config or the DeepSpeed JSON is wrong (also a ValueError)
+    ├── TrialImportError              the model definition cannot be imported or has no such class
+    ├── TrialContractError            user code broke the contract of DeepSpeedTrial or its context
+    ├── DataError                     a loader is empty, too short, uneven between ranks, or ran out
+    ├── CheckpointError               a checkpoint cannot be written or used
+    │   ├── CheckpointNotFoundError   asked to resume, and there is nothing complete to resume from
+    │   ├── CheckpointDamagedError    a file is missing or its size or checksum differs from the manifest
+    │   └── CheckpointLayoutError     it was written for another number or arrangement of ranks
+    ├── RankError                     the ranks of this job do not agree or cannot reach each other
+    │   ├── RankTimeoutError          a rank did not arrive at an operation in time; names the missing ranks
+    │   └── RankIdentityError         the environment does not say consistently who this process is
+    └── LaunchError                   ranks could not be started
+        └── RankFailedError           a started rank exited with a failure; names the first one
+
+Every message says where, what, what was expected and how to fix it. This module imports nothing
+but the standard library, so that every other package may use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+class DstrialError(Exception):
+    """Base of every exception that dstrial raises on purpose."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigProblem:
+    """One thing that is wrong with a configuration.
+
+    Attributes:
+        where: where it stands and under which key, as ``file:line: key`` (the line is left out
+            where a value has none, for example one given on the command line).
+        got: the offending value as the user wrote it, already rendered for a person.
+        expected: what would have been accepted, without a trailing full stop.
+        fix: one imperative sentence, with its full stop, that makes the problem go away.
+    """
+
+    where: str
+    got: str
+    expected: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where} is {self.got}; expected {self.expected}. {self.fix}"
+
+
+class ConfigError(DstrialError, ValueError):
+    """The configuration is wrong; carries every problem found, never only the first.
+
+    Args:
+        problems: at least one problem, in the order in which a reader meets them in the files.
+    """
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        self.problems: tuple[ConfigProblem, ...] = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class TrialImportError(DstrialError):
+    """The model definition cannot be imported, or holds no such trial class."""
+
+
+class TrialContractError(DstrialError):
+    """User code broke the contract of ``DeepSpeedTrial`` or ``DeepSpeedTrialContext``."""
+
+
+class DataError(DstrialError):
+    """A data loader is empty, too short, uneven between ranks, or ran out while training."""
+
+
+class CheckpointError(DstrialError):
+    """A checkpoint cannot be written or used."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """Asked to resume, and there is no complete checkpoint to resume from."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file of a checkpoint is missing, or its size or checksum differs from the manifest."""
+
+
+class CheckpointLayoutError(CheckpointError):
+    """A checkpoint was written for another number or arrangement of ranks than are running."""
+
+
+class RankError(DstrialError):
+    """The ranks of this job do not agree, or cannot reach each other."""
+
+
+class RankTimeoutError(RankError):
+    """A rank did not arrive at a collective operation before its deadline."""
+
+
+class RankIdentityError(RankError):
+    """The environment variables do not say consistently which rank this process is."""
+
+
+class LaunchError(DstrialError):
+    """Ranks could not be started."""
+
+
+class RankFailedError(LaunchError):
+    """A started rank exited with a failure."""
