@@ -1,0 +1,104 @@
+"""Determined-style trials for DeepSpeed, on any machine with nothing but ``pip install``.
+
+The names here are those of ``determined.pytorch.deepspeed`` 0.38.1, so that a trial changes its import and
+nothing else. They are resolved at first use: importing this package imports neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from attrdict import AttrDict
+    from determined.pytorch import (
+        Batch,
+        DataLoader,
+        Epoch,
+        MetricReducer,
+        PyTorchCallback,
+        Reducer,
+        TorchData,
+        TrainUnit,
+        samplers,
+    )
+
+    from dstrial.config import overwrite_deepspeed_config
+    from dstrial.errors import ConfigError, DstrialError
+    from dstrial.loop.loop import FitResult
+    from dstrial.trainer import Trainer, init
+    from dstrial.trial.context import DeepSpeedTrialContext
+    from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
+    from dstrial.trial.trial import DeepSpeedTrial
+
+__all__ = [
+    # what a trial file subclasses or calls
+    "DeepSpeedTrial",
+    "DeepSpeedTrialContext",
+    "ModelParallelUnit",
+    "make_data_parallel_mpu",
+    "make_deepspeed_mpu",
+    "overwrite_deepspeed_config",
+    # training it
+    "init",
+    "Trainer",
+    "FitResult",
+    # Determined's own, unchanged
+    "Batch",
+    "Epoch",
+    "TrainUnit",
+    "DataLoader",
+    "TorchData",
+    "samplers",
+    "PyTorchCallback",
+    "MetricReducer",
+    "Reducer",
+    # the attrdict module's
+    "AttrDict",
+    # errors
+    "DstrialError",
+    "ConfigError",
+    "__version__",
+]
+
+_HOMES = {
+    "AttrDict": "attrdict",
+    "Batch": "determined.pytorch",
+    "ConfigError": "dstrial.errors",
+    "DataLoader": "determined.pytorch",
+    "DeepSpeedTrial": "dstrial.trial.trial",
+    "DeepSpeedTrialContext": "dstrial.trial.context",
+    "DstrialError": "dstrial.errors",
+    "Epoch": "determined.pytorch",
+    "FitResult": "dstrial.loop.loop",
+    "MetricReducer": "determined.pytorch",
+    "ModelParallelUnit": "dstrial.trial.mpu",
+    "PyTorchCallback": "determined.pytorch",
+    "Reducer": "determined.pytorch",
+    "TorchData": "determined.pytorch",
+    "TrainUnit": "determined.pytorch",
+    "Trainer": "dstrial.trainer",
+    "init": "dstrial.trainer",
+    "make_data_parallel_mpu": "dstrial.trial.mpu",
+    "make_deepspeed_mpu": "dstrial.trial.mpu",
+    "overwrite_deepspeed_config": "dstrial.config",
+    "samplers": "determined.pytorch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dstrial' has no attribute {name!r}")
+    home = _HOMES[name]
+    if not home.startswith("dstrial.config") and not home.startswith("dstrial.errors"):
+        # DeepSpeed settles its accelerator when it is first imported, so it has to be chosen before.
+        importlib.import_module("dstrial.ranks.process_group").prepare_accelerator()
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,34 @@
+"""Experiment config and DeepSpeed JSON: load with line numbers, merge, solve the batch equation, check.
+
+Everything here is pure but for reading files: no process is started, and torch, deepspeed and
+determined are never imported.
+"""
+
+from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch
+from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.experiment import ExperimentConfig, load_experiment
+from dstrial.config.explain import ExplainedValue, explain
+from dstrial.config.lengths import Length
+from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
+from dstrial.config.settings import ParallelSizes
+
+__all__ = [
+    # experiment config
+    "ExperimentConfig",
+    "Length",
+    "load_experiment",
+    # DeepSpeed config
+    "CheckResult",
+    "DeepSpeedSource",
+    "ExplainedValue",
+    "ParallelSizes",
+    "check_deepspeed",
+    "explain",
+    "merge_deepspeed",
+    "overwrite_deepspeed_config",
+    # batch equation
+    "BatchSolution",
+    "resolve_batch",
+    "solve_batch",
+]

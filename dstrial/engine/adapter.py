@@ -6,7 +6,7 @@ a pipeline engine is answered by an adapter, one per wrapped engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -72,11 +72,15 @@ class EngineAdapter(Protocol):
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         """Make ``engine.train_batch()`` without arguments draw from ``iterator``.
 
+        A data-parallel engine has no ``train_batch``; there it does nothing.
+
         Args:
             iterator: yields micro batches without end; None on ranks that read no records.
         """
 
-    def validation_rounds(self, num_records: int, records_per_micro_batch: int) -> tuple[ValidationRound, ...]:
+    def validation_rounds(
+        self, num_records: int, records_per_micro_batch: int
+    ) -> tuple[ValidationRound, ...]:
         """Plan a validation that covers every record exactly once, in equally many rounds on every replica.
 
         Args:
@@ -87,16 +91,25 @@ class EngineAdapter(Protocol):
             One entry per call of ``evaluate_batch``, in order, for this replica.
         """
 
-    def bind_validation_round(self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None) -> None:
+    def bind_validation_round(
+        self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
+    ) -> None:
         """Make ``engine.eval_batch`` serve one round, with or without its iterator argument.
 
         Args:
             validation_round: the round that the next ``eval_batch`` call evaluates; None ends validation.
-            iterator: yields this round's micro batches; None on ranks that read no records.
+            iterator: yields this round's micro batches; None on ranks that read no records. An
+                iterator that the caller of ``eval_batch`` passes takes its place.
         """
 
-    def layout(self) -> Layout:
+    def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
         """Describe how this engine's state is laid out over ranks, for the checkpoint manifest.
 
-        Ranks: all, collectively.
+        Args:
+            allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
+
+        Returns:
+            The same layout on every rank.
+
+        Ranks: all, collectively (one ``allgather``).
         """

@@ -1,0 +1,45 @@
+"""Start ranks on this machine, or on a Determined cluster's, and name the first that fails.
+
+``python -m dstrial.launch`` is the command; ``run_ranks`` is what it and ``dstrial run`` are made of.
+Names are resolved lazily, so that a rank does not import the launcher.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dstrial.launch.agent import LaunchOutcome, Placement, run_ranks
+    from dstrial.launch.failures import RankFailure
+    from dstrial.launch.rank_main import script_command, trial_command
+    from dstrial.launch.slots import num_slots
+    from dstrial.launch.trial_import import import_trial
+
+_HOME = {
+    "LaunchOutcome": "agent",
+    "Placement": "agent",
+    "run_ranks": "agent",
+    "RankFailure": "failures",
+    "script_command": "rank_main",
+    "trial_command": "rank_main",
+    "num_slots": "slots",
+    "import_trial": "trial_import",
+}
+
+__all__ = [
+    "LaunchOutcome",
+    "Placement",
+    "RankFailure",
+    "import_trial",
+    "num_slots",
+    "run_ranks",
+    "script_command",
+    "trial_command",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,1 @@
+"""The training loop: one progress counter, pure boundaries, metrics reduced once, validation, checkpoints."""

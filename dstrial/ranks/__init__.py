@@ -1,0 +1,53 @@
+"""Who this process is among the ranks of its job, and how ranks find and hear each other.
+
+Names are resolved lazily: ``identify`` and ``StopSignals`` work without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dstrial.ranks.control import ControlChannel, timeout_from_environ
+    from dstrial.ranks.identity import RankIdentity, identify
+    from dstrial.ranks.process_group import (
+        device,
+        has_accelerator,
+        init_process_group,
+        prepare_accelerator,
+        shutdown,
+    )
+    from dstrial.ranks.stop import StopSignals
+
+_HOME = {
+    "ControlChannel": "control",
+    "timeout_from_environ": "control",
+    "RankIdentity": "identity",
+    "identify": "identity",
+    "device": "process_group",
+    "has_accelerator": "process_group",
+    "init_process_group": "process_group",
+    "prepare_accelerator": "process_group",
+    "shutdown": "process_group",
+    "StopSignals": "stop",
+}
+
+__all__ = [
+    "ControlChannel",
+    "RankIdentity",
+    "StopSignals",
+    "device",
+    "has_accelerator",
+    "identify",
+    "init_process_group",
+    "prepare_accelerator",
+    "shutdown",
+    "timeout_from_environ",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,1 @@
+"""What a user subclasses or holds: DeepSpeedTrial, its context, ModelParallelUnit."""

@@ -1,0 +1,66 @@
+# Every target creates .venv/ when it is missing and uses it; `make help` lists them.
+
+# Which torch to install. Another build is chosen on the command line: make venv TORCH="torch==2.8.0".
+TORCH ?= torch==2.13.0
+# Which interpreter .venv/ is made of: python3.11 where there is one.
+PYTHON ?= $(shell command -v python3.11 2>/dev/null || command -v python3)
+# More options for pytest: make test PYTEST_ARGS="-k boundaries".
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help venv run test check format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.package ## create .venv/ with torch and this package, editable
+
+run: venv ## train the main example (digits) and show its result
+	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
+
+test: venv ## run every test that needs no accelerator
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+check: venv ## lint, formatting, types, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv ## let ruff rewrite what `make check` would complain about
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv ## measure what the loop adds to bare DeepSpeed
+	$(BIN)/python benchmarks/loop_overhead.py
+
+clean: ## remove .venv/, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find dstrial tests model_defs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "No python3 is on PATH; expected Python 3.10 or later. Install python3.11." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is too old; expected Python 3.10 or later. Set PYTHON=/path/to/python3.11." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The stamp's content is the request, so that another TORCH installs another torch.
+$(VENV)/.torch: $(VENV)/.python FORCE
+	@if [ "$$(cat $@ 2>/dev/null)" != "$(TORCH)" ]; then \
+		$(BIN)/python -m pip install "$(TORCH)" && echo "$(TORCH)" > $@; \
+	fi
+
+# The installed torch becomes a constraint, so that no dependency replaces it by another build.
+$(VENV)/.package: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --constraint $(VENV)/constraints.txt --editable ".[dev,examples]"
+	@test "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" \
+		= "$$(cat $(VENV)/constraints.txt)" || { echo "torch was replaced while installing; see above." >&2; exit 1; }
+	@touch $@
+
+.PHONY: FORCE
+FORCE:

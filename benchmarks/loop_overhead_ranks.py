@@ -1,0 +1,303 @@
+"""One rank of the loop-overhead benchmark: trains blocks of micro batches under three loops and times them.
+
+Started by ``loop_overhead.py`` through torchrun. One engine, one process group and one data set serve all
+three loops, which take turns, block by block:
+
+* ``bare``: DeepSpeed's own loop: draw, forward, backward, step, nothing else;
+* ``dstrial``: ``dstrial.Trainer.fit``;
+* ``determined``: ``determined.pytorch.deepspeed.Trainer.fit`` of Determined 0.38.1, its loop unmodified.
+
+The step that trains one micro batch is the same function under all three and notes the time when it is
+entered, when it has its records and when it returns.
+
+Determined's loop needs these shims, all here:
+
+* ``DeepSpeedTrialContext._init_device`` demands a CUDA GPU; ``AnyDeviceContext`` takes the current device
+  of whatever accelerator DeepSpeed has found;
+* ``determined.pytorch.deepspeed.init`` counts CUDA GPUs and fixes the context class, so the context is built
+  here as ``init`` does it, on ``determined.core.init``;
+* with several ranks, ``determined.core.DistributedContext`` gets two free ports instead of its fixed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from determined import core
+from determined.pytorch import deepspeed as determined_deepspeed
+from loop_overhead_timing import Block, Plan, Stamps
+from torch import nn
+from torch.utils import data
+
+import dstrial
+
+NUM_FEATURES = 8
+NUM_TARGETS = 4
+MICRO_BATCH_SIZE = 4
+NUM_VALIDATION_RECORDS = 16
+SEED = 7
+
+
+def engine_config(gradient_accumulation_steps: int) -> dict[str, Any]:
+    """Return the DeepSpeed config of every run: plain data parallel, torch's Adam, fp32."""
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "steps_per_print": 10**9,
+    }
+
+
+def build_engine(gradient_accumulation_steps: int) -> Any:
+    """Build the one engine that all three loops train. Ranks: all, collectively."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Linear(16, NUM_TARGETS))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=engine_config(gradient_accumulation_steps)
+    )
+    return engine
+
+
+def records(count: int, seed: int) -> data.TensorDataset:
+    """Return ``count`` generated records, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, NUM_FEATURES, generator=generator)
+    return data.TensorDataset(features, features[:, :NUM_TARGETS] * 0.5)
+
+
+class Step:
+    """Trains one micro batch and notes when.
+
+    Args:
+        engine: the engine.
+        device: where records go.
+    """
+
+    def __init__(self, engine: Any, device: torch.device) -> None:
+        self.engine = engine
+        self.device = device
+        self.stamps = Stamps()
+
+    def __call__(self, iterator: Iterator[Any]) -> torch.Tensor:
+        """Draw, forward, backward, step. Ranks: all, collectively."""
+        self.stamps.entered.append(time.perf_counter_ns())
+        features, targets = next(iterator)
+        self.stamps.drawn.append(time.perf_counter_ns())
+        features, targets = features.to(self.device), targets.to(self.device)
+        loss = nn.functional.mse_loss(self.engine(features), targets)
+        self.engine.backward(loss)
+        self.engine.step()
+        self.stamps.left.append(time.perf_counter_ns())
+        return loss
+
+
+class _TrialMethods:
+    """What both trials have in common, which is everything: the two APIs are the same."""
+
+    step: Step
+    num_records: int
+
+    def build_training_data_loader(self) -> dstrial.DataLoader:
+        """Return the training records."""
+        return dstrial.DataLoader(
+            records(self.num_records, SEED), batch_size=MICRO_BATCH_SIZE, shuffle=True, drop_last=True
+        )
+
+    def build_validation_data_loader(self) -> dstrial.DataLoader:
+        """Return a few records: both loops validate when they end, outside the measured window."""
+        return dstrial.DataLoader(records(NUM_VALIDATION_RECORDS, SEED + 1), batch_size=MICRO_BATCH_SIZE)
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:  # noqa: ARG002
+        """Train one micro batch."""
+        return {"loss": self.step(dataloader_iter)}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:  # noqa: ARG002
+        """Evaluate one micro batch."""
+        features, targets = next(dataloader_iter)
+        outputs = self.step.engine(features.to(self.step.device))
+        return {"validation_loss": nn.functional.mse_loss(outputs, targets.to(self.step.device))}
+
+
+class DstrialTrial(_TrialMethods, dstrial.DeepSpeedTrial):
+    """The trial under dstrial's loop."""
+
+    def __init__(self, context: Any, step: Step, num_records: int) -> None:
+        self.step, self.num_records = step, num_records
+        context.wrap_model_engine(step.engine)
+
+
+class DeterminedTrial(_TrialMethods, determined_deepspeed.DeepSpeedTrial):  # type: ignore[misc]
+    """The trial under Determined's loop."""
+
+    def __init__(self, context: Any, step: Step, num_records: int) -> None:
+        self.step, self.num_records = step, num_records
+        context.wrap_model_engine(step.engine)
+
+
+class AnyDeviceContext(determined_deepspeed.DeepSpeedTrialContext):  # type: ignore[misc]
+    """Determined's context without its demand for a CUDA GPU."""
+
+    def _init_device(self) -> None:
+        self.device = torch.device(get_accelerator().current_device_name())
+
+
+def bare_loop(step: Step, num_records: int, plan: Plan) -> Callable[[], None]:
+    """Return DeepSpeed's own loop over the plan's micro batches, on torch's loader and sampler."""
+    dataset = records(num_records, SEED)
+    sampler: Any = data.DistributedSampler(dataset, dist.get_world_size(), dist.get_rank(), seed=SEED)
+    loader = data.DataLoader(dataset, MICRO_BATCH_SIZE, sampler=sampler, drop_last=True)
+
+    def run() -> None:
+        iterator = iter(loader)
+        step.engine.train()
+        for _ in range(plan.num_micro_batches):
+            step(iterator)
+
+    return run
+
+
+def dstrial_loop(context: Any, step: Step, num_records: int, plan: Plan) -> Callable[[], None]:
+    """Return dstrial's loop, in the context that ``dstrial.init`` made. Ranks: all, collectively."""
+    trainer = dstrial.Trainer(DstrialTrial(context, step, num_records), context)
+
+    def run() -> None:
+        trainer.fit(
+            max_length=dstrial.Batch(plan.num_batches),
+            reporting_period=dstrial.Batch(plan.report_every),
+            checkpoint_policy="none",
+        )
+
+    return run
+
+
+def determined_loop(
+    stack: contextlib.ExitStack, step: Step, num_records: int, plan: Plan, checkpoints: pathlib.Path
+) -> Callable[[], None]:
+    """Return Determined's loop. Ranks: all, collectively."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    distributed = None
+    if size > 1:
+        ports = [free_ports(2)]
+        dist.broadcast_object_list(ports, src=0)
+        distributed = core.DistributedContext(
+            rank=rank,
+            size=size,
+            local_rank=rank,
+            local_size=size,
+            cross_rank=0,
+            cross_size=1,
+            pub_port=ports[0][0],
+            pull_port=ports[0][1],
+        )
+    core_context = stack.enter_context(
+        core.init(
+            distributed=distributed,
+            checkpoint_storage=str(checkpoints),
+            tensorboard_mode=core.TensorboardMode.MANUAL,
+        )
+    )
+    context = AnyDeviceContext(
+        core_context=core_context,
+        trial_seed=SEED,
+        hparams=None,
+        slots_per_trial=size,
+        num_gpus=size,
+        exp_conf=None,
+        steps_completed=0,
+    )
+    trainer = determined_deepspeed.Trainer(DeterminedTrial(context, step, num_records), context)
+
+    def run() -> None:
+        trainer.fit(
+            max_length=dstrial.Batch(plan.num_batches),
+            reporting_period=dstrial.Batch(plan.report_every),
+            checkpoint_policy="none",
+        )
+
+    return run
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nothing listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
+
+
+def measure(plan: Plan, scratch: pathlib.Path, repeats: int) -> list[Block]:
+    """Run every loop ``repeats`` times, in turns. Ranks: all, collectively.
+
+    Args:
+        plan: the shape of one block.
+        scratch: an existing directory for what the loops write.
+        repeats: blocks per loop that count; one more of each warms up.
+
+    Returns:
+        The timings of each block that counts, as seen by this rank.
+    """
+    blocks: list[Block] = []
+    num_records = 2 * plan.num_micro_batches * MICRO_BATCH_SIZE * int(os.environ["WORLD_SIZE"])
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(dstrial.init(exp_conf={"name": "loop_overhead"}))
+        step = Step(build_engine(plan.micro_batches_per_batch), context.device)
+        loops = {
+            "bare": bare_loop(step, num_records, plan),
+            "dstrial": dstrial_loop(context, step, num_records, plan),
+            "determined": determined_loop(stack, step, num_records, plan, scratch / "determined"),
+        }
+        names = list(loops)
+        for repeat_idx in range(repeats + 1):
+            turn = repeat_idx % len(names)
+            for name in names[turn:] + names[:turn]:
+                step.stamps = Stamps()
+                loops[name]()
+                if repeat_idx > 0:
+                    blocks.append(Block.from_stamps(name, repeat_idx - 1, step.stamps, plan))
+                if dist.get_rank() == 0:
+                    print(f"@done {name}", flush=True)
+    return blocks
+
+
+def main() -> None:
+    """Measure, and write the blocks that rank 0 saw as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plan", type=json.loads, required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--scratch", type=pathlib.Path, required=True)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    plan = Plan(**arguments.plan)
+    blocks = measure(plan, arguments.scratch, arguments.repeats)
+    if dist.get_rank() == 0:
+        result = {
+            "device": get_accelerator().device_name(),
+            "backend": dist.get_backend(),
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "blocks": [block.as_json() for block in blocks],
+        }
+        (arguments.scratch / "blocks.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

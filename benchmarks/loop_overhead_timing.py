@@ -1,0 +1,142 @@
+"""What the loop-overhead benchmark measures and how it sums it up; pure, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+LOOPS = ("bare", "dstrial", "determined")
+
+NS_PER_US = 1000.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """The shape of one block: one call of a loop, of which the middle is measured.
+
+    The window starts half a reporting period after the first report, when every loop has settled, and ends
+    half a period before the last one, so that it holds exactly ``num_reports`` reports and neither start nor
+    end of a run.
+
+    Attributes:
+        report_every: batches between two reports.
+        num_reports: reports inside the window.
+        micro_batches_per_batch: gradient accumulation steps.
+    """
+
+    report_every: int
+    num_reports: int
+    micro_batches_per_batch: int
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in one block."""
+        return (self.num_reports + 2) * self.report_every
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro batches in one block."""
+        return self.num_batches * self.micro_batches_per_batch
+
+    @property
+    def window(self) -> range:
+        """Micro batches whose time counts, each from its own start to the start of the next."""
+        start = self.report_every + self.report_every // 2
+        stop = start + self.num_reports * self.report_every
+        return range(start * self.micro_batches_per_batch, stop * self.micro_batches_per_batch)
+
+    def is_report(self, micro_batch_idx: int) -> bool:
+        """Whether a loop reports after this micro batch."""
+        return (micro_batch_idx + 1) % (self.report_every * self.micro_batches_per_batch) == 0
+
+
+@dataclasses.dataclass(slots=True)
+class Stamps:
+    """Times of ``perf_counter_ns`` in one block, one of each per micro batch.
+
+    Attributes:
+        entered: the step was called.
+        drawn: it had its records.
+        left: it was done.
+    """
+
+    entered: list[int] = dataclasses.field(default_factory=list)
+    drawn: list[int] = dataclasses.field(default_factory=list)
+    left: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """One block of one loop, microseconds per micro batch.
+
+    Attributes:
+        loop: which loop.
+        repeat_idx: which repeat, from 0.
+        mean_us: the whole window divided by its micro batches; a disturbed machine shows in it.
+        step_us: a micro batch without a report, start to start: the median at each place in a batch, averaged.
+        draw_us: of that, waiting for the records.
+        between_us: of that, between the end of the step and the start of the next: the loop itself.
+        report_us: what one report adds to the time between; 0 for the bare loop.
+        whole_us: ``step_us`` plus the report's share.
+    """
+
+    loop: str
+    repeat_idx: int
+    mean_us: float
+    step_us: float
+    draw_us: float
+    between_us: float
+    report_us: float
+    whole_us: float
+
+    @classmethod
+    def from_stamps(cls, loop: str, repeat_idx: int, stamps: Stamps, plan: Plan) -> Block:
+        """Sum up one block.
+
+        Raises:
+            ValueError: the loop did not train exactly the planned micro batches.
+        """
+        if len(stamps.left) != plan.num_micro_batches:
+            raise ValueError(
+                f"the loop {loop} trained {len(stamps.left)} micro batches; expected {plan.num_micro_batches}. "
+                "Choose periods under which all loops train equally many."
+            )
+        entered, drawn, left = stamps.entered, stamps.drawn, stamps.left
+        quiet = [idx for idx in plan.window if not plan.is_report(idx)]
+        reporting = [idx for idx in plan.window if plan.is_report(idx)]
+
+        def typical(durations_ns: dict[int, int]) -> float:
+            places = plan.micro_batches_per_batch
+            medians = [
+                statistics.median(ns for idx, ns in durations_ns.items() if idx % places == place)
+                for place in range(places)
+            ]
+            return statistics.fmean(medians) / NS_PER_US
+
+        step_us = typical({idx: entered[idx + 1] - entered[idx] for idx in quiet})
+        between_ns = {idx: entered[idx + 1] - left[idx] for idx in quiet}
+        report_us = 0.0
+        if loop != "bare":
+            last_place = plan.micro_batches_per_batch - 1
+            usual_ns = statistics.median(
+                ns for idx, ns in between_ns.items() if idx % plan.micro_batches_per_batch == last_place
+            )
+            reports_ns = statistics.median(entered[idx + 1] - left[idx] for idx in reporting)
+            report_us = (reports_ns - usual_ns) / NS_PER_US
+        window = plan.window
+        return cls(
+            loop=loop,
+            repeat_idx=repeat_idx,
+            mean_us=(entered[window.stop] - entered[window.start]) / len(window) / NS_PER_US,
+            step_us=step_us,
+            draw_us=typical({idx: drawn[idx] - entered[idx] for idx in quiet}),
+            between_us=typical(between_ns),
+            report_us=report_us,
+            whole_us=step_us + report_us / (plan.report_every * plan.micro_batches_per_batch),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,223 @@
+"""The manifest of a checkpoint: how it was laid out, and every file with its size, checksum and readers."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+
+MANIFEST_NAME = "manifest.json"
+"""File name of the manifest in a checkpoint directory."""
+
+FORMAT = 1
+"""Version of the manifest's form that this release writes, and the newest that it reads."""
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        num_bytes: its size.
+        sha256: its checksum, 64 hexadecimal digits.
+        reader_ranks: ranks that read it when the run goes on in the same arrangement, ascending; empty
+            when none is known to.
+    """
+
+    num_bytes: int
+    sha256: str
+    reader_ranks: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        steps_completed: optimizer steps done when it was written.
+        created: when it was written, ISO 8601 in UTC.
+        layouts: per engine, how its state lies over ranks, as plain JSON values.
+        files: path relative to the checkpoint, with ``/``, -> the file. The manifest itself and the
+            completion mark are not in it.
+        uuid: name of the checkpoint in its store; None if it had none when the manifest was written.
+        format: version of the manifest's form.
+    """
+
+    steps_completed: int
+    created: str
+    layouts: tuple[Mapping[str, Any], ...]
+    files: Mapping[str, FileEntry]
+    uuid: str | None = None
+    format: int = FORMAT
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        steps_completed: int,
+        layouts: Sequence[Mapping[str, Any]],
+        files: Mapping[str, FileEntry],
+        readers: Mapping[str, Sequence[int]] | None = None,
+        uuid: str | None = None,
+        created: datetime.datetime | None = None,
+    ) -> Manifest:
+        """Put a manifest together from what the ranks gathered.
+
+        Args:
+            steps_completed: optimizer steps done.
+            layouts: per engine, plain JSON values.
+            files: what ``hash_files`` returned on all ranks, merged.
+            readers: path -> ranks that read it; a path that is no file of the checkpoint is ignored.
+            uuid: name of the checkpoint, if known.
+            created: when; now if not given.
+        """
+        readers = {} if readers is None else readers
+        when = datetime.datetime.now(datetime.timezone.utc) if created is None else created
+        return cls(
+            steps_completed=steps_completed,
+            created=when.astimezone(datetime.timezone.utc).isoformat(timespec="seconds"),
+            layouts=tuple(layouts),
+            files={
+                path: dataclasses.replace(files[path], reader_ranks=tuple(sorted(readers[path])))
+                if path in readers
+                else files[path]
+                for path in sorted(files)
+            },
+            uuid=uuid,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as plain JSON values."""
+        return {
+            "format": self.format,
+            "uuid": self.uuid,
+            "created": self.created,
+            "steps_completed": self.steps_completed,
+            "layouts": [dict(layout) for layout in self.layouts],
+            "files": {
+                path: {
+                    "bytes": entry.num_bytes,
+                    "sha256": entry.sha256,
+                    "reader_ranks": list(entry.reader_ranks),
+                }
+                for path, entry in self.files.items()
+            },
+        }
+
+
+def write_manifest(root: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Write ``manifest`` into the checkpoint directory ``root``, replacing one that is there.
+
+    It is not waited for the disk: the completion mark does that for all files.
+    """
+    target = pathlib.Path(root) / MANIFEST_NAME
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_text(json.dumps(manifest.to_json(), indent=1) + "\n", encoding="utf-8")
+    temporary.replace(target)
+
+
+def read_manifest(root: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of the checkpoint directory ``root``.
+
+    Raises:
+        CheckpointNotFoundError: there is no manifest, so dstrial wrote no checkpoint here.
+        CheckpointDamagedError: it is no JSON, or a value is missing or of another type.
+        CheckpointError: a newer release of dstrial wrote it.
+    """
+    path = pathlib.Path(root) / MANIFEST_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{root} has no {MANIFEST_NAME}; expected a checkpoint written by dstrial. Name a checkpoint directory."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _damaged(path, f"not text ({error.reason})") from error
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _damaged(path, f"no JSON from line {error.lineno} on ({error.msg})") from error
+    if not isinstance(values, dict):
+        raise _damaged(path, f"a JSON {type(values).__name__}")
+    written = values.get("format")
+    if isinstance(written, int) and written > FORMAT:
+        raise CheckpointError(
+            f"{path}: format is {written}; expected at most {FORMAT}. Resume with the release of dstrial that wrote it."
+        )
+    return _manifest_of(path, values)
+
+
+def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, FileEntry]:
+    """Return size and checksum of each of ``paths``, which are relative to ``root``.
+
+    Raises:
+        OSError: a file cannot be read.
+
+    Ranks: any; no communication. Deal the files out with ``share_of``.
+    """
+    return {path: hash_file(pathlib.Path(root) / path) for path in paths}
+
+
+def hash_file(path: str | os.PathLike[str]) -> FileEntry:
+    """Return size and checksum of one file, read once."""
+    digest = hashlib.sha256()
+    num_bytes = 0
+    with pathlib.Path(path).open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return FileEntry(num_bytes=num_bytes, sha256=digest.hexdigest())
+
+
+def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
+    """Return this part's share of ``files``: every file is in exactly one share, and shares differ by one at most.
+
+    Args:
+        files: the same sequence in every part.
+        part: which share, from 0, such as the rank on this machine.
+        parts: number of shares, at least 1.
+    """
+    return list(files[part::parts])
+
+
+def _damaged(path: pathlib.Path, got: str) -> CheckpointDamagedError:
+    return CheckpointDamagedError(
+        f"{path} is {got}; expected the manifest that dstrial wrote. Resume from an earlier checkpoint."
+    )
+
+
+def _manifest_of(path: pathlib.Path, values: Mapping[str, Any]) -> Manifest:
+    def take(holder: Mapping[str, Any], where: str, key: str, kind: type | tuple[type, ...]) -> Any:
+        value = holder.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise _damaged(path, f"without a usable {where}{key} ({value!r})")
+        return value
+
+    files: dict[str, FileEntry] = {}
+    for name, entry in take(values, "", "files", dict).items():
+        pure = pathlib.PurePosixPath(name)
+        if not isinstance(entry, dict) or pure.is_absolute() or ".." in pure.parts:
+            raise _damaged(path, f"without a usable files.{name}")
+        where = f"files.{name}."
+        files[name] = FileEntry(
+            num_bytes=take(entry, where, "bytes", int),
+            sha256=take(entry, where, "sha256", str),
+            reader_ranks=tuple(take(entry, where, "reader_ranks", list)),
+        )
+    return Manifest(
+        steps_completed=take(values, "", "steps_completed", int),
+        created=take(values, "", "created", str),
+        layouts=tuple(take(values, "", "layouts", list)),
+        files=files,
+        uuid=take(values, "", "uuid", (str, type(None))),
+        format=take(values, "", "format", int),
+    )

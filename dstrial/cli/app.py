@@ -1,0 +1,64 @@
+"""The ``dstrial`` command line: finds the subcommand's module, imports only that one, and calls it.
+
+A subcommand's module offers ``add_parser(subparsers)``, which adds its arguments, and ``main(args)``, which
+returns the exit status. Importing it must be cheap: no torch, no deepspeed, no determined.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from dstrial.errors import DstrialError
+
+COMMANDS = {
+    "check": "check an experiment config and its DeepSpeed config; starts nothing",
+    "run": "train one experiment on this machine, in the foreground",
+}
+"""Name of each subcommand (and of its module in this package) and its line in the help."""
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """Build the parser with the arguments of one subcommand.
+
+    Args:
+        command: the subcommand that will run; None if none is named, when all are only listed.
+    """
+    parser = argparse.ArgumentParser(prog="dstrial", description="Determined-style trials for DeepSpeed.")
+    parser.add_argument(
+        "--version", action="version", version=f"dstrial {importlib.metadata.version('dstrial')}"
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, help_text in COMMANDS.items():
+        if name == command:
+            importlib.import_module(f"dstrial.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=help_text)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 0 for success, 1 for an error of the user's, 2 for wrong usage.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = next((word for word in argv if word in COMMANDS), None)
+    args = build_parser(command).parse_args(argv)
+    module = importlib.import_module(f"dstrial.cli.{args.command}")
+    try:
+        return int(module.main(args))
+    except DstrialError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

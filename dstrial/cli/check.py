@@ -1,0 +1,155 @@
+"""``dstrial check``: say what is wrong with an experiment before any process starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
+from dstrial.config.explain import DEFAULT_ORIGIN
+from dstrial.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_PLAIN_COLUMNS = 160
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its arguments."""
+    parser = subparsers.add_parser(
+        "check",
+        help="check an experiment config and its DeepSpeed config; starts nothing",
+        description="Check an experiment config and the DeepSpeed config it names. Exits 0 if training can start, "
+        "1 if not; all problems are listed at once. Starts no process and imports neither torch nor deepspeed.",
+    )
+    parser.add_argument("experiment", metavar="EXP.yaml", help="experiment config")
+    parser.add_argument(
+        "context_dir",
+        metavar="CONTEXT_DIR",
+        nargs="?",
+        default=".",
+        help="model definition directory (default: .)",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="replace one value of EXP.yaml; repeatable",
+    )
+    parser.add_argument(
+        "--slots", type=_slots, metavar="N", help="check for N slots instead of slots_per_trial"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="print the effective DeepSpeed config with origins"
+    )
+    parser.add_argument(
+        "--json", action="store_true", dest="as_json", help="print one JSON object instead of text"
+    )
+
+
+def _slots(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of slots; expected at least 1")
+    return value
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check and print; return 0 if training can start, else 1."""
+    try:
+        config = load_experiment(
+            args.experiment,
+            args.context_dir,
+            args.config,
+            require_concrete=False,
+            require_entrypoint=True,
+            slots=args.slots,
+        )
+    except ConfigError as error:
+        if args.as_json:
+            _print_json({"ok": False, "problems": [_problem(problem) for problem in error.problems]})
+        else:
+            for problem in error.problems:
+                sys.stderr.write(f"{problem}\n")
+            count = len(error.problems)
+            sys.stderr.write(f"{args.experiment}: {count} {'problem' if count == 1 else 'problems'}\n")
+        return 1
+    if args.as_json:
+        _print_json(_summary(config, with_values=args.explain))
+    else:
+        _print_text(config, with_values=args.explain)
+    return 0
+
+
+def _problem(problem: Any) -> dict[str, str]:
+    return {
+        "where": problem.where,
+        "got": problem.got,
+        "expected": problem.expected,
+        "fix": problem.fix,
+        "message": str(problem),
+    }
+
+
+def _summary(config: ExperimentConfig, *, with_values: bool) -> dict[str, Any]:
+    configs: dict[str, Any] = {}
+    for key, (source, checked) in _checks(config).items():
+        configs[key] = {
+            "file": source.label,
+            "batch_equation": checked.batch.equation if checked.batch else None,
+        }
+        if with_values:
+            configs[key]["effective"] = checked.effective
+            configs[key]["origins"] = {row.key: row.origin for row in explain(source, checked)}
+    return {
+        "ok": True,
+        "problems": [],
+        "warnings": list(config.warnings),
+        "notes": list(config.notes),
+        "deepspeed": configs,
+    }
+
+
+def _print_text(config: ExperimentConfig, *, with_values: bool) -> None:
+    checks = _checks(config)
+    if with_values:
+        for key, (source, checked) in checks.items():
+            _print_table(f"hyperparameters.{key} ({source.label})", source, checked)
+    for warning in config.warnings:
+        sys.stdout.write(f"warning: {warning}\n")
+    for note in config.notes:
+        sys.stdout.write(f"note: {note}\n")
+    for source, checked in checks.values():
+        if checked.batch:
+            sys.stdout.write(f"{source.label}: {checked.batch.equation}\n")
+    sys.stdout.write(f"{config.path}: ok\n")
+
+
+def _checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSource, CheckResult]]:
+    """Return every DeepSpeed config of the experiment by the hyperparameter that names it, the main one first."""
+    if config.deepspeed is None or config.deepspeed_check is None:
+        return dict(config.other_deepspeed)
+    return {"deepspeed_config": (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
+
+
+def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("key", "value", "from"):
+        table.add_column(heading, overflow="fold")
+    for row in explain(source, checked):
+        is_default = row.origin.startswith(DEFAULT_ORIGIN)
+        table.add_row(Text(row.key), Text(row.value), Text(row.origin), style="dim" if is_default else None)
+    console.print(table)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

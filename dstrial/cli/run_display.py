@@ -1,0 +1,200 @@
+"""What ``dstrial run`` shows while ranks train: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from dstrial.local.run_monitor import Report, RunView, named_metric
+
+_POLL_PERIOD_S = 0.2
+
+
+class Display(Protocol):
+    """Shows one attempt at a run. Every method may be called from any thread."""
+
+    def rank_line(self, rank: int, stream: str, line: str) -> None:
+        """Show a line that a rank wrote to ``stdout`` or ``stderr``."""
+
+    def message(self, text: str) -> None:
+        """Show a line of our own."""
+
+    def view(self, view: RunView) -> None:
+        """Show how far the run is and what was reported since the last look."""
+
+    def close(self) -> None:
+        """End the display; what comes after is printed below it."""
+
+
+def make_display(*, num_ranks: int, metric: str | None, is_plain: bool) -> Display:
+    """Choose the display that fits where the output goes.
+
+    Args:
+        num_ranks: lines of ranks are prefixed with their rank if there are several.
+        metric: the searcher metric.
+        is_plain: whether the user wants no progress bar.
+    """
+    if is_plain or not sys.stdout.isatty():
+        return PlainDisplay(num_ranks=num_ranks, metric=metric)
+    return BarDisplay(num_ranks=num_ranks, metric=metric)
+
+
+def _prefixed(rank: int, num_ranks: int, line: str) -> str:
+    return line if num_ranks == 1 else f"[rank {rank}] {line}"
+
+
+def number(value: float) -> str:
+    """Write a metric for people: four significant digits."""
+    return f"{value:.4g}"
+
+
+def report_line(report: Report, batches_total: int | None, metric: str | None) -> str:
+    """One report on one line, for example ``batch 100/1000  loss 0.52  1834 samples/s``."""
+    total = "" if batches_total is None else f"/{batches_total}"
+    place = f"batch {report.steps_completed}{total}"
+    preferred = metric if report.group == "validation" else "loss"
+    shown = named_metric(report, preferred)
+    parts = [place] if report.group == "training" else [f"{place}  {report.group}"]
+    if shown is not None:
+        parts.append(f"{shown[0]} {number(shown[1])}")
+    speed = report.metrics.get("samples_per_second")
+    if report.group == "training" and speed is not None:
+        parts.append(f"{number(speed)} samples/s")
+    return "  ".join(parts)
+
+
+class PlainDisplay:
+    """One line per report, and the ranks' lines on the stream they were written to.
+
+    Args:
+        num_ranks: lines of ranks are prefixed with their rank if there are several.
+        metric: the searcher metric.
+    """
+
+    def __init__(self, *, num_ranks: int, metric: str | None) -> None:
+        self._num_ranks = num_ranks
+        self._metric = metric
+        self._lock = threading.Lock()
+
+    def rank_line(self, rank: int, stream: str, line: str) -> None:
+        """Write the line to the same stream of this process."""
+        target = sys.stderr if stream == "stderr" else sys.stdout
+        with self._lock:
+            target.write(_prefixed(rank, self._num_ranks, line) + "\n")
+            target.flush()
+
+    def message(self, text: str) -> None:
+        """Write the text to the standard output."""
+        with self._lock:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def view(self, view: RunView) -> None:
+        """Write one line per training or validation report."""
+        for report in view.new_reports:
+            if report.group in ("training", "validation"):
+                self.message(report_line(report, view.batches_total, self._metric))
+
+    def close(self) -> None:
+        """Do nothing: every line is written already."""
+
+
+class BarDisplay:
+    """A progress bar in the last line of the terminal; everything else is printed above it.
+
+    Args:
+        num_ranks: lines of ranks are prefixed with their rank if there are several.
+        metric: the searcher metric.
+        console: where to draw; the standard output by default.
+    """
+
+    def __init__(self, *, num_ranks: int, metric: str | None, console: Console | None = None) -> None:
+        self._num_ranks = num_ranks
+        self._metric = metric
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("time left"),
+            TimeRemainingColumn(),
+            console=console or Console(highlight=False),
+            refresh_per_second=5,
+        )
+        self._task: TaskID = self._progress.add_task("starting", total=None, numbers="")
+        self._has_begun = False
+        self._progress.start()
+
+    def rank_line(self, rank: int, stream: str, line: str) -> None:  # noqa: ARG002 - a terminal shows both
+        """Print the line above the bar."""
+        self.message(_prefixed(rank, self._num_ranks, line))
+
+    def message(self, text: str) -> None:
+        """Print the text above the bar, as it is."""
+        self._progress.console.print(Text.from_ansi(text), soft_wrap=True)
+
+    def view(self, view: RunView) -> None:
+        """Move the bar."""
+        if view.batches_trained is None or view.batches_total is None:
+            return
+        parts = [f"{view.batches_trained}/{view.batches_total} batches"]
+        parts += [
+            f"{name} {number(value)}"
+            for name, value in (_named(view.loss), _named(view.validation, "val "))
+            if name
+        ]
+        if view.samples_per_second is not None:
+            parts.append(f"{number(view.samples_per_second)} samples/s")
+        if not self._has_begun:
+            # The batches before a resume must not count as speed.
+            self._has_begun = True
+            self._progress.reset(
+                self._task, total=view.batches_total, completed=view.batches_trained, description="training"
+            )
+        self._progress.update(
+            self._task, total=view.batches_total, completed=view.batches_trained, numbers="  ".join(parts)
+        )
+
+    def close(self) -> None:
+        """Leave the bar where it is and give the terminal back."""
+        self._progress.stop()
+
+
+def _named(pair: tuple[str, float] | None, prefix: str = "") -> tuple[str, float]:
+    return ("", 0.0) if pair is None else (prefix + pair[0], pair[1])
+
+
+class Refresher:
+    """Hands a new view to a display every fifth of a second while a block runs, and once at its end.
+
+    Args:
+        poll: reads the run's files.
+        show: shows what was read.
+    """
+
+    def __init__(self, poll: Callable[[], RunView], show: Callable[[RunView], None]) -> None:
+        self._poll = poll
+        self._show = show
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dstrial-run-display", daemon=True)
+
+    def __enter__(self) -> Refresher:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_done.set()
+        self._thread.join()
+        self._show(self._poll())
+
+    def _run(self) -> None:
+        while not self._is_done.wait(_POLL_PERIOD_S):
+            self._show(self._poll())

@@ -1,0 +1,209 @@
+"""Solve DeepSpeed's batch equation for the sizes that are not given.
+
+``train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas``, where
+replicas is the data-parallel size, not the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.config.findings import render
+from dstrial.errors import ConfigError, ConfigProblem
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchSolution:
+    """Batch sizes for which the equation holds.
+
+    Attributes:
+        train_batch_size: records in one optimizer step, over all replicas.
+        train_micro_batch_size_per_gpu: records in one forward pass of one replica.
+        gradient_accumulation_steps: forward passes of one replica in one optimizer step.
+        data_parallel_size: number of replicas.
+        solved: names of the sizes that were not given.
+    """
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    data_parallel_size: int
+    solved: tuple[str, ...]
+
+    @property
+    def equation(self) -> str:
+        """The equation with the numbers in it, for a person."""
+        return (
+            f"train_batch_size {self.train_batch_size} = train_micro_batch_size_per_gpu "
+            f"{self.train_micro_batch_size_per_gpu} x gradient_accumulation_steps "
+            f"{self.gradient_accumulation_steps} x {self.data_parallel_size} data-parallel "
+            f"{'replica' if self.data_parallel_size == 1 else 'replicas'}"
+        )
+
+
+def solve_batch(
+    train_batch_size: int | str | None,
+    train_micro_batch_size_per_gpu: int | str | None,
+    gradient_accumulation_steps: int | str | None,
+    data_parallel_size: int,
+    *,
+    where: Mapping[str, str] | None = None,
+) -> BatchSolution:
+    """Compute the batch sizes that are not given.
+
+    Where several answers are possible the choice is DeepSpeed's own: with only one of the first two
+    sizes given, ``gradient_accumulation_steps`` is 1. Where DeepSpeed divides, drops the remainder and
+    fails on an assertion, this names the nearest settings that work.
+
+    Args:
+        train_batch_size: records in one optimizer step; None or "auto" means solve for it.
+        train_micro_batch_size_per_gpu: records in one forward pass; None or "auto" likewise.
+        gradient_accumulation_steps: forward passes per optimizer step; None or "auto" likewise.
+        data_parallel_size: number of replicas, at least 1.
+        where: ``file:line: key`` of each size by its name, for messages.
+
+    Raises:
+        ConfigError: a size is not a positive integer, too little is given, or nothing solves it.
+
+    Source: DeepSpeed 0.19.8 runtime/config.py, ``_set_batch_related_parameters``.
+    """
+    given = dict(
+        zip(
+            BATCH_KEYS,
+            (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps),
+            strict=True,
+        )
+    )
+    places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
+    sizes: dict[str, int] = {}
+    problems: list[ConfigProblem] = []
+    for key, value in given.items():
+        if value is None or value == AUTO:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            is_quoted = isinstance(value, str) and value.isdecimal()
+            fix = f"Write {value} without quotes." if is_quoted else "Write a positive whole number."
+            problems.append(
+                ConfigProblem(places[key], render(value), 'an integer of at least 1, or "auto"', fix)
+            )
+        else:
+            sizes[key] = value
+    if problems:
+        raise ConfigError(problems)
+    total, micro, steps = (sizes.get(key) for key in BATCH_KEYS)
+    replicas = data_parallel_size
+    solved = tuple(key for key in BATCH_KEYS if key not in sizes)
+    if total is None:
+        if micro is None:
+            raise ConfigError([_underdetermined(places, steps)])
+        steps = steps or 1
+        return BatchSolution(micro * steps * replicas, micro, steps, replicas, solved)
+    if micro is None:
+        steps = steps or 1
+        if total % (steps * replicas):
+            raise ConfigError([_no_micro_batch(places, total, steps, replicas, steps_given=len(solved) == 1)])
+        return BatchSolution(total, total // (steps * replicas), steps, replicas, solved)
+    if steps is None:
+        if total % (micro * replicas):
+            raise ConfigError([_no_steps(places, total, micro, replicas)])
+        return BatchSolution(total, micro, total // (micro * replicas), replicas, solved)
+    if total != micro * steps * replicas:
+        raise ConfigError([_contradiction(places, total, micro, steps, replicas)])
+    return BatchSolution(total, micro, steps, replicas, solved)
+
+
+def resolve_batch(config: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any]:
+    """Return a DeepSpeed config in which every batch size is a number.
+
+    DeepSpeed itself fails with a TypeError on ``"auto"`` at these three keys, unless another tool
+    replaced it first.
+
+    Args:
+        config: a merged DeepSpeed config; not changed.
+        data_parallel_size: number of replicas.
+
+    Raises:
+        ConfigError: as :func:`solve_batch`.
+    """
+    total, micro, steps = (config.get(key) for key in BATCH_KEYS)
+    solution = solve_batch(total, micro, steps, data_parallel_size)
+    return {**config, **{key: getattr(solution, key) for key in BATCH_KEYS}}
+
+
+def _underdetermined(places: Mapping[str, str], steps: int | None) -> ConfigProblem:
+    key = BATCH_KEYS[1]
+    given = "only gradient_accumulation_steps is given" if steps else "no batch size is given"
+    return ConfigProblem(
+        places[key],
+        f"not given ({given})",
+        "at least train_batch_size or train_micro_batch_size_per_gpu",
+        "Set train_micro_batch_size_per_gpu to the records of one forward pass on one device.",
+    )
+
+
+def _multiples(value: int, step: int) -> str:
+    """Name the multiples of ``step`` next to ``value``: "24 or 32"."""
+    below = value // step * step
+    return " or ".join(str(number) for number in (below, below + step) if number > 0)
+
+
+def _no_micro_batch(
+    places: Mapping[str, str], total: int, steps: int, replicas: int, *, steps_given: bool
+) -> ConfigProblem:
+    unit = steps * replicas
+    divisors = "" if not steps_given else _divisor_hint(total, replicas, "gradient_accumulation_steps", steps)
+    return ConfigProblem(
+        places["train_batch_size"],
+        f"{total} = micro batch x {steps} (gradient_accumulation_steps) x {replicas} (data-parallel replicas), "
+        f"which no whole micro batch solves",
+        f"a multiple of {unit}",
+        f"Set train_batch_size to {_multiples(total, unit)}{divisors}.",
+    )
+
+
+def _no_steps(places: Mapping[str, str], total: int, micro: int, replicas: int) -> ConfigProblem:
+    unit = micro * replicas
+    hint = _divisor_hint(total, replicas, "train_micro_batch_size_per_gpu", micro)
+    return ConfigProblem(
+        places["train_batch_size"],
+        f"{total} = {micro} (train_micro_batch_size_per_gpu) x accumulation steps x {replicas} (data-parallel "
+        f"replicas), which no whole number of steps solves",
+        f"a multiple of {unit}",
+        f"Set train_batch_size to {_multiples(total, unit)}{hint}.",
+    )
+
+
+def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
+    """Offer the divisor of the records per replica that is nearest to ``value``."""
+    if total % replicas:
+        return ""
+    per_replica = total // replicas
+    divisors = {
+        d for n in range(1, int(per_replica**0.5) + 1) if per_replica % n == 0 for d in (n, per_replica // n)
+    }
+    nearest = min(divisors, key=lambda divisor: (abs(divisor - value), divisor))
+    return f", or {key} to {nearest}"
+
+
+def _contradiction(
+    places: Mapping[str, str], total: int, micro: int, steps: int, replicas: int
+) -> ConfigProblem:
+    product = micro * steps * replicas
+    options = [f"train_batch_size to {product}"]
+    if total % (micro * replicas) == 0:
+        options.append(f"gradient_accumulation_steps to {total // (micro * replicas)}")
+    if total % (steps * replicas) == 0:
+        options.append(f"train_micro_batch_size_per_gpu to {total // (steps * replicas)}")
+    return ConfigProblem(
+        places["train_batch_size"],
+        f"{total}, but {micro} (train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) x {replicas} "
+        f"(data-parallel replicas) = {product}",
+        "both sides of the batch equation to be equal",
+        f"Set {', or '.join(options)}.",
+    )

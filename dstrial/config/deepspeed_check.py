@@ -1,0 +1,158 @@
+"""Check a whole DeepSpeed config: keys, batch equation, pairs of settings; say what it amounts to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
+from dstrial.config.deepspeed_ignored import check_ignored
+from dstrial.config.deepspeed_optimizer import check_optimizer_and_scheduler
+from dstrial.config.deepspeed_pairs import check_pairs
+from dstrial.config.findings import Findings, Lines, render
+from dstrial.config.keys import AUTO, Dialect, check_keys
+from dstrial.config.rules import deepspeed_rules, installed_deepspeed_version
+from dstrial.config.settings import ParallelSizes, Settings
+from dstrial.errors import ConfigError, ConfigProblem
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What was found, and what DeepSpeed would run with.
+
+    Attributes:
+        problems: everything that must be changed before training; empty if nothing.
+        warnings: settings without effect and the like, as whole sentences.
+        effective: every key DeepSpeed reads with its value: given, solved, or default. Values with a problem
+            are replaced by the default.
+        batch: the solved batch equation; None if it has no solution.
+    """
+
+    problems: tuple[ConfigProblem, ...]
+    warnings: tuple[str, ...]
+    effective: dict[str, Any]
+    batch: BatchSolution | None
+
+    def raise_if_any(self) -> None:
+        """Raise a ConfigError with all problems.
+
+        Raises:
+            ConfigError: there is at least one.
+        """
+        if self.problems:
+            raise ConfigError(self.problems)
+
+
+def check_deepspeed(
+    config: Mapping[str, Any],
+    sizes: ParallelSizes,
+    where: str = "deepspeed config",
+    lines: Lines | None = None,
+    *,
+    auto: Literal["error", "warning"] = "error",
+    installed: str | None = None,
+) -> CheckResult:
+    """Check a merged DeepSpeed config by the rules of the supported release. Pure.
+
+    Args:
+        config: the config after all merging; not changed.
+        sizes: ranks of the job and how the model divides them.
+        where: label for keys without a line, such as "deepspeed config of engine 0".
+        lines: ``file:line`` of each key, where known.
+        auto: what ``"auto"`` is outside the batch sizes: "warning" if another tool may still fill it in.
+        installed: version of DeepSpeed that will run; by default the installed one, found without importing it.
+    """
+    rules = deepspeed_rules()
+    findings = Findings(lines or {}, where)
+    installed = installed or installed_deepspeed_version() or rules.version
+    is_foreign = installed.split("+")[0] != rules.version
+    if is_foreign:
+        findings.warn(
+            "", f"is checked by the rules of DeepSpeed {rules.version}, but {installed} is installed; "
+            "unknown keys are only warned about"
+        )  # fmt: skip
+    dialect = Dialect(
+        name=f"DeepSpeed {rules.version}",
+        consequence="DeepSpeed would ignore it silently",
+        auto=auto,
+        unknown_is_warning=is_foreign,
+        removed=rules.removed,
+    )
+    normalised = _normalise(config, findings)
+    batch_given = {key: normalised.pop(key, None) for key in BATCH_KEYS}
+    effective = check_keys(rules.root, normalised, dialect, findings)
+    if effective["zero_optimization"]["overlap_comm"] is None:
+        effective["zero_optimization"]["overlap_comm"] = effective["zero_optimization"]["stage"] == 3
+    settings = Settings(normalised, effective, sizes, findings)
+    batch = _solve(batch_given, settings)
+    effective.update({key: getattr(batch, key) if batch else None for key in BATCH_KEYS})
+    settings = Settings({**normalised, **batch_given}, effective, sizes, findings)
+    check_pairs(settings)
+    check_optimizer_and_scheduler(settings, rules, auto=auto)
+    check_ignored(settings)
+    for key in ("optimizer", "scheduler"):
+        if key not in config:
+            effective.pop(key, None)
+    return CheckResult(tuple(findings.problems), tuple(findings.warnings), effective, batch)
+
+
+def _normalise(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """Rewrite DeepSpeed's old spellings the way DeepSpeed does, with a warning each."""
+    normalised = dict(config)
+    zero = normalised.get("zero_optimization")
+    if isinstance(zero, bool):
+        stage = int(zero)
+        findings.warn(
+            "zero_optimization", f'is {render(zero)}, an old form; write {{"stage": {stage}}} instead'
+        )
+        zero = {"stage": stage}
+        normalised["zero_optimization"] = zero
+    if isinstance(zero, Mapping):
+        zero = dict(zero)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if zero.get(old) is True and zero.get(new) is not None:
+                path = f"zero_optimization.{old}"
+                findings.problem(path, f"given together with {new}", f"only {new}", f"Remove {old}.")
+            elif zero.get(old) is True:
+                zero[new] = {"device": "cpu"}
+        normalised["zero_optimization"] = zero
+    if "bfloat16" in normalised:
+        old_section = normalised.pop("bfloat16")
+        if normalised.get("bf16") is None:
+            findings.warn("bfloat16", "is an old name; write bf16 instead")
+            normalised["bf16"] = old_section
+        else:
+            findings.warn("bfloat16", "is ignored, because bf16 is given too; remove it")
+    return normalised
+
+
+def _solve(given: Mapping[str, Any], settings: Settings) -> BatchSolution | None:
+    """Solve the batch equation that DeepSpeed itself asserts."""
+    findings, sizes = settings.findings, settings.sizes
+    replicas = sizes.data_parallel_size
+    tensor = settings.value("tensor_parallel.autotp_size") or 0
+    sequence = settings.value("sequence_parallel_size") or 1
+    if tensor > 1 and not sizes.has_pipeline_engine:
+        # DeepSpeed parses the config before it makes AutoTP's groups, so it divides by all ranks.
+        replicas = sizes.world_size
+    elif sequence > 1 and sizes.world_size % sequence == 0:
+        replicas = sizes.world_size // sequence
+    try:
+        solution = solve_batch(
+            given[BATCH_KEYS[0]],
+            given[BATCH_KEYS[1]],
+            given[BATCH_KEYS[2]],
+            replicas,
+            where={key: findings.place(key) for key in BATCH_KEYS},
+        )
+    except ConfigError as error:
+        findings.problems.extend(error.problems)
+        return None
+    for key in BATCH_KEYS:
+        if given[key] == AUTO:
+            findings.warn(
+                key, f'is "auto", solved to {getattr(solution, key)}; DeepSpeed itself needs the number: '
+                "pass the config through dstrial.config.resolve_batch before deepspeed.initialize"
+            )  # fmt: skip
+    return solution

@@ -1,0 +1,159 @@
+"""The DeepSpeed config that an experiment names: its file or mapping, the overwrites, where each value stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.config.documents import read_json
+from dstrial.config.findings import Findings, KeyPath, Lines, locate, render
+from dstrial.config.merge import merge_deepspeed
+from dstrial.errors import ConfigError
+
+MAIN_KEY = "deepspeed_config"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeepSpeedSource:
+    """A DeepSpeed config before solving and defaults.
+
+    Attributes:
+        path: the JSON file; None if the config stands in the experiment config itself.
+        label: how messages call it.
+        base: the config as the file or mapping has it.
+        overwrite: ``hyperparameters.overwrite_deepspeed_args``; empty if there is none.
+        merged: base with the overwrites in it.
+        lines: ``file:line`` of every key of ``merged``.
+        overwritten: key paths whose value comes from ``overwrite``.
+    """
+
+    path: Path | None
+    label: str
+    base: dict[str, Any]
+    overwrite: dict[str, Any]
+    merged: dict[str, Any]
+    lines: dict[KeyPath, str]
+    overwritten: frozenset[KeyPath]
+
+
+def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the hyperparameters that name further DeepSpeed configs, one per further engine.
+
+    They are the ones called ``<engine>_deepspeed_config``.
+    """
+    return tuple(key for key in hyperparameters if key.endswith(f"_{MAIN_KEY}"))
+
+
+def read_deepspeed(
+    key: str,
+    hyperparameters: Mapping[str, Any],
+    context_dir: Path,
+    lines: Lines,
+    label: str,
+    findings: Findings,
+) -> DeepSpeedSource | None:
+    """Read and merge one DeepSpeed config of an experiment.
+
+    Args:
+        key: the hyperparameter that names it; ``overwrite_deepspeed_args`` applies to the main one.
+        hyperparameters: concrete values.
+        context_dir: directory that a path is relative to.
+        lines: where the keys of the experiment config stand.
+        label: the experiment config's name, for messages.
+        findings: receives the problems.
+
+    Returns:
+        None if the experiment names no DeepSpeed config, or it cannot be read (then there is a problem).
+    """
+    given = hyperparameters.get(key)
+    overwrite = hyperparameters.get("overwrite_deepspeed_args") if key == MAIN_KEY else None
+    where = f"hyperparameters.{key}"
+    path: Path | None = None
+    base_lines: dict[KeyPath, str]
+    if given is None:
+        if overwrite:
+            fix = "Add hyperparameters.deepspeed_config with the path of a DeepSpeed JSON file."
+            findings.problem(
+                "hyperparameters.overwrite_deepspeed_args",
+                "given without deepspeed_config",
+                "something to overwrite",
+                fix,
+            )
+        return None
+    if isinstance(given, Mapping):
+        base: Any = dict(given)
+        source_label = label
+        base_lines = _below(lines, ("hyperparameters", key))
+    elif isinstance(given, str):
+        path = context_dir / given
+        source_label = os.path.normpath(path)
+        if not path.is_file():
+            found = ", ".join(sorted(file.name for file in context_dir.glob("*.json"))) or "no JSON file"
+            fix = f"Correct the path, which is relative to the context directory (which has: {found})."
+            findings.problem(
+                where, f"{render(given)}, and {source_label} does not exist", "an existing JSON file", fix
+            )
+            return None
+        try:
+            document = read_json(path, source_label)
+        except ConfigError as error:
+            findings.problems.extend(error.problems)
+            return None
+        base, base_lines = document.value, document.lines
+        if not isinstance(base, dict):
+            fix = "Put the settings between braces."
+            findings.problem(
+                where,
+                f"a file that holds {render(base)}",
+                "a JSON object in it",
+                fix,
+            )
+            return None
+    else:
+        fix = "Write the path of a DeepSpeed JSON file, relative to the context directory."
+        findings.problem(where, render(given), "a path or a mapping", fix)
+        return None
+    if overwrite is None:
+        overwrite = {}
+    if not isinstance(overwrite, Mapping):
+        fix = "Write a mapping with DeepSpeed's keys."
+        findings.problem("hyperparameters.overwrite_deepspeed_args", render(overwrite), "a mapping", fix)
+        overwrite = {}
+    overwrite_lines = _below(lines, ("hyperparameters", "overwrite_deepspeed_args"))
+    overwritten = frozenset(_leaves(overwrite, ()))
+    merged_lines = dict(base_lines)
+    for leaf in overwritten:
+        for length in range(1, len(leaf) + 1):
+            if leaf[:length] not in merged_lines or length == len(leaf):
+                merged_lines[leaf[:length]] = locate(overwrite_lines, leaf[:length], label)
+    return DeepSpeedSource(
+        path=path,
+        label=source_label,
+        base=base,
+        overwrite=dict(overwrite),
+        merged=merge_deepspeed(base, overwrite),
+        lines=merged_lines,
+        overwritten=overwritten,
+    )
+
+
+def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
+    """Return the lines of one part of a document, with paths that start there."""
+    inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}
+    inside.setdefault((), locate(lines, prefix, ""))
+    # A constant may be written {type: const, val: …}; its keys then stand one level deeper.
+    for path, line in [*inside.items()]:
+        if "val" in path:
+            inside.setdefault(tuple(part for part in path if part != "val"), line)
+    return inside
+
+
+def _leaves(value: Mapping[str, Any], path: KeyPath) -> list[KeyPath]:
+    leaves: list[KeyPath] = []
+    for key, inner in value.items():
+        below = _leaves(inner, (*path, str(key))) if isinstance(inner, Mapping) else []
+        leaves += below or [(*path, str(key))]
+    return leaves

@@ -1,0 +1,294 @@
+"""The experiment config as the rest of the package sees it: read, checked, defaulted, frozen.
+
+Off a cluster ``experiment_seed`` defaults to 0 (Determined takes the time) and ``name`` to the file's
+stem, so that the same command finds and repeats its own runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
+from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
+from dstrial.config.documents import read_yaml
+from dstrial.config.entrypoint import TrialSource, check_entrypoint
+from dstrial.config.experiment_check import (
+    check_dstrial_section,
+    check_environment,
+    check_periods,
+    check_profiling,
+    check_searcher,
+    check_storage,
+    parallel_extent,
+    period,
+)
+from dstrial.config.experiment_rules import EXPERIMENT
+from dstrial.config.findings import Findings, render
+from dstrial.config.hyperparameters import concrete_values, normalised_specs
+from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.lengths import Length, is_length
+from dstrial.config.overrides import apply_overrides
+from dstrial.config.settings import ParallelSizes
+from dstrial.errors import ConfigError, ConfigProblem
+
+_DIALECT = Dialect(
+    name="the experiment config",
+    null_is_absent=True,
+    removed={"resources": ("slots",)},
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExperimentConfig:
+    """A checked experiment config.
+
+    Attributes:
+        path: the YAML file.
+        context_dir: directory of the model definition; paths in the config are relative to it.
+        name: name of the experiment.
+        entrypoint: command or ``module:Class``; None if the file has none.
+        hyperparameters: value by name as the trial sees them, nested mappings kept.
+        raw: the whole config with defaults, as ``context.get_experiment_config()`` returns it.
+        metric: validation metric that decides which checkpoint is best.
+        smaller_is_better: whether less of it is better.
+        max_length: how long to train; None if the file does not say.
+        min_validation_period: how often to validate; None for only at the end.
+        min_checkpoint_period: how often to checkpoint; None for only at the end (and by policy).
+        scheduling_unit: batches between two training reports.
+        perform_initial_validation: whether to validate before the first batch.
+        checkpoint_policy: after which validations to checkpoint.
+        slots_per_trial: number of slots; 0 means one rank on the CPU.
+        experiment_seed: seed of everything random, 0 to 2^32 - 1.
+        environment_variables: variables for the trial's processes, for the kind of device found here.
+        profiling_enabled: whether to profile.
+        preemption_timeout_s: seconds between asking the ranks to stop and ending them.
+        max_restarts: how often a failed trial is started again.
+        warnings: doubtful things, as whole sentences with ``file:line``.
+        notes: what the check assumed or could not see, as whole sentences.
+        deepspeed: the DeepSpeed config and where its values come from; None if the file names none.
+        deepspeed_check: what DeepSpeed would run with under ``sizes``; None without ``deepspeed``.
+        other_deepspeed: the same two for every further hyperparameter ``<engine>_deepspeed_config``, by its name.
+        sizes: the ranks and their division that were assumed.
+    """
+
+    path: Path
+    context_dir: Path
+    name: str
+    entrypoint: str | list[str] | None
+    hyperparameters: dict[str, Any]
+    raw: dict[str, Any]
+    metric: str
+    smaller_is_better: bool
+    max_length: Length | None
+    min_validation_period: Length | None
+    min_checkpoint_period: Length | None
+    scheduling_unit: int
+    perform_initial_validation: bool
+    checkpoint_policy: Literal["best", "all", "none"]
+    slots_per_trial: int
+    experiment_seed: int
+    environment_variables: dict[str, str]
+    profiling_enabled: bool
+    preemption_timeout_s: int
+    max_restarts: int
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    deepspeed: DeepSpeedSource | None
+    deepspeed_check: CheckResult | None
+    other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
+    sizes: ParallelSizes
+
+    def require_max_length(self) -> Length:
+        """Return how long to train.
+
+        Raises:
+            ConfigError: neither ``searcher.max_length`` nor a usable ``max_time`` is given.
+        """
+        if self.max_length is None:
+            problem = ConfigProblem(
+                f"{self.path}: searcher.max_length",
+                "not given, and searcher.max_time with time_metric batches or epochs is not either",
+                "how long to train",
+                "Add max_length: {batches: 1000} to the searcher, or max_time: 1000 with time_metric: batches.",
+            )
+            raise ConfigError([problem])
+        return self.max_length
+
+
+def load_experiment(
+    path: str | Path,
+    context_dir: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    require_concrete: bool = True,
+    require_entrypoint: bool = False,
+    slots: int | None = None,
+) -> ExperimentConfig:
+    """Read and check an experiment config and the DeepSpeed config it names. Starts nothing.
+
+    Args:
+        path: the experiment's YAML file.
+        context_dir: directory of the model definition.
+        overrides: ``key=value`` each, as from ``--config``; see :mod:`dstrial.config.overrides`.
+        require_concrete: whether a hyperparameter that is a search space is a problem.
+        require_entrypoint: whether a missing ``entrypoint`` is a problem.
+        slots: number of slots to check for, instead of ``resources.slots_per_trial``.
+
+    Raises:
+        ConfigError: with all problems of both files.
+    """
+    path, context_dir = Path(path), Path(context_dir)
+    document = apply_overrides(read_yaml(path, str(path)), overrides)
+    findings = Findings(document.lines, str(path))
+    if not context_dir.is_dir():
+        fix = "Pass the directory that holds the model definition."
+        findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
+    if not isinstance(document.value, Mapping):
+        fix = "Start with name:, entrypoint: and searcher:."
+        findings.problem((), render(document.value), "a mapping with the fields of an experiment config", fix)
+        findings.raise_if_any()
+    given: Mapping[str, Any] = document.value
+    raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
+    _check_sections(raw, given, findings)
+    notes: list[str] = []
+    source = _check_entrypoint(raw, given, context_dir, findings, require_entrypoint=require_entrypoint)
+    hyperparameters = concrete_values(
+        raw["hyperparameters"],
+        findings,
+        require_concrete=require_concrete,
+        needs_counts=raw["searcher"]["name"] == "grid",
+    )
+    raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
+    variables = check_environment(raw, findings)
+    raw["name"] = raw["name"] or path.stem
+    slots_per_trial = raw["resources"]["slots_per_trial"] if slots is None else slots
+    slots_key = "resources.slots_per_trial" if slots is None else "--slots"
+    sizes = _sizes(raw, slots_per_trial, slots_key, source, findings, notes)
+    if MAIN_KEY not in hyperparameters:
+        notes.append(
+            f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
+            "the trial wraps its engine"
+        )
+    checks: dict[str, tuple[DeepSpeedSource, CheckResult]] = {}
+    for key in (MAIN_KEY, *other_configs(hyperparameters)):
+        found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
+        if found is not None:
+            auto: Literal["error", "warning"] = "error" if source.trial else "warning"
+            checks[key] = (found, check_deepspeed(found.merged, sizes, found.label, found.lines, auto=auto))
+            findings.problems.extend(checks[key][1].problems)
+            findings.warnings.extend(checks[key][1].warnings)
+    deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
+    findings.raise_if_any()
+    return ExperimentConfig(
+        path=path,
+        context_dir=context_dir,
+        name=raw["name"],
+        entrypoint=raw["entrypoint"],
+        hyperparameters=hyperparameters,
+        raw=raw,
+        metric=raw["searcher"]["metric"],
+        smaller_is_better=raw["searcher"]["smaller_is_better"],
+        max_length=_max_length(raw["searcher"]),
+        min_validation_period=period(raw, "min_validation_period"),
+        min_checkpoint_period=period(raw, "min_checkpoint_period"),
+        scheduling_unit=raw["scheduling_unit"],
+        perform_initial_validation=raw["perform_initial_validation"],
+        checkpoint_policy=raw["checkpoint_policy"],
+        slots_per_trial=slots_per_trial,
+        experiment_seed=raw["reproducibility"]["experiment_seed"],
+        environment_variables=variables[_device_kind()],
+        profiling_enabled=raw["profiling"]["enabled"],
+        preemption_timeout_s=raw["preemption_timeout"],
+        max_restarts=raw["max_restarts"],
+        warnings=tuple(findings.warnings),
+        notes=tuple(notes),
+        deepspeed=deepspeed,
+        deepspeed_check=checked,
+        other_deepspeed=checks,
+        sizes=sizes,
+    )
+
+
+def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+    searcher = given.get("searcher")
+    check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
+    check_periods(raw, findings)
+    check_storage(raw, given.get("checkpoint_storage"), findings)
+    check_profiling(raw, findings)
+    check_dstrial_section(raw, findings)
+
+
+def _check_entrypoint(
+    raw: Mapping[str, Any],
+    given: Mapping[str, Any],
+    context_dir: Path,
+    findings: Findings,
+    *,
+    require_entrypoint: bool,
+) -> TrialSource:
+    entrypoint = raw["entrypoint"]
+    if entrypoint is None:
+        if require_entrypoint and given.get("entrypoint") is None:
+            fix = "Add entrypoint: model_def:MyTrial for class MyTrial in model_def.py."
+            findings.problem("entrypoint", "not given", "module:Class, or a command", fix)
+        return TrialSource(None)
+    if isinstance(entrypoint, list) and not all(isinstance(word, str) for word in entrypoint):
+        findings.problem("entrypoint", render(entrypoint), "a list of strings", "Quote every word.")
+        return TrialSource(None)
+    return check_entrypoint(entrypoint, context_dir, findings) if context_dir.is_dir() else TrialSource(None)
+
+
+def _sizes(
+    raw: Mapping[str, Any],
+    slots: int,
+    slots_key: str,
+    source: TrialSource,
+    findings: Findings,
+    notes: list[str],
+) -> ParallelSizes:
+    """Return the layout to check for: what ``data.dstrial`` says, else one replica per rank."""
+    stages = parallel_extent(raw, "pipeline_stages", findings)
+    model = parallel_extent(raw, "model_parallel_size", findings)
+    world_size = max(slots, 1)
+    if stages is None and model is None:
+        hint = "; the source mentions PipelineModule" if source.mentions_pipeline else ""
+        if world_size > 1 or hint:
+            notes.append(
+                f"data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so {world_size} "
+                f"data-parallel {'replica' if world_size == 1 else 'replicas'}{hint}"
+            )
+    per_replica = (stages or 1) * (model or 1)
+    if world_size % per_replica:
+        below = world_size // per_replica * per_replica
+        choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
+        findings.problem(
+            slots_key,
+            str(slots),
+            f"a multiple of {per_replica}, the ranks of one replica (pipeline_stages x model_parallel_size)",
+            f"Use {choices} slots.",
+        )
+        return ParallelSizes(per_replica, stages or 1, model or 1, stages is not None)
+    return ParallelSizes(world_size, stages or 1, model or 1, stages is not None)
+
+
+def _max_length(searcher: Mapping[str, Any]) -> Length | None:
+    max_length = searcher["max_length"]
+    if max_length is not None and is_length(max_length, allow_integer=True):
+        return Length.from_config(max_length)
+    if searcher["max_time"] is not None and searcher["time_metric"] in ("batches", "epochs"):
+        return Length(searcher["max_time"], searcher["time_metric"])
+    return None
+
+
+def _device_kind() -> Literal["cpu", "cuda", "rocm"]:
+    """Return the kind of accelerator of this machine, as far as its device files and environment tell."""
+    chosen = os.environ.get("DS_ACCELERATOR", "")
+    if chosen == "cpu":
+        return "cpu"
+    if chosen == "cuda" or Path("/dev/nvidiactl").exists():
+        return "cuda"
+    return "rocm" if Path("/dev/kfd").exists() else "cpu"

@@ -1,0 +1,223 @@
+"""Rules of the experiment config that a table of fields cannot hold."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.config.experiment_rules import (
+    ENDED_SEARCHERS,
+    SEARCHER_REQUIRES,
+    SEARCHERS,
+    STORAGE_REQUIRES,
+)
+from dstrial.config.findings import Findings, KeyPath, render
+from dstrial.config.lengths import Length, is_length
+
+_PERIODS = ("min_validation_period", "min_checkpoint_period")
+_SEARCHER_COMMON = (
+    "name",
+    "metric",
+    "smaller_is_better",
+    "source_trial_id",
+    "source_checkpoint_uuid",
+    "max_length",
+    "max_time",
+    "time_metric",
+)
+_ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
+_SEARCHER_KEYS: dict[str, tuple[str, ...]] = {
+    "single": (),
+    "random": ("max_trials", "max_concurrent_trials"),
+    "grid": ("max_concurrent_trials",),
+    "adaptive_asha": (*_ASHA, "max_rungs", "bracket_rungs", "mode"),
+    "async_halving": (*_ASHA, "num_rungs"),
+}
+_DEVICES = ("cpu", "cuda", "rocm")
+
+
+def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+    """Check the searcher and drop the fields of other searchers from ``raw``.
+
+    Args:
+        raw: the config with defaults; its searcher is narrowed in place.
+        given: the searcher as written; empty if there is none.
+        findings: receives the problems.
+    """
+    searcher = raw["searcher"]
+    if not given:
+        fix = "Add searcher: {name: single, metric: validation_loss, max_length: {batches: 1000}}."
+        findings.problem("searcher", "not given", "a mapping with name and metric", fix)
+        return
+    name = searcher["name"]
+    if name is None:
+        if "name" not in given:
+            findings.problem(
+                "searcher.name", "not given", f"one of {', '.join(SEARCHERS)}", "Add name: single."
+            )
+    elif name in ENDED_SEARCHERS:
+        fix = "Set it to adaptive_asha, or to single for one trial."
+        findings.problem(
+            "searcher.name", f"{render(name)}, which Determined has ended", "a searcher that exists", fix
+        )
+    elif name not in SEARCHERS:
+        aliases = {"asha": "async_halving"}
+        close = aliases.get(name) or next(iter(difflib.get_close_matches(name, SEARCHERS, n=1)), "single")
+        findings.problem(
+            "searcher.name", render(name), f"one of {', '.join(SEARCHERS)}", f"Set it to {close}."
+        )
+    else:
+        _check_searcher_fields(name, searcher, given, findings)
+        allowed = (*_SEARCHER_COMMON, *_SEARCHER_KEYS[name])
+        raw["searcher"] = {key: value for key, value in searcher.items() if key in allowed}
+    if searcher["metric"] is None and "metric" not in given:
+        fix = "Name the validation metric that says which checkpoint is best."
+        findings.problem("searcher.metric", "not given", "the name of a validation metric", fix)
+    if searcher["max_length"] is not None and not is_length(searcher["max_length"], allow_integer=True):
+        findings.problem(
+            "searcher.max_length",
+            render(searcher["max_length"]),
+            "a number of batches, or one of {batches: n}, {epochs: n}, {records: n}",
+            "Write {batches: 1000}, for example.",
+        )
+    if searcher["source_trial_id"] is not None and searcher["source_checkpoint_uuid"] is not None:
+        fix = "Keep one of the two."
+        findings.problem(
+            "searcher.source_checkpoint_uuid", "given with source_trial_id", "one of the two", fix
+        )
+
+
+def _check_searcher_fields(
+    name: str, searcher: Mapping[str, Any], given: Mapping[str, Any], findings: Findings
+) -> None:
+    for field in SEARCHER_REQUIRES.get(name, ()):
+        if searcher[field] is None and field not in given:
+            fix = f"Add {field}."
+            findings.problem(f"searcher.{field}", "not given", f"an integer of at least 1 for {name}", fix)
+    is_timed = searcher["max_time"] is not None and searcher["time_metric"] is not None
+    if name in ("adaptive_asha", "async_halving") and not is_timed and searcher["max_length"] is None:
+        fix = "Add max_time: 1000 and time_metric: batches, for example."
+        findings.problem("searcher.max_time", "not given", f"max_time and time_metric for {name}", fix)
+    elif (searcher["max_time"] is None) != (searcher["time_metric"] is None):
+        missing = "max_time" if searcher["max_time"] is None else "time_metric"
+        if missing not in given:
+            fix = "Add time_metric: batches." if missing == "time_metric" else "Add max_time: 1000."
+            findings.problem(f"searcher.{missing}", "not given", "max_time and time_metric together", fix)
+    for field in given:
+        if field in searcher and field not in _SEARCHER_COMMON and field not in _SEARCHER_KEYS[name]:
+            findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
+
+
+def check_periods(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Check the two periods: one unit, a number of at least 0."""
+    for key in _PERIODS:
+        if not is_length(raw[key], allow_integer=False):
+            expected = "one of {batches: n}, {epochs: n}, {records: n} with n of at least 0"
+            findings.problem(key, render(raw[key]), expected, "Write {batches: 100}, for example.")
+
+
+def period(raw: Mapping[str, Any], key: str) -> Length | None:
+    """Return a valid period, None where it is 0 or wrong."""
+    if not is_length(raw[key], allow_integer=False):
+        return None
+    length = Length.from_config(raw[key])
+    return length if length.value else None
+
+
+def check_storage(raw: Mapping[str, Any], given: object, findings: Findings) -> None:
+    """Check where checkpoints go: each type's own required field."""
+    storage = raw["checkpoint_storage"]
+    kind = storage["type"]
+    if not isinstance(given, Mapping) or kind is None:
+        return
+    for field in STORAGE_REQUIRES[kind]:
+        if storage[field] is None and field not in given:
+            findings.problem(
+                f"checkpoint_storage.{field}", "not given", f"a value for {kind}", f"Add {field}."
+            )
+    host_path = storage["host_path"]
+    if host_path is not None and not host_path.startswith("/"):
+        fix = f"Write /{host_path}, or the full path."
+        findings.problem("checkpoint_storage.host_path", render(host_path), "an absolute path", fix)
+
+
+def check_profiling(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Check that profiling begins before it ends."""
+    begin, end = raw["profiling"]["begin_on_batch"], raw["profiling"]["end_after_batch"]
+    if end is not None and begin > end:
+        fix = "Exchange the two."
+        findings.problem("profiling.begin_on_batch", render(begin), f"at most end_after_batch ({end})", fix)
+
+
+def check_environment(raw: dict[str, Any], findings: Findings) -> dict[str, dict[str, str]]:
+    """Check the environment variables and put them into Determined's defaulted form.
+
+    Args:
+        raw: the config with defaults; its ``environment.environment_variables`` becomes a mapping by device.
+        findings: receives the problems.
+
+    Returns:
+        Variables by device kind ("cpu", "cuda", "rocm").
+    """
+    key = "environment.environment_variables"
+    given = raw["environment"]["environment_variables"]
+    if isinstance(given, Mapping):
+        for device in given:
+            if device not in _DEVICES:
+                findings.problem(f"{key}.{device}", "not a kind of device", "cpu, cuda or rocm", "Remove it.")
+        by_device = {device: given.get(device) or [] for device in _DEVICES}
+    else:
+        by_device = dict.fromkeys(_DEVICES, given)
+    variables: dict[str, dict[str, str]] = {}
+    for device, entries in by_device.items():
+        variables[device] = {}
+        for index, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+            name, separator, text = str(entry).partition("=")
+            if not isinstance(entry, str) or not separator or not name:
+                inner = (device, index) if isinstance(given, Mapping) else (index,)
+                path: KeyPath = ("environment", "environment_variables", *inner)
+                findings.problem(path, render(entry), "NAME=value", "Write OMP_NUM_THREADS=4, for example.")
+            else:
+                variables[device][name] = text
+    raw["environment"]["environment_variables"] = {
+        device: [f"{name}={text}" for name, text in entries.items()] for device, entries in variables.items()
+    }
+    return variables
+
+
+def parallel_extent(raw: Mapping[str, Any], key: str, findings: Findings) -> int | None:
+    """Return ``data.dstrial.pipeline_stages`` or ``…model_parallel_size``; None where it is not given."""
+    section = raw["data"].get("dstrial")
+    if section is None:
+        return None
+    if not isinstance(section, Mapping):
+        return None
+    value = section.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        findings.problem(
+            f"data.dstrial.{key}", render(value), "an integer of at least 1", "Set it to 1 or more."
+        )
+        return None
+    return value
+
+
+def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Check the keys of ``data.dstrial``, which are ours."""
+    section = raw["data"].get("dstrial")
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        expected = "a mapping with pipeline_stages or model_parallel_size"
+        findings.problem(
+            "data.dstrial", render(section), expected, "Write {pipeline_stages: 2}, for example."
+        )
+        return
+    known = ("pipeline_stages", "model_parallel_size")
+    for key in section:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            fix = f"Write {close[0]} instead." if close else "Remove it."
+            findings.problem(f"data.dstrial.{key}", "not a key of data.dstrial", f"{' or '.join(known)}", fix)

@@ -1,0 +1,96 @@
+"""Collect what is wrong or doubtful about a configuration, each with the place where it stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from dstrial.errors import ConfigError, ConfigProblem
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""Keys and list positions from the top of a document down to one value."""
+
+Lines: TypeAlias = Mapping[KeyPath, str]
+"""Where each key stands, as ``file:line`` or another short label such as ``--config``."""
+
+_MAX_RENDERED_CHARS = 80
+
+
+def dotted(path: KeyPath) -> str:
+    """Return a key path as a person writes it: ``searcher.metric``, ``labels[0]``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def key_path(text: str) -> KeyPath:
+    """Return the key path of a dotted key without list positions; the empty text is the top."""
+    return tuple(text.split(".")) if text else ()
+
+
+def render(value: Any) -> str:
+    """Return a value as it would stand in a JSON file, shortened to about 80 characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= _MAX_RENDERED_CHARS else text[: _MAX_RENDERED_CHARS - 1] + "…"
+
+
+def locate(lines: Lines, path: KeyPath, default: str) -> str:
+    """Return where a key stands: its own label, or the nearest one above it.
+
+    Args:
+        lines: labels by key path.
+        path: the key that is looked for; it need not exist.
+        default: the label when nothing above it has one either.
+    """
+    for length in range(len(path), -1, -1):
+        label = lines.get(path[:length])
+        if label is not None:
+            return label
+    return default
+
+
+class Findings:
+    """A growing list of problems and warnings about one document. Not thread-safe.
+
+    Args:
+        lines: where each key of the document stands.
+        where: label for keys that have none, for example the file's name.
+    """
+
+    def __init__(self, lines: Lines, where: str) -> None:
+        self._lines = lines
+        self._where = where
+        self.problems: list[ConfigProblem] = []
+        self.warnings: list[str] = []
+
+    def place(self, path: KeyPath | str) -> str:
+        """Return ``file:line: key`` for a key path or a dotted key."""
+        parts = key_path(path) if isinstance(path, str) else path
+        label = locate(self._lines, parts, self._where)
+        return f"{label}: {dotted(parts)}" if parts else label
+
+    def problem(self, path: KeyPath | str, got: str, expected: str, fix: str) -> None:
+        """Record an error; see :class:`dstrial.errors.ConfigProblem` for the parts of the sentence."""
+        found = ConfigProblem(self.place(path), got, expected, fix)
+        if found not in self.problems:
+            self.problems.append(found)
+
+    def warn(self, path: KeyPath | str, text: str) -> None:
+        """Record something that training survives; ``text`` goes on after ``file:line: key``."""
+        found = f"{self.place(path)} {text}"
+        if found not in self.warnings:
+            self.warnings.append(found)
+
+    def raise_if_any(self) -> None:
+        """Raise a ConfigError with every problem recorded so far.
+
+        Raises:
+            ConfigError: there is at least one.
+        """
+        if self.problems:
+            raise ConfigError(self.problems)

@@ -1,0 +1,312 @@
+"""Check a document against a table of legal keys: unknown keys, wrong types, bounds; fill in defaults.
+
+The same walk serves DeepSpeed's JSON and the experiment config; a :class:`Dialect` says where the
+two differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.config.findings import Findings, KeyPath, dotted, render
+
+AUTO = "auto"
+
+_WORDS = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a string",
+    "list": "a list",
+    "mapping": "a mapping",
+    "null": "null",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """What may stand under one key.
+
+    Attributes:
+        types: names of :data:`_WORDS`, or "any".
+        default: the value when the key is absent; a section with ``absent_is_empty`` ignores it.
+        enum: legal values, or None for any value of the types.
+        ignores_case: whether ``enum`` is compared without regard to case.
+        minimum: lowest legal number, inclusive.
+        exclusive_minimum: legal numbers are above it.
+        maximum: highest legal number, inclusive.
+        exclusive_maximum: legal numbers are below it.
+        section: the keys inside, for a mapping that is checked.
+        also: other spellings of the key that are legal.
+        replaced_by: the key to use instead, for one that is deprecated; empty if there is none.
+    """
+
+    types: tuple[str, ...]
+    default: Any = None
+    enum: tuple[Any, ...] | None = None
+    ignores_case: bool = False
+    minimum: float | None = None
+    exclusive_minimum: float | None = None
+    maximum: float | None = None
+    exclusive_maximum: float | None = None
+    section: Section | None = None
+    also: tuple[str, ...] = ()
+    replaced_by: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """The legal keys of one mapping.
+
+    Attributes:
+        keys: rule by key.
+        strict: whether the reader of the config rejects unknown keys itself and converts quoted
+            numbers (DeepSpeed's pydantic sections); otherwise it ignores the one and trips over the other.
+    """
+
+    keys: Mapping[str, Rule]
+    strict: bool = False
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Section:
+        """Build a section from its JSON form, as the rule generator writes it."""
+        return cls({key: _rule_from_table(rule) for key, rule in table["keys"].items()}, table["strict"])
+
+
+def _rule_from_table(table: Mapping[str, Any]) -> Rule:
+    fields: dict[str, Any] = dict(table)
+    for name in ("types", "also", "enum"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    if "section" in fields:
+        fields["section"] = Section.from_table(fields["section"])
+    return Rule(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one kind of document is read.
+
+    Attributes:
+        name: who reads it, for messages: "DeepSpeed 0.19.8".
+        consequence: what an unknown key does in a section that is not strict, as a clause; may be empty.
+        null_is_absent: whether null under any key means that the key is not given.
+        auto: what ``"auto"`` is where nothing in the rules allows it: "error", "warning", or "value" for an
+            ordinary string.
+        unknown_is_warning: whether unknown keys are only warned about.
+        removed: keys that were legal once, by the dotted section they stood in.
+    """
+
+    name: str
+    consequence: str = ""
+    null_is_absent: bool = False
+    auto: str = "value"
+    unknown_is_warning: bool = False
+    removed: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+def check_keys(
+    section: Section, value: Mapping[str, Any], dialect: Dialect, findings: Findings, path: KeyPath = ()
+) -> dict[str, Any]:
+    """Check one mapping and everything below it.
+
+    Args:
+        section: its legal keys.
+        value: the mapping; not changed.
+        dialect: how the document is read.
+        findings: receives problems and warnings.
+        path: where the mapping stands in its document.
+
+    Returns:
+        A new mapping with every key of the table that is not deprecated: what was given where it is legal,
+        the default otherwise. Given keys that are deprecated, or that the table does not know, are kept.
+    """
+    spelled = {other: key for key, rule in section.keys.items() for other in (key, *rule.also)}
+    effective: dict[str, Any] = {}
+    for given_key, given in value.items():
+        key = spelled.get(str(given_key))
+        if key is None:
+            effective[str(given_key)] = copy.deepcopy(given)
+            _unknown_key(section, str(given_key), given, dialect, findings, path)
+            continue
+        if given is None and dialect.null_is_absent:
+            continue
+        rule = section.keys[key]
+        inner = (*path, str(given_key))
+        if rule.replaced_by is not None:
+            instead = f"use {rule.replaced_by} instead" if rule.replaced_by else "remove it"
+            findings.warn(inner, f"is deprecated in {dialect.name}; {instead}")
+        accepted, checked = _check_value(rule, given, section, dialect, findings, inner)
+        if accepted:
+            effective[key] = checked
+    for key, rule in section.keys.items():
+        if key in effective or rule.replaced_by is not None:
+            continue
+        if rule.section is not None and "null" not in rule.types:
+            effective[key] = check_keys(rule.section, {}, dialect, findings, (*path, key))
+        else:
+            effective[key] = copy.deepcopy(rule.default)
+    return effective
+
+
+def _unknown_key(
+    section: Section, key: str, value: object, dialect: Dialect, findings: Findings, path: KeyPath
+) -> None:
+    inner = (*path, key)
+    owner = dotted(path)
+    if key in dialect.removed.get(owner, ()):
+        successor = next((known for known in section.keys if known.startswith(key)), None)
+        findings.problem(
+            inner,
+            f"{render(value)}, a setting that {dialect.name} has removed",
+            "no such key, whatever its value",
+            f"Write {successor} instead." if successor else f"Remove {dotted(inner)}.",
+        )
+        return
+    scope = f"{owner} in {dialect.name}" if owner else dialect.name
+    close = difflib.get_close_matches(key, section.keys, n=1, cutoff=0.7)
+    fix = f"Write {close[0]} instead" if close else "Remove it"
+    note = f"; {dialect.consequence}" if dialect.consequence and not section.strict else ""
+    if dialect.unknown_is_warning:
+        findings.warn(inner, f"is not a key of {scope}{f'; did you mean {close[0]}?' if close else ''}")
+    else:
+        findings.problem(inner, f"not a key of {scope}", "one of its keys", f"{fix}{note}.")
+
+
+def _check_value(
+    rule: Rule, value: Any, section: Section, dialect: Dialect, findings: Findings, path: KeyPath
+) -> tuple[bool, Any]:
+    """Return whether a value is usable, and the value with its own defaults filled in."""
+    if (
+        value == AUTO
+        and dialect.auto != "value"
+        and rule.default != AUTO
+        and not (rule.enum and AUTO in rule.enum)
+    ):
+        return _check_auto(rule, section, dialect, findings, path)
+    if isinstance(value, Mapping) and "mapping" in rule.types:
+        if rule.section is not None:
+            return True, check_keys(rule.section, value, dialect, findings, path)
+        return True, copy.deepcopy(dict(value))
+    if value is None and "null" in rule.types:
+        return True, None
+    if not _has_type(value, rule.types):
+        converted = _converted(value, rule.types) if section.strict else None
+        if converted is None:
+            findings.problem(path, render(value), _expectation(rule), _type_fix(value, rule))
+            return False, None
+        findings.warn(path, f"is {render(value)}; write it without quotes")
+        value = converted
+    if rule.enum is not None and not _in_enum(value, rule):
+        close = difflib.get_close_matches(str(value), [str(item) for item in rule.enum], n=1)
+        fix = f"Set it to {render(close[0])}." if close else "Set it to one of these."
+        findings.problem(path, render(value), _expectation(rule), fix)
+        return False, None
+    if not _in_bounds(value, rule):
+        findings.problem(path, render(value), _expectation(rule), "Set it to a value in that range.")
+        return False, None
+    if "integer" in rule.types and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return True, copy.deepcopy(value)
+
+
+def _check_auto(
+    rule: Rule, section: Section, dialect: Dialect, findings: Findings, path: KeyPath
+) -> tuple[bool, Any]:
+    if section.strict:
+        default = "" if rule.section is not None else f" ({render(rule.default)})"
+        findings.warn(
+            path, f'is "auto", which {dialect.name} takes as its default{default} unless a tool fills it in'
+        )
+    elif dialect.auto == "warning":
+        findings.warn(path, 'is "auto", which only another tool (Hugging Face Trainer) can fill in')
+    else:
+        findings.problem(
+            path,
+            '"auto", which nothing fills in for a DeepSpeedTrial',
+            _expectation(rule),
+            "Write the value itself, or remove the key to take DeepSpeed's default.",
+        )
+    return False, None
+
+
+def _has_type(value: object, types: tuple[str, ...]) -> bool:
+    if "any" in types:
+        return True
+    if isinstance(value, bool):
+        return "boolean" in types
+    if isinstance(value, int):
+        return "integer" in types or "number" in types
+    if isinstance(value, float):
+        return "number" in types or ("integer" in types and math.isfinite(value) and value.is_integer())
+    if isinstance(value, str):
+        return "string" in types
+    if isinstance(value, (list, tuple)):
+        return "list" in types
+    return (value is None and "null" in types) or (isinstance(value, Mapping) and "mapping" in types)
+
+
+def _converted(value: object, types: tuple[str, ...]) -> Any:
+    """Return what a quoted or numeric value means where the reader converts it, else None."""
+    if isinstance(value, str):
+        if "boolean" in types and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if "integer" in types or "number" in types:
+            try:
+                number = float(value)
+            except ValueError:
+                return None
+            if "integer" not in types:
+                return number
+            return int(number) if math.isfinite(number) and number.is_integer() else None
+    if "boolean" in types and isinstance(value, (int, float)) and value in (0, 1):
+        return bool(value)
+    return None
+
+
+def _in_enum(value: object, rule: Rule) -> bool:
+    values = rule.enum or ()
+    if rule.ignores_case and isinstance(value, str):
+        return value.lower() in {str(item).lower() for item in values}
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in values)
+
+
+def _in_bounds(value: object, rule: Rule) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    return (
+        (rule.minimum is None or value >= rule.minimum)
+        and (rule.exclusive_minimum is None or value > rule.exclusive_minimum)
+        and (rule.maximum is None or value <= rule.maximum)
+        and (rule.exclusive_maximum is None or value < rule.exclusive_maximum)
+    )
+
+
+def _expectation(rule: Rule) -> str:
+    if rule.enum is not None:
+        return f"one of {', '.join(render(item) for item in rule.enum)}"
+    text = " or ".join(_WORDS[name] for name in rule.types if name in _WORDS)
+    bounds = [
+        f"{word} {render(bound)}"
+        for word, bound in (
+            ("of at least", rule.minimum),
+            ("above", rule.exclusive_minimum),
+            ("of at most", rule.maximum),
+            ("below", rule.exclusive_maximum),
+        )
+        if bound is not None
+    ]
+    return f"{text} {' and '.join(bounds)}" if bounds else text
+
+
+def _type_fix(value: object, rule: Rule) -> str:
+    if isinstance(value, str):
+        converted = _converted(value, rule.types)
+        if converted is not None:
+            return f"Write {render(converted)} without quotes."
+    return "Write a value of that type."

@@ -1,0 +1,108 @@
+"""Which files of a DeepSpeed checkpoint a rank writes and which it reads, from DeepSpeed's own naming.
+
+Paths are relative to the directory that ``save_checkpoint`` is given; a tag is a folder in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed import comm
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import partition_uniform
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineFiles:
+    """The engine files of one rank, as paths relative to the checkpoint.
+
+    Attributes:
+        written: what ``save_checkpoint`` writes from this rank.
+        read: what ``load_checkpoint`` reads on this rank when it runs in the same arrangement.
+    """
+
+    written: tuple[str, ...]
+    read: tuple[str, ...]
+
+
+def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
+    """Return the files that this rank writes and reads.
+
+    Experts of a mixture-of-experts layer and tensors offloaded to NVMe are not named; they are files of
+    the checkpoint like any other, but who reads them is not known.
+
+    Ranks: any; no communication.
+    Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name``,
+        ``PipelineModule.ckpt_layer_path``.
+    """
+    read = [] if engine.has_moe_layers else [_relative(engine._get_ckpt_name("", tag))]
+    written = list(read) if engine.save_non_zero_checkpoint else []
+    if engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer):
+        own = _relative(engine._get_zero_ckpt_name("", tag))
+        read.append(own)
+        if engine.save_zero_checkpoint:
+            written.append(own)
+    if isinstance(engine, PipelineEngine):
+        layers = {
+            idx: _relative(engine.module.ckpt_layer_path(tag, idx))
+            for idx, layer in enumerate(engine.module.forward_funcs)
+            if hasattr(layer, "state_dict")
+        }
+        read += layers.values()
+        mine = _written_layers(engine)
+        written += [path for idx, path in layers.items() if idx in mine]
+    return EngineFiles(written=tuple(dict.fromkeys(written)), read=tuple(dict.fromkeys(read)))
+
+
+def expected_files(
+    engine: DeepSpeedEngine, tag: str, allgather: Callable[[Any], list[Any]]
+) -> dict[str, list[int]]:
+    """Return which ranks read each file of the checkpoint, for the manifest.
+
+    Args:
+        engine: the engine that is saved.
+        tag: its folder in the checkpoint, as in ``"model0"``.
+        allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
+
+    Returns:
+        Path relative to the checkpoint -> ranks that read it, ascending. Files that no rank reads
+        (DeepSpeed's conversion scripts, ``latest``) are not in it.
+
+    Ranks: all, collectively (one ``allgather``); the same on every rank.
+    """
+    readers: dict[str, list[int]] = {}
+    for rank, files in enumerate(allgather(engine_files(engine, tag))):
+        for path in files.read:
+            readers.setdefault(path, []).append(rank)
+    return dict(sorted(readers.items()))
+
+
+def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]:
+    """Return those of ``paths`` that are no files under ``root``. Ranks: any; no communication."""
+    return [path for path in paths if not (pathlib.Path(root) / path).is_file()]
+
+
+def _relative(path: str) -> str:
+    return pathlib.PurePath(path).as_posix()
+
+
+def _written_layers(engine: PipelineEngine) -> range:
+    """Return which of this stage's layers this replica writes."""
+    num_layers = len(engine.module.forward_funcs)
+    replica = engine.grid.get_data_parallel_id()
+    if not engine.module.checkpoint_parallel_write_pipeline:
+        return range(num_layers) if replica == 0 else range(0)
+    bounds = partition_uniform(num_layers, engine.grid.data_parallel_size)
+    return range(int(bounds[replica]), int(bounds[replica + 1]))
+
+
+def describe_rank(engine: DeepSpeedEngine) -> str:
+    """Name this rank for a message, with its stage where there is one. Ranks: any; no communication."""
+    if isinstance(engine, PipelineEngine):
+        return f"rank {comm.get_rank()} (stage {engine.stage_id})"
+    return f"rank {comm.get_rank()}"

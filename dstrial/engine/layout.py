@@ -1,0 +1,209 @@
+"""How an engine's state lies over ranks, as plain values for the checkpoint manifest.
+
+The per-parameter table says where every element of every parameter is, whatever the ZeRO stage, so that
+a checkpoint can later be read on another arrangement of ranks. Pure values: ``parameter_table`` fills
+them in from an engine; nothing here reads files or needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """One flat buffer of master weights, and of each optimizer state beside it, cut over the replicas.
+
+    Attributes:
+        model_part: which part of the model it belongs to, see ``ParameterPlace.model_part``.
+        index: position among the buffers of that part: the group of the optimizer for ZeRO 1 and 2, the
+            sub group for ZeRO 3.
+        group_idx: parameter group of the optimizer that it belongs to, 0-based.
+        numel: elements of all partitions together, paddings included.
+        partition_numel: elements of one rank's partition, paddings included; equal on all ranks.
+        num_partitions: ranks that it is cut over.
+    """
+
+    model_part: int
+    index: int
+    group_idx: int
+    numel: int
+    partition_numel: int
+    num_partitions: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterPlace:
+    """One parameter and where its elements lie.
+
+    Attributes:
+        name: full name in the module; in a pipeline it begins with the global index of its layer.
+        shape: full shape, before any partitioning.
+        dtype: type the module computes in, as in ``float32``.
+        trainable: whether it requires a gradient.
+        group_idx: parameter group of the optimizer, 0-based; None when the optimizer does not own it.
+        tied_to: name of the parameter whose storage this is; None if it is its own. A layer tied across
+            pipeline stages has one name: its copies on later stages are tied to it.
+        stage: pipeline stage, 0 where there is no pipeline.
+        model_part: model-parallel rank of its owner, as DeepSpeed counts in file names (``mp_rank_XX``);
+            a pipeline's stages count as model-parallel ranks.
+        is_cut: whether its own elements are cut over the replicas (ZeRO 3).
+        buffer_idx: ``FlatBuffer.index`` of the buffer that it lies in; None if in none (no ZeRO).
+        offset: elements before it: in the whole buffer for ZeRO 1 and 2, where partition p holds elements
+            ``[p * partition_numel, (p + 1) * partition_numel)``; within every rank's partition for ZeRO 3.
+        partition_numel: elements of one rank's piece, its padding included (ZeRO 3); rank p's piece begins
+            at element ``p * partition_numel`` of the flattened parameter. None if it is not cut.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    group_idx: int | None
+    tied_to: str | None
+    stage: int
+    model_part: int
+    is_cut: bool
+    buffer_idx: int | None
+    offset: int | None
+    partition_numel: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How one engine was arranged when its state was written.
+
+    Attributes:
+        engine_kind: which adapter served it.
+        world_size: ranks of the job.
+        data_parallel_size: replicas.
+        pipeline_stages: stages of a pipeline, 1 without.
+        model_parallel_size: ranks that one layer is cut over, pipeline stages not counted.
+        zero_stage: 0 to 3.
+        offload_optimizer: ``none``, ``cpu`` or ``nvme``.
+        offload_parameters: ``none``, ``cpu`` or ``nvme``.
+        precision: what the module computes in.
+        optimizer: class of the optimizer that updates weights, without DeepSpeed's wrapper; empty if none.
+        wrapper: class of DeepSpeed's wrapper around it; empty if none.
+        lr_scheduler: class of the learning-rate scheduler; empty if none.
+        train_batch_size: records of one optimizer step over all replicas.
+        micro_batch_size: records of one forward pass of one replica.
+        micro_batches_per_batch: forward passes of one replica in one optimizer step.
+        versions: release of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
+        buffers: flat buffers of all parts of the model, by part and index.
+        parameters: every parameter of every part, in the order of the module.
+    """
+
+    engine_kind: Literal["data_parallel", "pipeline"]
+    world_size: int
+    data_parallel_size: int
+    pipeline_stages: int
+    model_parallel_size: int
+    zero_stage: int
+    offload_optimizer: str
+    offload_parameters: str
+    precision: Literal["fp32", "bf16", "fp16"]
+    optimizer: str
+    wrapper: str
+    lr_scheduler: str
+    train_batch_size: int
+    micro_batch_size: int
+    micro_batches_per_batch: int
+    versions: Mapping[str, str]
+    buffers: tuple[FlatBuffer, ...]
+    parameters: tuple[ParameterPlace, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as plain JSON values, for the manifest."""
+        values = dataclasses.asdict(self)
+        values["versions"] = dict(self.versions)
+        values["buffers"] = [dataclasses.asdict(buffer) for buffer in self.buffers]
+        values["parameters"] = [
+            {**dataclasses.asdict(place), "shape": list(place.shape)} for place in self.parameters
+        ]
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Layout:
+        """Read what ``to_json`` returned.
+
+        Raises:
+            KeyError: a value is missing.
+            TypeError: there is a value that this release does not know.
+        """
+        rest = dict(values)
+        buffers = tuple(FlatBuffer(**buffer) for buffer in rest.pop("buffers"))
+        parameters = tuple(
+            ParameterPlace(**{**place, "shape": tuple(place["shape"])}) for place in rest.pop("parameters")
+        )
+        return cls(**rest, buffers=buffers, parameters=parameters)
+
+
+_COMPARED = (
+    ("engine_kind", "kind of engine"),
+    ("world_size", "number of ranks"),
+    ("data_parallel_size", "number of data-parallel replicas"),
+    ("pipeline_stages", "number of pipeline stages"),
+    ("model_parallel_size", "model-parallel size"),
+    ("zero_stage", "ZeRO stage"),
+    ("offload_optimizer", "optimizer offload"),
+    ("offload_parameters", "parameter offload"),
+    ("precision", "precision"),
+    ("optimizer", "optimizer"),
+    ("wrapper", "DeepSpeed's optimizer wrapper"),
+    ("lr_scheduler", "learning-rate scheduler"),
+)
+
+
+def compatible(saved: Layout | Mapping[str, Any], now: Layout | Mapping[str, Any]) -> list[str]:
+    """Say what keeps ``now`` from loading a checkpoint written under ``saved`` as it is.
+
+    Batch sizes and versions are not compared: DeepSpeed loads across them.
+
+    Args:
+        saved: the layout of the checkpoint, or what ``to_json`` made of it.
+        now: the layout of the engine that is to load it, likewise.
+
+    Returns:
+        One difference per entry, in words; empty when the checkpoint can be loaded.
+
+    Ranks: any; no communication.
+    """
+    try:
+        saved = saved if isinstance(saved, Layout) else Layout.from_json(saved)
+        now = now if isinstance(now, Layout) else Layout.from_json(now)
+    except (KeyError, TypeError) as error:
+        return [f"the layout was written by another release of dstrial ({error})"]
+    differences = [
+        f"{words} was {getattr(saved, field)!r}, is {getattr(now, field)!r}"
+        for field, words in _COMPARED
+        if getattr(saved, field) != getattr(now, field)
+    ]
+    return differences or _parameter_differences(saved, now) or _buffer_differences(saved, now)
+
+
+def _parameter_differences(saved: Layout, now: Layout) -> list[str]:
+    before = {(place.model_part, place.name): place for place in saved.parameters}
+    after = {(place.model_part, place.name): place for place in now.parameters}
+    differences = []
+    for key in [*before, *(key for key in after if key not in before)]:
+        was, is_ = before.get(key), after.get(key)
+        if was is None:
+            differences.append(f"parameter {key[1]} is new")
+        elif is_ is None:
+            differences.append(f"parameter {key[1]} is gone")
+        else:
+            differences += [
+                f"parameter {key[1]}: {field} was {getattr(was, field)!r}, is {getattr(is_, field)!r}"
+                for field in (item.name for item in dataclasses.fields(ParameterPlace))
+                if getattr(was, field) != getattr(is_, field)
+            ]
+    return differences
+
+
+def _buffer_differences(saved: Layout, now: Layout) -> list[str]:
+    if saved.buffers == now.buffers:
+        return []
+    return ["the flat buffers are cut differently; the ZeRO settings for sub groups or alignment changed"]

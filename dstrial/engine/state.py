@@ -1,0 +1,231 @@
+"""Save and load an engine with nothing lost and no silence; repairs what DeepSpeed 0.19.8 leaves out.
+
+DeepSpeed's own files hold weights, optimizer, scheduler and step counters. What they lack is kept beside
+them, one small dictionary per rank, see ``engine_extra_state``.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+
+from dstrial.engine.files import describe_rank, engine_files, missing_files
+from dstrial.errors import CheckpointError
+
+
+def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
+    """Save ``engine`` under ``path/tag`` and make sure that DeepSpeed wrote what it should have.
+
+    Args:
+        engine: a wrapped engine, between two optimizer steps.
+        path: directory of the checkpoint, the same on all ranks.
+        tag: folder of this engine in it, as in ``"model0"``, the same on all ranks.
+
+    Raises:
+        CheckpointError: this rank's files could not be written, or are not there.
+
+    Ranks: all, collectively.
+    """
+    try:
+        engine.save_checkpoint(str(path), tag=tag)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} could not be written by {describe_rank(engine)}: {error}. "
+            "Make room or choose another directory, and resume from the previous checkpoint."
+        ) from error
+    missing = missing_files(path, engine_files(engine, tag).written)
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {path} is without {', '.join(missing)} after DeepSpeed's save_checkpoint on "
+            f"{describe_rank(engine)}; expected it to write them. "
+            "Check that the directory is writable by every rank."
+        )
+
+
+def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
+    """Load ``engine`` from ``path/tag``, or raise.
+
+    Args:
+        engine: a freshly initialised engine in the arrangement that wrote the checkpoint.
+        path: directory of the checkpoint.
+        tag: folder of this engine in it.
+
+    Raises:
+        CheckpointError: a file that this rank reads is missing, or DeepSpeed found nothing to load.
+
+    Ranks: all, collectively.
+    """
+    missing = missing_files(path, engine_files(engine, tag).read)
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {path} is without {', '.join(missing)}; expected every file that "
+            f"{describe_rank(engine)} reads. Restore the files, or resume from another checkpoint."
+        )
+    loaded, _ = engine.load_checkpoint(str(path), tag=tag)
+    if loaded is None:
+        raise CheckpointError(
+            f"checkpoint {path} holds nothing under {tag!r} that DeepSpeed can load on {describe_rank(engine)}; "
+            "expected engine files. Resume from another checkpoint."
+        )
+
+
+def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Return what this rank needs to go on exactly and DeepSpeed does not save.
+
+    - ``micro_steps``: forward passes so far.
+    - ``global_grad_norm``: of the last step, as ``get_global_grad_norm`` returns it.
+    - ``buffers``: the module's buffers as this rank has them. DeepSpeed saves replica 0's persistent ones
+      only, and running statistics differ between replicas.
+    - ``micro_offset``: forward passes of a pipeline, which ``seed_layers`` seeds from.
+    - ``tied_modules``: layers tied between pipeline stages that are only ever called through a
+      ``forward_fn``; DeepSpeed writes no file for them.
+    - ``rng_tracker``: generators of activation checkpointing.
+    - ``grad_scalers``: state of torch autocast's gradient scalers.
+
+    Returns:
+        Tensors on the CPU and plain values, loadable with ``torch.load(weights_only=True)``.
+
+    Ranks: any; no communication.
+    """
+    state: dict[str, Any] = {
+        "micro_steps": int(engine.micro_steps),
+        "global_grad_norm": _plain(engine.get_global_grad_norm()),
+        "buffers": {name: _on_cpu(buffer) for name, buffer in engine.module.named_buffers()},
+        "rng_tracker": {name: _on_cpu(value) for name, value in get_cuda_rng_tracker().get_states().items()},
+        "grad_scalers": {name: scaler.state_dict() for name, scaler in _grad_scalers(engine).items()},
+    }
+    if isinstance(engine, PipelineEngine):
+        state["micro_offset"] = int(engine.module.micro_offset)
+        state["tied_modules"] = {
+            key: {
+                name: _on_cpu(value) for name, value in engine.module.tied_modules[key].state_dict().items()
+            }
+            for key in _tied_without_file(engine.module)
+        }
+    return state
+
+
+def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
+    """Put back what ``engine_extra_state`` returned, after the engine itself is loaded.
+
+    Args:
+        engine: the engine that ``load_engine`` has loaded.
+        state: what this rank saved.
+
+    Raises:
+        CheckpointError: the module's buffers are others than those saved.
+
+    Ranks: all, collectively (a broadcast per tied layer that DeepSpeed does not save; else none).
+    """
+    engine.micro_steps = state["micro_steps"]
+    engine._global_grad_norm = state["global_grad_norm"]
+    _restore_buffers(engine, state["buffers"])
+    if state["rng_tracker"]:
+        get_cuda_rng_tracker().set_states(dict(state["rng_tracker"]))
+    for name, scaler in _grad_scalers(engine).items():
+        if name in state["grad_scalers"]:
+            scaler.load_state_dict(state["grad_scalers"][name])
+    if isinstance(engine, PipelineEngine):
+        engine.module.micro_offset = state["micro_offset"]
+        tied = _tied_without_file(engine.module)
+        for key in tied:
+            engine.module.tied_modules[key].load_state_dict(state["tied_modules"][key])
+    _refresh_last_learning_rates(engine)
+
+
+def bind_load_checkpoint(engine: PipelineEngine) -> None:
+    """Make ``load_checkpoint`` of a bfloat16 pipeline without ZeRO load at all.
+
+    DeepSpeed 0.19.8 wraps such an optimizer in ``BF16_Optimizer``, which is cut over the replicas and
+    saved in a file of each, then hands it the state of replica 0 in a form that it cannot read
+    (``KeyError: 0``). The bound call reads each replica's own file instead. Other engines are left alone.
+
+    Ranks: any; no communication.
+    """
+    if not isinstance(engine.optimizer, BF16_Optimizer) or engine.zero_optimization():
+        return
+
+    def load_checkpoint(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load as DeepSpeed documents it. Ranks: all, collectively."""
+        if tag is None:
+            latest = pathlib.Path(load_dir) / "latest"
+            tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+        loaded, client_state = type(engine).load_checkpoint(
+            engine,
+            load_dir,
+            tag=tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=False,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        if loaded is not None and load_optimizer_states and not load_module_only:
+            engine._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
+        elif loaded is not None:
+            engine.optimizer._restore_from_bit16_weights()
+        return loaded, client_state
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def _tied_without_file(module: PipelineModule) -> list[str]:
+    """Return the tied layers of this stage that DeepSpeed writes no file for, in an order all ranks share."""
+    with_file = {
+        spec.key
+        for spec in module._layer_specs
+        if isinstance(spec, TiedLayerSpec) and spec.forward_fn is None
+    }
+    return sorted(key for key in module.tied_modules if key not in with_file)
+
+
+def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor]) -> None:
+    buffers = dict(engine.module.named_buffers())
+    if buffers.keys() != saved.keys():
+        differing = ", ".join(sorted(buffers.keys() ^ saved.keys()))
+        raise CheckpointError(
+            f"the model's buffers on {describe_rank(engine)} differ from the checkpoint's in {differing}; "
+            "expected the same model. Resume with the model definition that wrote the checkpoint."
+        )
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(saved[name])
+
+
+def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
+    """Let ``lr_scheduler.get_last_lr()`` answer with the loaded rates, which DeepSpeed's schedulers do not save."""
+    scheduler = engine.lr_scheduler
+    if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
+        scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+
+
+def _grad_scalers(engine: DeepSpeedEngine) -> dict[str, Any]:
+    found = {
+        "engine": getattr(engine, "torch_autocast_z0_gradscaler", None),
+        "optimizer": getattr(engine.optimizer, "torch_autocast_gradscaler", None),
+    }
+    return {name: scaler for name, scaler in found.items() if scaler is not None}
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _plain(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,157 @@
+"""Decide which replica evaluates which records, in which calls; pure arithmetic, no communication.
+
+Every record of the validation set is evaluated exactly once over all replicas, and every replica makes
+equally many calls with equally many micro batches, so that collectives inside a forward pass always meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValidationRound:
+    """One call of ``evaluate_batch`` on one replica.
+
+    Attributes:
+        record_ranges: for each micro batch of this replica the half-open range ``(start, stop)`` of
+            positions in the validation order that it reads. Empty: this replica sits the round out.
+        records: real records of this replica in this round, its weight in the mean. 0 for a round that
+            only keeps collectives in step, whatever it reads, and for one that is sat out.
+        is_ragged: whether a micro batch of any replica holds another number of records than the loader's
+            batch size; the same on all replicas, so all of them can change their buffers together.
+    """
+
+    record_ranges: tuple[tuple[int, int], ...]
+    records: int
+    is_ragged: bool
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro batches of this replica; 0 means that the loop skips the round here."""
+        return len(self.record_ranges)
+
+    @property
+    def micro_batch_records(self) -> tuple[int, ...]:
+        """Records that each micro batch of this replica reads, fillers included."""
+        return tuple(stop - start for start, stop in self.record_ranges)
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the round is computed only so that collectives meet, and its result is discarded."""
+        return self.records == 0 and self.num_micro_batches > 0
+
+
+def plan_data_parallel(
+    num_records: int,
+    records_per_micro_batch: int,
+    replica: int,
+    num_replicas: int,
+    *,
+    forward_is_collective: bool,
+) -> tuple[ValidationRound, ...]:
+    """Plan a validation of data-parallel replicas: one micro batch per round.
+
+    Args:
+        num_records: records in the validation set, at least 0.
+        records_per_micro_batch: batch size of the validation loader, at least 1.
+        replica: data-parallel rank, from 0.
+        num_replicas: number of replicas.
+        forward_is_collective: whether every replica must run every round (ZeRO 3); where fewer records
+            than replicas are left, those without one then evaluate a record again with weight 0 instead
+            of sitting the round out.
+
+    Returns:
+        This replica's rounds, in order; empty when there are no records.
+
+    Raises:
+        ValueError: a size is not positive, or there is no such replica.
+
+    Ranks: any; no communication.
+    """
+    _check(num_records, records_per_micro_batch, 1, replica, num_replicas)
+    num_whole = num_records // (records_per_micro_batch * num_replicas)
+    rounds = [
+        _whole_round(range(i, i + 1), records_per_micro_batch, replica, num_replicas)
+        for i in range(num_whole)
+    ]
+    last = _ragged_round(
+        num_records, records_per_micro_batch, replica, num_replicas, fill=forward_is_collective
+    )
+    return (*rounds, last) if last is not None else tuple(rounds)
+
+
+def plan_pipeline(
+    num_records: int,
+    records_per_micro_batch: int,
+    micro_batches_per_round: int,
+    replica: int,
+    num_replicas: int,
+) -> tuple[ValidationRound, ...]:
+    """Plan a validation of pipeline replicas.
+
+    Full rounds of ``micro_batches_per_round`` whole micro batches come first, then one round of the whole
+    micro batches that remain, then at most one round of a single smaller micro batch per replica, with the
+    leftover records spread as evenly as possible.
+
+    Args:
+        num_records: records in the validation set, at least 0.
+        records_per_micro_batch: batch size of the validation loader, at least 1.
+        micro_batches_per_round: micro batches of one replica in a full round, at least 1.
+        replica: data-parallel rank, from 0; the same on all stages of one pipeline.
+        num_replicas: number of pipelines.
+
+    Returns:
+        This replica's rounds, in order; empty when there are no records.
+
+    Raises:
+        ValueError: a size is not positive, or there is no such replica.
+
+    Ranks: any; no communication.
+    """
+    _check(num_records, records_per_micro_batch, micro_batches_per_round, replica, num_replicas)
+    num_whole = num_records // (records_per_micro_batch * num_replicas)
+    rounds = [
+        _whole_round(
+            range(first, min(first + micro_batches_per_round, num_whole)),
+            records_per_micro_batch,
+            replica,
+            num_replicas,
+        )
+        for first in range(0, num_whole, micro_batches_per_round)
+    ]
+    last = _ragged_round(num_records, records_per_micro_batch, replica, num_replicas, fill=True)
+    return (*rounds, last) if last is not None else tuple(rounds)
+
+
+def _whole_round(micro_batches: range, size: int, replica: int, num_replicas: int) -> ValidationRound:
+    starts = [(i * num_replicas + replica) * size for i in micro_batches]
+    return ValidationRound(
+        record_ranges=tuple((start, start + size) for start in starts),
+        records=len(starts) * size,
+        is_ragged=False,
+    )
+
+
+def _ragged_round(
+    num_records: int, size: int, replica: int, num_replicas: int, *, fill: bool
+) -> ValidationRound | None:
+    num_left = num_records % (size * num_replicas)
+    if num_left == 0:
+        return None
+    share, num_larger = divmod(num_left, num_replicas)
+    num_mine = share + (1 if replica < num_larger else 0)
+    if num_mine == 0:
+        repeated = ((num_records - 1, num_records),)
+        return ValidationRound(record_ranges=repeated if fill else (), records=0, is_ragged=True)
+    start = num_records - num_left + replica * share + min(replica, num_larger)
+    return ValidationRound(record_ranges=((start, start + num_mine),), records=num_mine, is_ragged=True)
+
+
+def _check(num_records: int, size: int, per_round: int, replica: int, num_replicas: int) -> None:
+    if num_records < 0 or size < 1 or per_round < 1 or not 0 <= replica < num_replicas:
+        raise ValueError(
+            f"a validation of {num_records} records in micro batches of {size}, {per_round} per round, for replica "
+            f"{replica} of {num_replicas} cannot be planned; expected positive sizes and a replica from 0. "
+            "Correct the arguments."
+        )

@@ -1,0 +1,143 @@
+"""The command ``python -m dstrial.launch``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.errors import DstrialError, LaunchError
+from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, LaunchOutcome, Placement, run_ranks
+from dstrial.launch.output import Stream
+from dstrial.launch.rank_main import script_command, trial_command
+from dstrial.launch.slots import cluster_info, cluster_placement, num_slots
+
+if TYPE_CHECKING:
+    from determined import ClusterInfo
+
+    from dstrial.config import ExperimentConfig
+
+_USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
+                                (--trial model_def:MyTrial | SCRIPT ARGS...)"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the ranks, wait for them, and say which failed first.
+
+    Returns:
+        0 only if every rank exited 0; the first failing rank's exit code otherwise (128 + n for signal n);
+        130 after a second Ctrl-C; 2 for a wrong command line or configuration.
+    """
+    options = _parse(arguments)
+    try:
+        outcome = _launch(options)
+    except DstrialError as error:
+        print(f"dstrial.launch: {error}", file=sys.stderr)  # noqa: T201  # a command prints
+        return 2
+    _report(outcome)
+    return outcome.exit_code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        usage=_USAGE,
+        description="Run one training process per slot on this machine, or per slot of a Determined trial.",
+    )
+    parser.add_argument("--slots", type=int, metavar="N", help="number of ranks to start")
+    parser.add_argument("--config", type=Path, metavar="EXP.yaml", help="experiment config, off a cluster")
+    parser.add_argument(
+        "--context-dir", type=Path, metavar="DIR", default=Path(), help="directory of the model definition"
+    )
+    parser.add_argument("--trial", metavar="model_def:MyTrial", help="trial class to train")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="or a script")
+    options = parser.parse_args(arguments)
+    if options.script[:1] == ["--"]:
+        options.script = options.script[1:]
+    if bool(options.trial) == bool(options.script):
+        parser.error("expected either --trial model_def:MyTrial or a script to run")
+    return options
+
+
+def _launch(options: argparse.Namespace) -> LaunchOutcome:
+    info = cluster_info()
+    if info is not None:
+        return _launch_on_cluster(options, info)
+    experiment = _load(options)
+    configured = experiment.slots_per_trial if experiment is not None else None
+    if options.trial:
+        if experiment is None:
+            raise LaunchError(
+                "--config is missing off a cluster; expected the experiment config, which says how long to train. "
+                "Add --config EXP.yaml."
+            )
+        command = trial_command(options.trial, context_dir=options.context_dir, config=options.config)
+    else:
+        command = script_command(options.script)
+    return run_ranks(
+        command,
+        num_ranks=num_slots(options.slots, configured),
+        env=experiment.environment_variables if experiment is not None else {},
+        shutdown_timeout_s=(
+            experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
+        ),
+        on_stop=_tell_stopping,
+    )
+
+
+def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
+    """Take everything from the cluster; lines carry the prefix that its log viewer filters by."""
+    for name, value in (("--slots", options.slots), ("--config", options.config)):
+        if value is not None:
+            _warn(f"{name} {value} is ignored on a cluster, which has its own experiment config")
+    command = (
+        trial_command(options.trial, context_dir=options.context_dir)
+        if options.trial
+        else script_command(options.script)
+    )
+    placement: Placement = cluster_placement(info)
+    timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
+    return run_ranks(
+        command,
+        num_ranks=max(len(info.slot_ids), 1),
+        env={"DET_CHIEF_IP": placement.master_addr},
+        shutdown_timeout_s=float(timeout_s),
+        on_line=_print_for_cluster,
+        on_stop=_tell_stopping,
+        placement=placement,
+    )
+
+
+def _load(options: argparse.Namespace) -> ExperimentConfig | None:
+    if options.config is None:
+        return None
+    from dstrial.config import load_experiment
+
+    return load_experiment(options.config, options.context_dir, (), slots=options.slots)
+
+
+def _report(outcome: LaunchOutcome) -> None:
+    if outcome.killed_ranks and outcome.exit_code != 130:
+        names = ", ".join(map(str, outcome.killed_ranks))
+        _warn(f"rank(s) {names} did not end in time and were killed")
+    if outcome.first_failure is not None:
+        print(f"\n{outcome.first_failure.describe()}", file=sys.stderr, flush=True)  # noqa: T201  # a command prints
+
+
+def _print_for_cluster(rank: int, stream: Stream, line: str) -> None:
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    target.write(f"[rank={rank}] {line}\n")
+    target.flush()
+
+
+def _tell_stopping(signal_name: str) -> None:
+    _warn(f"{signal_name} received: the ranks were asked to stop; Ctrl-C ends them at once")
+
+
+def _warn(text: str) -> None:
+    print(f"dstrial.launch: {text}", file=sys.stderr, flush=True)  # noqa: T201  # a command prints
+
+
+if __name__ == "__main__":
+    sys.exit(main())

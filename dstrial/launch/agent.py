@@ -1,0 +1,326 @@
+"""Start ranks on this machine through torchrun's elastic agent and wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from dstrial.errors import LaunchError
+from dstrial.launch.failures import ERROR_FILE_VARIABLE, RankFailure
+from dstrial.launch.output import LineReader, OnLine, Stream
+from dstrial.launch.supervisor import Supervisor
+from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
+
+_MONITOR_INTERVAL_S = 0.05
+_RENDEZVOUS_TIMEOUT_S = 900
+
+DEFAULT_SHUTDOWN_TIMEOUT_S = 3600.0
+DEFAULT_FAILURE_GRACE_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """Where this launcher stands among those of one job.
+
+    Attributes:
+        num_nodes: number of machines, each with a launcher of its own.
+        node_rank: which of them this is, from 0.
+        master_addr: the first machine's address.
+        master_port: port for the rendezvous there; 0 lets a single machine choose a free one.
+    """
+
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = LOOPBACK_ADDR
+    master_port: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchOutcome:
+    """How the ranks of one launch ended.
+
+    Attributes:
+        exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else that of the first failing
+            rank, or of one that had to be ended (128 + n for signal n).
+        first_failure: the failure that caused the others; None if no rank failed by itself.
+        exit_codes: by local rank, as a shell sees them.
+        stopped_by: name of the signal that asked for a stop, None if none did.
+        killed_ranks: global ranks that did not end by themselves in time and were killed.
+    """
+
+    exit_code: int
+    first_failure: RankFailure | None
+    exit_codes: tuple[int, ...]
+    stopped_by: str | None
+    killed_ranks: tuple[int, ...]
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    env: Mapping[str, str] | None = None,
+    log_dir: Path | None = None,
+    shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S,
+    failure_grace_s: float = DEFAULT_FAILURE_GRACE_S,
+    on_line: OnLine | None = None,
+    on_stop: Callable[[str], None] | None = None,
+    placement: Placement | None = None,
+) -> LaunchOutcome:
+    """Run one command on ``num_ranks`` ranks of this machine and wait until all have ended.
+
+    The first SIGINT, SIGTERM or SIGHUP to this process reaches the ranks as SIGTERM, and only the ranks,
+    not the processes they started; a SIGINT after that kills them. Signals are handled while this
+    function runs in the main thread; in another thread it leaves them alone. Every rank leads a session
+    of its own, so the terminal's Ctrl-C does not reach it, and whatever it leaves behind ends with it.
+    ``OMP_NUM_THREADS`` is 1 for several ranks unless set.
+
+    Args:
+        command: program and arguments, the same for all ranks; not interpreted by a shell.
+        num_ranks: ranks on this machine.
+        env: variables for the ranks, on top of those of this process.
+        log_dir: ``rank_<n>/stdout.log`` and ``stderr.log`` are written below it, replacing earlier ones;
+            None leaves the ranks this process's own output (or, with ``on_line``, pipes).
+        shutdown_timeout_s: how long after a request to stop the ranks are killed, seconds.
+        failure_grace_s: how long after the first failure the other ranks are killed, seconds.
+        on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
+        on_stop: called from another thread with the signal's name when the request is passed on.
+        placement: for a job on several machines; None for this one alone.
+
+    Returns:
+        How it ended; a failing rank is no exception here.
+
+    Raises:
+        LaunchError: the ranks could not be started.
+    """
+    if num_ranks < 1:
+        raise LaunchError(
+            f"the number of ranks is {num_ranks}; expected at least 1. Ask for one or more slots."
+        )
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            f"the command is {command[0]!r}; expected a program that can be run. Check its path and permissions."
+        )
+    where = placement or Placement()
+    supervisor = Supervisor(
+        shutdown_timeout_s=shutdown_timeout_s, failure_grace_s=failure_grace_s, on_stop=on_stop
+    )
+    with contextlib.ExitStack() as stack:
+        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dstrial-launch-")))
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        files = _RankFiles(
+            work_dir, log_dir, on_line, _rank_variables(env or {}, num_ranks, where), supervisor
+        )
+        stack.callback(files.close)
+        stack.enter_context(_quiet_torchelastic())
+        stack.enter_context(_stop_on_signals(supervisor))
+        _run_agent(_make_agent(command, num_ranks, where, files, supervisor))
+        failure = supervisor.first_failure()
+    exit_codes = supervisor.exit_codes()
+    if supervisor.was_killed_by_user:
+        exit_code = 130
+    elif failure is not None:
+        exit_code = failure.exit_code
+    else:
+        exit_code = next((code for code in exit_codes if code != 0), 0)
+    return LaunchOutcome(exit_code, failure, exit_codes, supervisor.stop_signal, supervisor.killed_ranks())
+
+
+def _rank_variables(env: Mapping[str, str], num_ranks: int, placement: Placement) -> dict[str, str]:
+    defaults = {"PYTHONUNBUFFERED": "1"}
+    if num_ranks * placement.num_nodes > 1:
+        defaults["OMP_NUM_THREADS"] = "1"
+    unset = {name: value for name, value in defaults.items() if name not in os.environ}
+    return {**unset, **env, LAUNCHED_VARIABLE: "1", LAUNCHER_PID_VARIABLE: str(os.getpid())}
+
+
+def _make_agent(
+    command: Sequence[str], num_ranks: int, placement: Placement, files: _RankFiles, supervisor: Supervisor
+) -> _RankAgent:
+    is_alone = placement.num_nodes == 1
+    parameters = RendezvousParameters(
+        backend="c10d" if is_alone else "static",
+        endpoint=f"{placement.master_addr}:{placement.master_port}",
+        run_id=str(uuid.uuid4()) if is_alone else "dstrial",
+        min_nodes=placement.num_nodes,
+        max_nodes=placement.num_nodes,
+        local_addr=placement.master_addr if is_alone else None,
+        rank=placement.node_rank,
+        timeout=_RENDEZVOUS_TIMEOUT_S,
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        entrypoint=command[0],
+        # The agent substitutes ${local_rank} in arguments; a doubled sign is a plain one to it.
+        args=tuple(argument.replace("$", "$$") for argument in command[1:]),
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=0,
+        monitor_interval=_MONITOR_INTERVAL_S,
+        master_addr=None if is_alone else placement.master_addr,
+        master_port=None if is_alone else placement.master_port,
+        local_addr=placement.master_addr if is_alone else None,
+    )
+    return _RankAgent(spec, files, supervisor)
+
+
+class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
+    """Tells the agent each rank's variables and where its output and its error record go."""
+
+    def __init__(
+        self,
+        work_dir: Path,
+        log_dir: Path | None,
+        on_line: OnLine | None,
+        variables: Mapping[str, str],
+        supervisor: Supervisor,
+    ) -> None:
+        super().__init__(log_dir=str(log_dir) if log_dir is not None else None)
+        self._work_dir = work_dir
+        self._log_dir = log_dir
+        self._on_line = on_line
+        self._variables = variables
+        self._supervisor = supervisor
+        self._reader: LineReader | None = None
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._log_dir or self._work_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destinations = LogsDest()
+        paths: dict[tuple[int, Stream], Path] = {}
+        streams: tuple[tuple[Stream, dict[int, str]], ...] = (
+            ("stdout", destinations.stdouts),
+            ("stderr", destinations.stderrs),
+        )
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            rank_dir = (self._log_dir or self._work_dir) / f"rank_{rank}"
+            rank_dir.mkdir(exist_ok=True)
+            for stream, by_local_rank in streams:
+                path = rank_dir / f"{stream}.log"
+                is_redirected = self._log_dir is not None or self._on_line is not None
+                by_local_rank[local_rank] = str(path) if is_redirected else ""
+                if is_redirected:
+                    paths[rank, stream] = path
+                    path.unlink(missing_ok=True)
+                    if self._log_dir is not None:
+                        path.touch()
+                    else:
+                        os.mkfifo(path)
+            error_file = self._work_dir / f"rank_{rank}.error.json"
+            destinations.error_files[local_rank] = str(error_file)
+            env.update(self._variables)
+            env[ERROR_FILE_VARIABLE] = str(error_file)
+            self._supervisor.set_files(
+                local_rank,
+                error_file=error_file,
+                stderr_file=rank_dir / "stderr.log" if self._log_dir is not None else None,
+            )
+        if self._on_line is not None:
+            self._reader = LineReader(paths, self._on_line)
+        return destinations
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
+class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
+    """The elastic agent, with the supervisor deciding whom to signal and when a launch is over."""
+
+    def __init__(self, spec: WorkerSpec, files: _RankFiles, supervisor: Supervisor) -> None:
+        super().__init__(spec, logs_specs=files)
+        self._supervisor = supervisor
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        pids: dict[int, int] = super()._start_workers(worker_group)
+        for worker in worker_group.workers:
+            self._supervisor.watch(worker.local_rank, worker.global_rank, pids[worker.local_rank])
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self._supervisor.tick():
+            return RunResult(state=WorkerState.HEALTHY)
+        return super()._monitor_workers(worker_group)
+
+    def shut_rendezvous(self) -> None:
+        self._rdzv_handler.shutdown()
+
+
+def _run_agent(agent: _RankAgent) -> None:
+    """Run the agent in a thread of its own: in the main thread it would install its own signal handlers."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            agent.run()
+        except Exception as error:  # noqa: BLE001  # background thread main: raised again by the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="dstrial-agent")
+    thread.start()
+    while thread.is_alive():
+        thread.join(timeout=0.2)
+    agent.shut_rendezvous()
+    if errors:
+        raise LaunchError(
+            f"the ranks could not be started or watched: {errors[0]}; expected the elastic agent to run. "
+            "Look at the cause below."
+        ) from errors[0]
+
+
+@contextlib.contextmanager
+def _stop_on_signals(supervisor: Supervisor) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(signal_number: int, _frame: FrameType | None) -> None:
+        supervisor.request_stop(signal.Signals(signal_number))
+
+    handled = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's promise is kept
+        handled.append(signal.SIGHUP)
+    previous = {signal_: signal.signal(signal_, on_signal) for signal_ in handled}
+    try:
+        yield
+    finally:
+        for signal_, handler in previous.items():
+            signal.signal(signal_, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _quiet_torchelastic() -> Iterator[None]:
+    """Keep the agent's own account of failures off the screen; the launcher's replaces it."""
+    prefix = "torch.distributed.elastic"
+    names = [
+        name for name in logging.root.manager.loggerDict if name == prefix or name.startswith(f"{prefix}.")
+    ]
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

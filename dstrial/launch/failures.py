@@ -1,0 +1,168 @@
+"""What a failed rank leaves behind, and which of several failed first.
+
+A rank writes an error record, in the format of torchrun's error files, so that records are also
+understood under a foreign torchrun and those of ``torch.distributed.elastic...record`` are here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+from dstrial.ranks.peer_loss import is_peer_loss
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How one rank failed.
+
+    Attributes:
+        rank: global rank.
+        local_rank: rank on its machine.
+        pid: its process id.
+        exit_code: as a shell sees it: 128 + n for a rank that signal n ended.
+        signal_name: for example ``SIGKILL``; None for a rank that exited by itself.
+        host: the machine's name.
+        error: the traceback it recorded, else the end of its standard error; may be empty.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    signal_name: str | None
+    host: str
+    error: str
+
+    @property
+    def headline(self) -> str:
+        """One line that names the rank and how it ended."""
+        how = f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
+        return f"rank {self.rank} failed first ({how}, host {self.host}):"
+
+    def describe(self) -> str:
+        """The headline and below it the error, or what to do where there is none."""
+        if self.error:
+            return f"{self.headline}\n{self.error.rstrip()}"
+        if self.signal_name == "SIGKILL":
+            hint = (
+                "It left no traceback. The kernel kills a process like this when memory runs out: see dmesg."
+            )
+        else:
+            hint = "It left no traceback. Look at what it printed above."
+        return f"{self.headline}\n{hint}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """What a rank wrote about the exception that ended it.
+
+    Attributes:
+        summary: type and message of the exception.
+        text: its traceback.
+        time_s: when it was recorded, seconds since the epoch.
+    """
+
+    summary: str
+    text: str
+    time_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """One failed rank as the launcher saw it, before it is known which one was first.
+
+    Attributes:
+        failure: what to tell.
+        time_s: when it failed, seconds since the epoch.
+        is_consequence: it failed because another rank went away.
+    """
+
+    failure: RankFailure
+    time_s: float
+    is_consequence: bool
+
+
+def first_failure(endings: Iterable[Ending]) -> RankFailure | None:
+    """Pick the failure that caused the others; None without any.
+
+    The earliest that is no mere consequence: a rank that closes its connections while it unwinds makes
+    its peers fail, and record that, before its own record is complete.
+    """
+    ordered = sorted(endings, key=lambda ending: (ending.is_consequence, ending.time_s))
+    return ordered[0].failure if ordered else None
+
+
+def record_exception(error: BaseException, text: str | None = None) -> None:
+    """Write this rank's error record if a launcher asked for one and there is none yet.
+
+    Args:
+        error: the exception that ends the rank.
+        text: the traceback to show; that of ``error`` if None.
+
+    Ranks: each its own; no communication.
+    """
+    path_text = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path_text:
+        return
+    path = Path(path_text)
+    now_s = time.time()
+    document = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": text if text is not None else "".join(traceback.format_exception(error)),
+                "timestamp": str(int(now_s)),
+                "time_s": now_s,
+            },
+        }
+    }
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(document))
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        return
+    finally:
+        partial.unlink()
+
+
+def read_record(path: Path) -> ErrorRecord | None:
+    """Read an error record of ours or of torchrun; None if there is none, or it is not readable as one."""
+    try:
+        message = json.loads(path.read_text(errors="replace"))["message"]
+        if isinstance(message, str):
+            return ErrorRecord(message, message, path.stat().st_mtime)
+        extra = message["extraInfo"]
+        time_s = float(extra.get("time_s", extra["timestamp"]))
+        return ErrorRecord(str(message["message"]), str(extra["py_callstack"]), time_s)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_consequence(record: ErrorRecord | None) -> bool:
+    """Say whether a record tells of a lost peer rather than of a fault of its own rank."""
+    return record is not None and is_peer_loss(record.summary)
+
+
+def signal_name(status: int) -> str | None:
+    """Return the signal's name for a negative return code of ``subprocess``, None for any other."""
+    if status >= 0:
+        return None
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
+
+
+def shell_exit_code(status: int) -> int:
+    """Turn a return code of ``subprocess`` into what a shell would report."""
+    return 128 - status if status < 0 else status

@@ -1,0 +1,105 @@
+"""Read what ranks print, line by line, while they run."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+Stream = Literal["stdout", "stderr"]
+OnLine = Callable[[int, Stream, str], None]
+
+_POLL_S = 0.05
+_CHUNK_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 20
+
+
+class LineReader:
+    """Hands every line that ranks write to their files or pipes to a callback, from one thread.
+
+    Lines of one stream arrive in order; a last line without an end is delivered too. A carriage return,
+    as progress bars write it, ends a line like a newline does.
+
+    Args:
+        paths: (rank, stream) -> a file, or a named pipe made with ``os.mkfifo``. Files may not exist yet.
+        on_line: called with rank, stream and the line without its end. An exception that it raises ends
+            the reading and is raised again by ``close``.
+    """
+
+    def __init__(self, paths: dict[tuple[int, Stream], Path], on_line: OnLine) -> None:
+        self._on_line = on_line
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._buffers: dict[tuple[int, Stream], bytes] = dict.fromkeys(paths, b"")
+        self._files = {key: os.open(path, os.O_RDONLY | os.O_NONBLOCK) for key, path in paths.items()}
+        self._thread = threading.Thread(target=self._run, name="dstrial-line-reader", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Deliver what has been written by now and stop reading.
+
+        Raises:
+            Exception: whatever ``on_line`` raised.
+        """
+        self._done.set()
+        self._thread.join()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._done.wait(_POLL_S):
+                self._drain()
+            self._drain()
+            for key, rest in self._buffers.items():
+                if rest.rstrip(b"\r"):
+                    self._deliver(key, rest.rstrip(b"\r"))
+        except Exception as error:  # noqa: BLE001  # background thread main: close() raises it in the caller
+            self._error = error
+            self._swallow()
+
+    def _drain(self) -> None:
+        for key in self._files:
+            while chunk := self._read(key):
+                text = self._buffers[key] + chunk
+                # A carriage return at the very end may be the first half of a line end.
+                held = b"\r" if text.endswith(b"\r") else b""
+                text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+                *lines, rest = text.split(b"\n")
+                self._buffers[key] = rest + held
+                for line in lines:
+                    self._deliver(key, line)
+                if len(self._buffers[key]) > _LONGEST_LINE_BYTES:
+                    self._deliver(key, self._buffers[key])
+                    self._buffers[key] = b""
+
+    def _swallow(self) -> None:
+        """Keep pipes empty after a failed callback, so that no rank blocks while it prints."""
+        while not self._done.wait(_POLL_S):
+            for key in self._files:
+                while self._read(key):
+                    pass
+
+    def _read(self, key: tuple[int, Stream]) -> bytes:
+        try:
+            return os.read(self._files[key], _CHUNK_BYTES)
+        except BlockingIOError:
+            return b""
+
+    def _deliver(self, key: tuple[int, Stream], line: bytes) -> None:
+        self._on_line(key[0], key[1], line.decode(errors="replace"))
+
+
+def tail(path: Path, num_lines: int = 20) -> str:
+    """Return the last lines of a file, empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+    except OSError:
+        return ""

@@ -1,0 +1,212 @@
+"""What every rank of ``dstrial.launch`` runs: a trial, a script or a module, with its failure recorded.
+
+``python -m dstrial.launch.rank_main --trial model_def:MyTrial [options]`` or ``--script FILE ARGS…`` or
+``--module NAME ARGS…``. Not meant to be typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import ConfigError, TrialImportError
+from dstrial.launch.failures import record_exception
+from dstrial.launch.trial_import import import_trial, is_determined_trial, user_traceback
+from dstrial.ranks.identity import identify
+from dstrial.ranks.stop import LAUNCHER_PID_VARIABLE
+
+_MODULE = "dstrial.launch.rank_main"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def trial_command(
+    trial: str,
+    *,
+    context_dir: Path,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    run_dir: Path | None = None,
+    resume: str | None = None,
+    test_mode: bool = False,
+    python: str = sys.executable,
+) -> list[str]:
+    """Return the command that trains a trial on one rank, for ``run_ranks``.
+
+    Args:
+        trial: ``module:Class``.
+        context_dir: directory of the model definition; ranks run in it.
+        config: the experiment's YAML file; None on a cluster, which knows the experiment.
+        overrides: ``key=value`` each, on top of the config.
+        run_dir: where the run keeps its files; None leaves it to the trainer.
+        resume: what to resume from, as ``dstrial.trainer.run_trial`` takes it.
+        test_mode: train a few batches only.
+        python: the interpreter.
+    """
+    command = [python, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
+    if config is not None:
+        command += ["--config", str(config.resolve())]
+    for override in overrides:
+        command += [f"--override={override}"]
+    if run_dir is not None:
+        command += ["--run-dir", str(run_dir.resolve())]
+    if resume is not None:
+        command += [f"--resume={resume}"]
+    return [*command, "--test"] if test_mode else command
+
+
+def script_command(words: Sequence[str]) -> list[str]:
+    """Return the command for a user's SCRIPT ARGS.
+
+    A Python file, ``-m MODULE``, and either behind this interpreter's ``python`` run in this module, which
+    records their traceback. Anything else runs as it is.
+    """
+    rest = list(words)
+    if (
+        len(rest) > 1
+        and Path(rest[0]).name.startswith("python")
+        and (rest[1] == "-m" or _is_python_file(rest[1]))
+    ):
+        rest = rest[1:]
+    if rest[0] == "-m" and len(rest) > 1:
+        return [sys.executable, "-m", _MODULE, "--module", *rest[1:]]
+    if _is_python_file(rest[0]):
+        return [sys.executable, "-m", _MODULE, "--script", *rest]
+    return list(words)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run this rank. Ranks: each its own."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _end_with_launcher()
+    try:
+        if words[:1] == ["--script"]:
+            _run_script(words[1], words[2:])
+        elif words[:1] == ["--module"]:
+            _run_module(words[1], words[2:])
+        else:
+            _run_trial(_parse_trial(words))
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):
+            record_exception(exit_, exit_.code)
+        raise
+    except (TrialImportError, ConfigError) as error:
+        record_exception(error, f"{type(error).__name__}: {error}")
+        sys.exit(f"{type(error).__name__}: {error}")
+    except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
+        text = user_traceback(error, below=__file__)
+        record_exception(error, text)
+        print(text, file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}")
+    parser.add_argument("--trial", required=True)
+    parser.add_argument("--context-dir", type=Path, required=True)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--override", action="append", default=[])
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--resume")
+    parser.add_argument("--test", action="store_true")
+    return parser.parse_args(words)
+
+
+def _run_trial(options: argparse.Namespace) -> None:
+    from dstrial.ranks.process_group import prepare_accelerator
+
+    prepare_accelerator()
+    os.chdir(options.context_dir)
+    trial_class = import_trial(options.trial, options.context_dir)
+    if is_determined_trial(trial_class):
+        _run_determined_trial(trial_class, options.trial)
+        return
+    from dstrial.config import load_experiment
+    from dstrial.trainer import run_trial
+
+    experiment = None
+    if options.config is not None:
+        slots = identify(os.environ).world_size
+        experiment = load_experiment(options.config, options.context_dir, options.override, slots=slots)
+    run_trial(
+        trial_class,
+        experiment=experiment,
+        run_dir=options.run_dir,
+        resume=options.resume,
+        test_mode=options.test,
+    )
+
+
+def _run_determined_trial(trial_class: type[Any], spec: str) -> None:
+    """Hand one of Determined's own trial classes to Determined's harness, which only runs on a cluster."""
+    import determined
+    from determined.exec import harness
+
+    info = determined.get_cluster_info()
+    if info is None:
+        raise TrialImportError(
+            f"--trial is {spec!r}, which is a trial class of Determined's own package; expected a subclass of "
+            f"dstrial.DeepSpeedTrial off a cluster. Import DeepSpeedTrial from dstrial in {trial_class.__module__}."
+        )
+    identity = identify(os.environ)
+    is_deepspeed = any(
+        base.__module__.startswith("determined.pytorch.deepspeed") for base in trial_class.__mro__
+    )
+    names = {"DET_CHIEF_IP": info.container_addrs[0]}
+    if is_deepspeed:
+        names |= {
+            "USE_DEEPSPEED": "1",
+            "LOCAL_SIZE": str(identity.local_world_size),
+            "CROSS_RANK": str(identity.node_rank),
+            "CROSS_SIZE": str(identity.num_nodes),
+        }
+    else:
+        names["USE_TORCH_DISTRIBUTED"] = "True"
+    os.environ.update(names)
+    exit_code = harness.main(spec)
+    if exit_code:
+        sys.exit(exit_code)
+
+
+def _run_script(script: str, arguments: Sequence[str]) -> None:
+    path = Path(script)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(path.resolve().parent)
+    # Not runpy.run_path: it empties the script's globals at the end, under threads and exit handlers.
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=script, __builtins__=__builtins__)
+    code = compile(path.read_bytes(), script, "exec")
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)  # noqa: S102  # the user's own script is what we were asked to run
+
+
+def _run_module(name: str, arguments: Sequence[str]) -> None:
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _is_python_file(word: str) -> bool:
+    return word.endswith(".py")
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel end this rank when its launcher dies without ending it, where the kernel can (Linux)."""
+    launcher_pid = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if launcher_pid is None or not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != int(launcher_pid):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

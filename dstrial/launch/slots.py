@@ -1,0 +1,72 @@
+"""How many ranks to start here, and where this machine stands in the job."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from dstrial.errors import LaunchError
+from dstrial.ranks.process_group import has_accelerator
+
+if TYPE_CHECKING:
+    from determined import ClusterInfo
+
+    from dstrial.launch.agent import Placement
+
+# Determined's master reserves this variable's port for the allocation; its launcher defaults to 29400.
+_CLUSTER_PORT_VARIABLE = "C10D_PORT"
+_CLUSTER_PORT = 29400
+
+
+def num_accelerators() -> int:
+    """Return how many accelerators this machine shows, 0 if DeepSpeed will train on the CPU."""
+    return int(torch.accelerator.device_count()) if has_accelerator() else 0
+
+
+def num_slots(asked: int | None, configured: int | None) -> int:
+    """Return how many ranks to start off a cluster.
+
+    Args:
+        asked: ``--slots``; None if not given.
+        configured: ``resources.slots_per_trial`` of the config; None without one, 0 means one rank on CPU.
+
+    Returns:
+        What was asked for, else what is configured, else one per accelerator, else 1.
+
+    Raises:
+        LaunchError: fewer than 1, or more than there are accelerators on a machine that has any.
+    """
+    if asked is not None and asked < 1:
+        raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")
+    num_present = num_accelerators()
+    wanted = asked if asked is not None else configured
+    if wanted is None:
+        return max(num_present, 1)
+    if num_present and wanted > num_present:
+        where = "--slots" if asked is not None else "resources.slots_per_trial"
+        raise LaunchError(
+            f"{where} is {wanted}; expected at most {num_present}, the accelerators of this machine. "
+            f"Pass --slots {num_present}, or set DS_ACCELERATOR=cpu to train on the CPU."
+        )
+    return max(wanted, 1)
+
+
+def cluster_info() -> ClusterInfo | None:
+    """Return Determined's description of the trial that this process was started for, None off a cluster."""
+    import determined
+
+    info = determined.get_cluster_info()
+    return info if info is not None and info.task_type == "TRIAL" else None
+
+
+def cluster_placement(info: ClusterInfo) -> Placement:
+    """Return where this container stands among those of its trial."""
+    from dstrial.launch.agent import Placement
+
+    addresses = info.container_addrs
+    if len(addresses) == 1:
+        return Placement()
+    port = int(os.environ.get(_CLUSTER_PORT_VARIABLE) or _CLUSTER_PORT)
+    return Placement(len(addresses), info.container_rank, addresses[0], port)

@@ -1,0 +1,188 @@
+"""Watches the ranks of one launch: when each ended, who failed first, whom to signal and when.
+
+torchrun's agent starts ranks and keeps the rendezvous; on its own it would pass SIGTERM to a rank's whole
+process group (ending the data loader workers that a graceful stop still needs), forward SIGINT as it
+came, and know the order of failures only to the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dstrial.launch.failures import (
+    Ending,
+    RankFailure,
+    first_failure,
+    is_consequence,
+    read_record,
+    shell_exit_code,
+    signal_name,
+)
+from dstrial.launch.output import tail
+
+# Ranks that lost a peer mostly end by themselves; only then are the others told to.
+_UNTOLD_GRACE_S = 2.0
+
+
+class Supervisor:
+    """The state of the ranks of one launch on this machine.
+
+    ``tick`` is called by the agent's thread, ``request_stop`` and ``kill_now`` by signal handlers.
+
+    Args:
+        shutdown_timeout_s: after a request to stop, ranks still alive are killed this much later, seconds.
+        failure_grace_s: after the first failure, ranks still alive are killed this much later, seconds.
+        on_stop: called once, with the signal's name, when a request to stop is passed on to the ranks.
+    """
+
+    def __init__(
+        self, *, shutdown_timeout_s: float, failure_grace_s: float, on_stop: Callable[[str], None] | None
+    ) -> None:
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._failure_grace_s = failure_grace_s
+        self._on_stop = on_stop
+        self._ranks: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._error_files: dict[int, Path] = {}
+        self._stderr_files: dict[int, Path] = {}
+        self._ended: dict[int, tuple[float, int]] = {}
+        self._term_sent_s: dict[int, float] = {}
+        self._kill_sent: set[int] = set()
+        self._stop_signal: str | None = None
+        self._stop_passed_on_s: float | None = None
+        self._kill_requested = False
+        self._failing_since_s: float | None = None
+
+    def set_files(self, local_rank: int, *, error_file: Path, stderr_file: Path | None) -> None:
+        """Say where a rank records its error and, if not to a terminal, prints its standard error."""
+        self._error_files[local_rank] = error_file
+        if stderr_file is not None:
+            self._stderr_files[local_rank] = stderr_file
+
+    def watch(self, local_rank: int, rank: int, pid: int) -> None:
+        """Start to watch a rank, which must be a child of this process and lead a session of its own."""
+        self._ranks[local_rank] = rank
+        self._pids[local_rank] = pid
+        threading.Thread(
+            target=self._await_end, args=(local_rank, pid), name=f"dstrial-rank-{rank}-waiter", daemon=True
+        ).start()
+
+    def request_stop(self, signal_: signal.Signals) -> None:
+        """Ask all ranks to stop at their next opportunity; a SIGINT after the first request kills them."""
+        if self._stop_signal is None:
+            self._stop_signal = signal_.name
+        elif signal_ == signal.SIGINT:
+            self._kill_requested = True
+
+    @property
+    def stop_signal(self) -> str | None:
+        """The signal that asked for a stop, None if none did."""
+        return self._stop_signal
+
+    @property
+    def was_killed_by_user(self) -> bool:
+        """Whether a second SIGINT ended the ranks."""
+        return self._kill_requested
+
+    def tick(self) -> bool:
+        """Do what is due now and say whether every rank has ended."""
+        alive = [local_rank for local_rank in self._pids if local_rank not in self._ended]
+        if not alive:
+            return True
+        now_s = time.monotonic()
+        if self._stop_signal is not None and self._stop_passed_on_s is None:
+            self._stop_passed_on_s = now_s
+            self._terminate(alive)
+            if self._on_stop is not None:
+                self._on_stop(self._stop_signal)
+        if self._failing_since_s is None and self._has_failure():
+            self._failing_since_s = now_s
+        if self._failing_since_s is not None and now_s > self._failing_since_s + _UNTOLD_GRACE_S:
+            self._terminate([local_rank for local_rank in alive if local_rank not in self._term_sent_s])
+        if self._kill_requested or self._is_past_a_deadline(now_s):
+            self._kill(alive)
+        return False
+
+    def exit_codes(self) -> tuple[int, ...]:
+        """Exit codes by local rank, as a shell sees them."""
+        return tuple(shell_exit_code(self._ended[local_rank][1]) for local_rank in sorted(self._ended))
+
+    def killed_ranks(self) -> tuple[int, ...]:
+        """The global ranks that had to be killed, and had not failed before by themselves."""
+        return tuple(sorted(self._ranks[i] for i in self._kill_sent if self._ended[i][1] == -signal.SIGKILL))
+
+    def first_failure(self) -> RankFailure | None:
+        """The failure that caused the others; None if no rank failed except by our own signals."""
+        endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
+        return first_failure(ending for ending in endings if ending is not None)
+
+    def _ending(self, local_rank: int) -> Ending | None:
+        ended_s, status = self._ended[local_rank]
+        record = read_record(self._error_files[local_rank])
+        ours = (status == -signal.SIGTERM and local_rank in self._term_sent_s) or (
+            status == -signal.SIGKILL and local_rank in self._kill_sent
+        )
+        if status == 0 or (ours and record is None):
+            return None
+        if record is None:
+            stderr_file = self._stderr_files.get(local_rank)
+            error = tail(stderr_file) if stderr_file is not None else ""
+        else:
+            error = record.text
+        if ours:
+            status = 1
+        failure = RankFailure(
+            rank=self._ranks[local_rank],
+            local_rank=local_rank,
+            pid=self._pids[local_rank],
+            exit_code=shell_exit_code(status),
+            signal_name=signal_name(status),
+            host=socket.gethostname(),
+            error=error,
+        )
+        return Ending(failure, ended_s if record is None else record.time_s, is_consequence(record))
+
+    def _await_end(self, local_rank: int, pid: int) -> None:
+        try:
+            # WNOWAIT leaves the rank unreaped, so that its pid still means its process group below.
+            result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            result = None
+        ended_s = time.time()
+        if result is None:
+            status = 255
+        else:
+            status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        self._ended[local_rank] = (ended_s, status)
+
+    def _has_failure(self) -> bool:
+        if any(status != 0 for _, status in self._ended.values()):
+            return True
+        return any(path.exists() for path in self._error_files.values())
+
+    def _is_past_a_deadline(self, now_s: float) -> bool:
+        if self._stop_passed_on_s is not None and now_s > self._stop_passed_on_s + self._shutdown_timeout_s:
+            return True
+        return self._failing_since_s is not None and now_s > self._failing_since_s + self._failure_grace_s
+
+    def _terminate(self, local_ranks: list[int]) -> None:
+        for local_rank in local_ranks:
+            self._term_sent_s[local_rank] = time.time()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[local_rank], signal.SIGTERM)
+
+    def _kill(self, local_ranks: list[int]) -> None:
+        for local_rank in local_ranks:
+            if local_rank not in self._kill_sent:
+                self._kill_sent.add(local_rank)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._pids[local_rank], signal.SIGKILL)

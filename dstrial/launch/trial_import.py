@@ -1,0 +1,114 @@
+"""Import the user's trial class, and say in their own files what is wrong when that fails."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from dstrial.errors import TrialImportError
+
+
+def import_trial(spec: str, context_dir: Path) -> type[Any]:
+    """Import ``module:Class`` with ``context_dir`` first on the module path, where it then stays.
+
+    Args:
+        spec: for example ``model_def:MyTrial`` or ``package.model_def:MyTrial``.
+        context_dir: the directory that holds the module.
+
+    Raises:
+        TrialImportError: the module raises while it is imported, or has no such class. The message ends
+            with the traceback, from the user's first line on.
+
+    Ranks: each its own; no communication.
+    """
+    module_name, separator, class_name = spec.partition(":")
+    if not (separator and module_name and class_name):
+        raise TrialImportError(
+            f"--trial is {spec!r}; expected module:Class. Write model_def:MyTrial for class MyTrial in model_def.py."
+        )
+    directory = str(context_dir.resolve())
+    if sys.path[:1] != [directory]:
+        sys.path.insert(0, directory)
+    importlib.invalidate_caches()
+    module = _import_module(module_name, spec, context_dir)
+    found = getattr(module, class_name, None)
+    if isinstance(found, type):
+        return found
+    classes = [
+        name
+        for name, value in inspect.getmembers(module, inspect.isclass)
+        if value.__module__ == module.__name__
+    ]
+    close = difflib.get_close_matches(class_name, classes, n=1)
+    fix = (
+        f"Write {module_name}:{close[0]}." if close else f"Define class {class_name} there, or name another."
+    )
+    raise TrialImportError(
+        f"--trial is {spec!r}, and {module.__file__} has no class {class_name}; "
+        f"expected one of {', '.join(classes) or '(it defines no class)'}. {fix}"
+    )
+
+
+def is_determined_trial(trial_class: type[Any]) -> bool:
+    """Say whether a class derives from one of Determined's own trial classes, and not from dstrial's."""
+    packages = {base.__module__.partition(".")[0] for base in trial_class.__mro__}
+    return "determined" in packages and "dstrial" not in packages
+
+
+def user_traceback(error: BaseException, *, below: str) -> str:
+    """Format an exception without the frames of the machinery that called the user's code.
+
+    Args:
+        error: the exception, with its traceback.
+        below: frames up to the last of this file, and the import system's after it, are left out; all are
+            kept if nothing would remain.
+    """
+    frames = _frames(error.__traceback__)
+    last_of_ours = max((i for i, frame in enumerate(frames) if _file(frame) == below), default=-1)
+    kept = frames[last_of_ours + 1 :]
+    while kept and _is_import_machinery(_file(kept[0])):
+        kept.pop(0)
+    return "".join(traceback.format_exception(type(error), error, kept[0] if kept else error.__traceback__))
+
+
+def _import_module(module_name: str, spec: str, context_dir: Path) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise TrialImportError(
+                f"--trial is {spec!r}, and {context_dir} has no module {module_name}; expected an importable "
+                "module. Correct the name, or pass its directory as --context-dir."
+            ) from None
+        raise _import_error(error, spec) from error
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        raise _import_error(error, spec) from error
+
+
+def _import_error(error: BaseException, spec: str) -> TrialImportError:
+    return TrialImportError(
+        f"--trial is {spec!r}, and importing it fails with {type(error).__name__}; expected it to import. "
+        f"Correct the line shown last.\n{user_traceback(error, below=__file__).rstrip()}"
+    )
+
+
+def _frames(innermost: TracebackType | None) -> list[TracebackType]:
+    frames = []
+    while innermost is not None:
+        frames.append(innermost)
+        innermost = innermost.tb_next
+    return frames
+
+
+def _file(frame: TracebackType) -> str:
+    return frame.tb_frame.f_code.co_filename
+
+
+def _is_import_machinery(file: str) -> bool:
+    return file.startswith("<frozen") or file == importlib.__file__

@@ -1,0 +1,207 @@
+"""A directory of checkpoints on disk: which are complete, which are being written, which were left behind.
+
+``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion mark is there. While one is being
+written, ``<uuid>.saving/`` beside it says by which process, so that what a dead process left behind can
+be told from work in progress, and holds one empty file per rank that has not ended its part. A rank
+ends its part by removing its file, which works on a full disk too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.checkpoint.mark import is_complete, read_mark, remove_mark
+from dstrial.errors import CheckpointDamagedError, DstrialError
+from dstrial.local.json_files import read_json, write_json_atomically
+
+SAVING_SUFFIX = ".saving"
+_WRITER_FILE = "writer.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """One complete checkpoint.
+
+    Attributes:
+        uuid: its name, and its ``storage_id`` in Determined's interface.
+        path: its directory.
+        steps_completed: batches trained when it was saved.
+        time: when it was completed, ISO 8601 in UTC.
+    """
+
+    uuid: str
+    path: Path
+    steps_completed: int
+    time: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Writer:
+    """The process that writes a checkpoint.
+
+    Attributes:
+        host: name of its machine.
+        pid: its process id there.
+        started: when it started, in the kernel's own ticks; tells a reused pid apart. None where the
+            system does not say.
+    """
+
+    host: str
+    pid: int
+    started: str | None
+
+
+def this_writer() -> Writer:
+    """Describe this process."""
+    return Writer(host=socket.gethostname(), pid=os.getpid(), started=_process_start(os.getpid()))
+
+
+def _process_start(pid: int) -> str | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    # The second field, the command, is in parentheses and may hold spaces and parentheses itself.
+    return stat[stat.rindex(")") + 1 :].split()[19]
+
+
+def _may_be_alive(writer: Mapping[str, Any]) -> bool:
+    if writer.get("host") != socket.gethostname():
+        return True
+    try:
+        os.kill(int(writer["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _process_start(int(writer["pid"])) == writer.get("started")
+
+
+def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
+    return checkpoints_path / f"{storage_id}{SAVING_SUFFIX}"
+
+
+def begin_checkpoint(checkpoints_path: Path, num_ranks: int) -> tuple[Path, str]:
+    """Make the directory of a new checkpoint, which does not count as one yet.
+
+    Args:
+        checkpoints_path: directory of all checkpoints.
+        num_ranks: how many ranks save a part, each of which calls ``end_part``.
+
+    Returns:
+        The directory and the checkpoint's uuid.
+
+    Raises:
+        OSError: the directory cannot be made; nothing is left behind.
+    """
+    storage_id = str(uuid.uuid4())
+    path = checkpoints_path / storage_id
+    saving_path = _saving_path(checkpoints_path, storage_id)
+    try:
+        saving_path.mkdir()
+        write_json_atomically(saving_path / _WRITER_FILE, dataclasses.asdict(this_writer()), sync=False)
+        for rank in range(num_ranks):
+            (saving_path / f"rank{rank}").touch()
+        path.mkdir()
+    except OSError:
+        remove_checkpoint(checkpoints_path, storage_id)
+        raise
+    return path, storage_id
+
+
+def end_part(checkpoints_path: Path, storage_id: str, rank: int) -> None:
+    """Say that a rank has ended its part, well or not."""
+    (_saving_path(checkpoints_path, storage_id) / f"rank{rank}").unlink(missing_ok=True)
+
+
+def ranks_saving(checkpoints_path: Path, storage_id: str) -> list[int]:
+    """The ranks that have not ended their part, in order."""
+    names = [path.name for path in _saving_path(checkpoints_path, storage_id).glob("rank*")]
+    return sorted(int(name.removeprefix("rank")) for name in names)
+
+
+def end_saving(checkpoints_path: Path, storage_id: str) -> None:
+    """Forget who wrote a checkpoint, once it is complete."""
+    shutil.rmtree(_saving_path(checkpoints_path, storage_id), ignore_errors=True)
+
+
+def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
+    """Remove a checkpoint, complete or not; its completion mark goes first."""
+    path = checkpoints_path / storage_id
+    if path.is_dir():
+        remove_mark(path)
+        shutil.rmtree(path, ignore_errors=True)
+    end_saving(checkpoints_path, storage_id)
+
+
+def list_checkpoints(checkpoints_path: Path) -> list[StoredCheckpoint]:
+    """Find every complete checkpoint of a directory.
+
+    Returns:
+        Ordered by ``steps_completed`` and then by time; empty if there is no such directory.
+
+    Raises:
+        CheckpointDamagedError: a completion mark is not one that this package wrote.
+    """
+    found = [_read_stored(path) for path in checkpoints_path.glob("*/") if is_complete(path)]
+    return sorted(found, key=lambda checkpoint: (checkpoint.steps_completed, checkpoint.time))
+
+
+def _read_stored(path: Path) -> StoredCheckpoint:
+    mark = read_mark(path)
+    try:
+        return StoredCheckpoint(path.name, path, int(mark["steps_completed"]), str(mark["time"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamagedError(
+            f"the completion mark in {path} is {mark!r}; expected one with steps_completed and time. Move the "
+            "directory away, or delete it."
+        ) from error
+
+
+def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
+    """Find the checkpoint that was completed last.
+
+    It is not always the one with the most batches: a run can be resumed from an earlier checkpoint.
+
+    Returns:
+        The checkpoint; None if there is none.
+    """
+    return max(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time, default=None)
+
+
+def remove_incomplete_checkpoints(checkpoints_path: Path) -> list[str]:
+    """Remove what killed processes left of checkpoints they were writing.
+
+    Left alone: complete checkpoints, directories not named by a uuid, and what a process writes that
+    lives, or that ran on another machine and may live.
+
+    Returns:
+        The names that were removed.
+    """
+    names = {path.name for path in checkpoints_path.glob("*/")}
+    names |= {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
+    removed = []
+    for name in sorted(names):
+        try:
+            uuid.UUID(name)
+        except ValueError:
+            continue
+        if is_complete(checkpoints_path / name):
+            end_saving(checkpoints_path, name)
+            continue
+        try:
+            writer = read_json(_saving_path(checkpoints_path, name) / _WRITER_FILE)
+        except DstrialError:
+            writer = None
+        if writer is not None and _may_be_alive(writer):
+            continue
+        remove_checkpoint(checkpoints_path, name)
+        removed.append(name)
+    return removed

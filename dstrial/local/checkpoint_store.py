@@ -1,0 +1,433 @@
+"""Determined's CheckpointContext on a directory: a checkpoint is complete, or it does not exist.
+
+What happens on one rank reaches all: every step ends in one gather of who succeeded, and a rank that
+fails makes the step fail everywhere, with its number and its cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from determined import core
+from determined.common import storage
+from determined.core._checkpoint import merge_metadata
+
+from dstrial.checkpoint.manifest import MANIFEST_NAME
+from dstrial.checkpoint.mark import is_complete, write_mark
+from dstrial.errors import CheckpointError, CheckpointNotFoundError, RankError
+from dstrial.local.checkpoint_directory import (
+    StoredCheckpoint,
+    begin_checkpoint,
+    end_part,
+    end_saving,
+    list_checkpoints,
+    newest_checkpoint,
+    ranks_saving,
+    remove_checkpoint,
+    remove_incomplete_checkpoints,
+)
+from dstrial.local.json_files import read_json, write_json_atomically
+from dstrial.local.retention import KeepPolicy, checkpoints_to_delete
+from dstrial.local.run_directory import utc_now
+
+logger = logging.getLogger("dstrial.local")
+
+METADATA_FILE = "metadata.json"
+
+FAILURE_WAIT_S = 60.0
+"""How long a rank that could not save its part waits for the others before it fails alone."""
+
+_POLL_PERIOD_S = 0.05
+
+T = TypeVar("T")
+
+
+class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
+    """Store checkpoints in a directory that all ranks can write to.
+
+    Make one with ``open_checkpoint_store``.
+
+    Args:
+        dist: the ranks of the job.
+        checkpoints_path: existing directory that holds one directory per checkpoint.
+        keep: which checkpoints to keep after each new one; None keeps all.
+        validations: returns ``steps_completed`` -> searcher metric, for ``keep``; called on the chief.
+        smaller_is_better: which way the searcher metric is compared.
+        failure_wait_s: how long a rank that could not save its part waits for the others, seconds.
+    """
+
+    def __init__(
+        self,
+        dist: core.DistributedContext,
+        checkpoints_path: Path,
+        *,
+        keep: KeepPolicy | None = None,
+        validations: Callable[[], Mapping[int, float]] = dict,
+        smaller_is_better: bool = True,
+        failure_wait_s: float = FAILURE_WAIT_S,
+    ) -> None:
+        self._failure_wait_s = failure_wait_s
+        self._dist = dist
+        self._checkpoints_path = checkpoints_path
+        self._keep = keep
+        self._validations = validations
+        self._smaller_is_better = smaller_is_better
+        self._storage_manager = storage.SharedFSStorageManager(str(checkpoints_path))
+
+    @contextlib.contextmanager
+    def store_path(
+        self, metadata: dict[str, Any] | None = None, *, shard: bool = False
+    ) -> Iterator[tuple[Path, str]]:
+        """Give a new directory to save into, and complete the checkpoint when the block ends.
+
+        Args:
+            metadata: must hold ``steps_completed`` (batches trained); with ``shard=True`` the ranks'
+                metadata are merged, and one rank's is enough. Read when the block ends.
+            shard: whether all ranks save into it together.
+
+        Yields:
+            The directory and the new checkpoint's uuid, the same on all ranks.
+
+        Raises:
+            CheckpointError: this rank or another could not write its part; the message names the rank
+                and the cause. The directory is removed; earlier checkpoints are untouched. An exception
+                of the block that is no ``OSError`` is raised as it is on the rank it came from.
+            RankError: ``shard=False`` on another rank than 0.
+            ValueError: no rank's metadata holds ``steps_completed``.
+
+        Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
+        """
+        if not shard and self._dist.rank != 0:
+            raise RankError(
+                f"CheckpointContext.store_path(shard=False) is called on rank {self._dist.rank}; expected "
+                "rank 0. Pass shard=True and call it on all ranks, or call it on the chief only."
+            )
+        begun = self._together(
+            shard,
+            "begun",
+            lambda: (
+                begin_checkpoint(self._checkpoints_path, self._dist.size if shard else 1)
+                if self._dist.rank == 0
+                else None
+            ),
+        )
+        path, storage_id = next(result for result in begun if result is not None)
+        error: Exception | None = None
+        try:
+            yield path, storage_id
+        except Exception as caught:  # noqa: BLE001 - raised again below, after the other ranks know of it
+            error = caught
+        end_part(self._checkpoints_path, storage_id, self._dist.rank)
+        if error is not None and shard:
+            self._await_other_ranks(storage_id, error)
+        try:
+            all_metadata = self._together(shard, f"saved in {path}", lambda: dict(metadata or {}), error)
+            merged, conflicts = merge_metadata(all_metadata)
+            if conflicts:
+                raise CheckpointError(
+                    f"metadata of checkpoint {path} has different values on ranks {conflicts}; expected the "
+                    "same value of a key on all ranks. Give the key on one rank only."
+                )
+            if "steps_completed" not in merged:
+                raise ValueError(
+                    f"metadata of checkpoint {path} is {merged!r}; expected the key 'steps_completed'. Add "
+                    "how many batches are trained."
+                )
+            self._together(
+                shard,
+                f"completed in {path}",
+                (lambda: self._complete(path, storage_id, merged)) if self._dist.rank == 0 else lambda: None,
+            )
+        except Exception:
+            if self._dist.rank == 0:
+                remove_checkpoint(self._checkpoints_path, storage_id)
+            raise
+        if self._dist.rank == 0:
+            self._apply_keep_policy()
+
+    def _await_other_ranks(self, storage_id: str, error: Exception) -> None:
+        """Wait until the other ranks, too, have ended their part; give up on them after a while.
+
+        They may be waiting for this rank inside their part, in a barrier of DeepSpeed's for example. Only
+        the end of this process frees them then, so this rank fails alone.
+        """
+        give_up_at_s = time.monotonic() + self._failure_wait_s
+        while waiting := ranks_saving(self._checkpoints_path, storage_id):
+            if time.monotonic() < give_up_at_s:
+                time.sleep(_POLL_PERIOD_S)
+                continue
+            if not isinstance(error, OSError):
+                raise error
+            raise CheckpointError(
+                f"a checkpoint could not be saved in {self._checkpoints_path / storage_id}: rank "
+                f"{self._dist.rank}: {self._describe(error)}; ranks {waiting} have not ended their part after "
+                f"{self._failure_wait_s:g} s. Earlier checkpoints are untouched. Remove the cause and resume "
+                "from the last one."
+            ) from error
+
+    def _together(
+        self, shard: bool, done: str, step: Callable[[], T], error: Exception | None = None
+    ) -> list[T]:
+        """Do a step on every rank and let the failure of one be the failure of all.
+
+        Args:
+            shard: whether the other ranks take part.
+            done: what the checkpoint is after the step, for the error.
+            step: what this rank does.
+            error: a failure that stands already; the step is then left out.
+
+        Returns:
+            What the step returned, by rank; a list of one if the others do not take part.
+        """
+        result: T | None = None
+        if error is None:
+            try:
+                result = step()
+            except Exception as caught:  # noqa: BLE001 - raised again below, after the other ranks know of it
+                error = caught
+        outcome = (self._dist.rank, None if error is None else self._describe(error), result)
+        outcomes = self._dist.allgather(outcome) if shard else [outcome]
+        failures = [f"rank {rank}: {cause}" for rank, cause, _ in outcomes if cause is not None]
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        if failures:
+            raise CheckpointError(
+                f"a checkpoint could not be {done}: {'; '.join(failures)}. Earlier checkpoints are "
+                "untouched. Remove the cause and resume from the last one."
+            ) from error
+        return [cast(T, result) for _, _, result in outcomes]
+
+    def _describe(self, error: Exception) -> str:
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            with contextlib.suppress(OSError):
+                free_bytes = shutil.disk_usage(self._checkpoints_path).free
+                text += f" ({free_bytes} bytes free in {self._checkpoints_path})"
+        return text
+
+    def _complete(self, path: Path, storage_id: str, metadata: Mapping[str, Any]) -> None:
+        write_json_atomically(path / METADATA_FILE, metadata)
+        write_mark(
+            path, {"uuid": storage_id, "steps_completed": metadata["steps_completed"], "time": utc_now()}
+        )
+        end_saving(self._checkpoints_path, storage_id)
+        logger.info("saved checkpoint %s at batch %s", storage_id, metadata["steps_completed"])
+
+    def _apply_keep_policy(self) -> None:
+        if self._keep is None:
+            return
+        checkpoints = sorted(self.list(), key=lambda checkpoint: checkpoint.time)
+        superfluous = checkpoints_to_delete(
+            [(checkpoint.uuid, checkpoint.steps_completed) for checkpoint in checkpoints],
+            self._validations(),
+            self._keep,
+            smaller_is_better=self._smaller_is_better,
+        )
+        for storage_id in superfluous:
+            try:
+                remove_checkpoint(self._checkpoints_path, storage_id)
+            except OSError as error:
+                logger.warning(
+                    "checkpoint %s, which is not to be kept, cannot be deleted: %s", storage_id, error
+                )
+            else:
+                logger.info("deleted checkpoint %s, which the keep policy does not keep", storage_id)
+
+    def upload(
+        self,
+        ckpt_dir: str | os.PathLike[str] | None,
+        metadata: dict[str, Any] | None = None,
+        *,
+        shard: bool = False,
+        selector: Callable[[str], bool] | None = None,
+    ) -> str:
+        """Copy a directory, or the union of one directory per rank, into a new checkpoint.
+
+        Args:
+            ckpt_dir: the directory; None on a rank that has nothing to add. Not changed.
+            metadata: as in ``store_path``.
+            shard: whether all ranks take part.
+            selector: says by relative path which files to copy; None copies all.
+
+        Returns:
+            The new checkpoint's uuid.
+
+        Raises:
+            CheckpointError: as in ``store_path``, and if ranks bring different files of one name, or none
+                brings a directory.
+            RankError: ``shard=False`` on another rank than 0.
+
+        Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
+        """
+        with self.store_path(metadata, shard=shard) as (path, storage_id):
+            source = None if ckpt_dir is None else Path(ckpt_dir)
+            listings = self._together(
+                shard, "listed", lambda: None if source is None else _selected_digests(source, selector)
+            )
+            if all(listing is None for listing in listings):
+                raise CheckpointError(
+                    "ckpt_dir is None on every rank that uploads; expected a directory on at least one. Name "
+                    "the directory to upload."
+                )
+            owners = _owners([listing or {} for listing in listings])
+            if source is not None:
+                for name, owner_rank in owners.items():
+                    if owner_rank == self._dist.rank:
+                        target = path / name
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copy2(source / name, target)
+        return storage_id
+
+    def download(
+        self,
+        storage_id: str,
+        ckpt_dir: str | os.PathLike[str],
+        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Copy a checkpoint into a directory, which is made if it does not exist.
+
+        Args:
+            storage_id: the checkpoint's uuid.
+            ckpt_dir: where to copy it.
+            download_mode: whether the ranks of a machine share one copy.
+            selector: says by relative path which files to copy; None copies all.
+
+        Raises:
+            CheckpointNotFoundError: there is no complete checkpoint of this name.
+
+        Ranks: all, collectively, when they share; any otherwise.
+        """
+        self._find(storage_id)
+        super().download(storage_id, ckpt_dir, download_mode, selector=selector)
+
+    @contextlib.contextmanager
+    def restore_path(
+        self,
+        storage_id: str,
+        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,  # noqa: ARG002
+        *,
+        selector: Callable[[str], bool] | None = None,  # noqa: ARG002 - nothing is copied
+    ) -> Iterator[Path]:
+        """Give the directory of a checkpoint to read from; nothing is copied.
+
+        Args:
+            storage_id: the checkpoint's uuid, or the path of a checkpoint directory anywhere.
+            download_mode: accepted for Determined's signature.
+            selector: accepted for Determined's signature.
+
+        Raises:
+            CheckpointNotFoundError: there is no complete checkpoint of this name.
+
+        Ranks: any; no communication.
+        """
+        yield self._find(storage_id)
+
+    def delete(self, storage_id: str) -> None:
+        """Delete a checkpoint of this store; once begun, it no longer counts as one.
+
+        Raises:
+            CheckpointNotFoundError: there is no complete checkpoint of this name.
+
+        Ranks: one.
+        """
+        self._find(storage_id)
+        remove_checkpoint(self._checkpoints_path, storage_id)
+
+    def get_metadata(self, storage_id: str) -> dict[str, Any]:
+        """The metadata a checkpoint was saved with.
+
+        Raises:
+            CheckpointNotFoundError: there is no complete checkpoint of this name.
+
+        Ranks: any; no communication.
+        """
+        metadata: dict[str, Any] = read_json(self._find(storage_id) / METADATA_FILE) or {}
+        return metadata
+
+    def list(self) -> list[StoredCheckpoint]:
+        """Every complete checkpoint, by ``steps_completed`` and then by time. Ranks: any."""
+        return list_checkpoints(self._checkpoints_path)
+
+    def newest(self) -> StoredCheckpoint | None:
+        """The checkpoint completed last; None if there is none. Ranks: any."""
+        return newest_checkpoint(self._checkpoints_path)
+
+    def _find(self, storage_id: str) -> Path:
+        path = Path(storage_id)
+        if len(path.parts) == 1:
+            path = self._checkpoints_path / storage_id
+        elif (path / MANIFEST_NAME).is_file() and path.parent != self._checkpoints_path:
+            # Downloaded from a cluster, whose storage knows no completion mark; whoever loads it verifies
+            # every file by the manifest.
+            return path
+        if not is_complete(path):
+            complete = ", ".join(checkpoint.uuid for checkpoint in self.list()) or "none"
+            raise CheckpointNotFoundError(
+                f"checkpoint is {storage_id!r}; expected one that is complete in {path.parent}. Choose one "
+                f"of: {complete}."
+            )
+        return path
+
+
+def open_checkpoint_store(
+    dist: core.DistributedContext,
+    checkpoints_path: Path,
+    *,
+    keep: KeepPolicy | None = None,
+    validations: Callable[[], Mapping[int, float]] = dict,
+    smaller_is_better: bool = True,
+) -> LocalCheckpointContext:
+    """Open a directory of checkpoints, removing what killed processes left half written.
+
+    Args:
+        dist: the ranks of the job.
+        checkpoints_path: made if it does not exist.
+        keep: which checkpoints to keep after each new one; None keeps all.
+        validations: returns ``steps_completed`` -> searcher metric, for ``keep``; called on the chief.
+        smaller_is_better: which way the searcher metric is compared.
+
+    Ranks: all; no communication.
+    """
+    checkpoints_path.mkdir(parents=True, exist_ok=True)
+    if dist.rank == 0:
+        for name in remove_incomplete_checkpoints(checkpoints_path):
+            logger.warning("removed checkpoint %s, which was never completed", name)
+    return LocalCheckpointContext(
+        dist, checkpoints_path, keep=keep, validations=validations, smaller_is_better=smaller_is_better
+    )
+
+
+def _selected_digests(source: Path, selector: Callable[[str], bool] | None) -> dict[str, str]:
+    digests = {}
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if path.is_file() and (selector is None or selector(name)):
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+            digests[name] = digest.hexdigest()
+    return digests
+
+
+def _owners(digests: list[dict[str, str]]) -> dict[str, int]:
+    """Say which rank copies each file: the lowest that has it."""
+    owners: dict[str, int] = {}
+    for rank, files in enumerate(digests):
+        for name, digest in files.items():
+            if digests[owners.setdefault(name, rank)][name] != digest:
+                raise CheckpointError(
+                    f"file {name!r} differs between ranks {owners[name]} and {rank}; expected one content "
+                    "for each name in a checkpoint. Write it under another name, or on one rank only."
+                )
+    return owners

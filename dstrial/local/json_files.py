@@ -1,0 +1,265 @@
+"""JSON on disk that survives being killed: atomic documents, append-only lines, strict numbers.
+
+Everything written is strict JSON. Numbers that JSON does not have are written as the strings
+``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; ``metric_number`` reads them back. This module never
+decides what is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import DstrialError, TrialContractError
+
+
+def to_strict_json(value: Any, where: str) -> Any:
+    """Turn a value into what strict JSON can hold.
+
+    Args:
+        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, host tensors,
+            nested at will; not mutated.
+        where: what to call the value in an error, for example ``metrics['loss']``.
+
+    Returns:
+        The same structure of dict, list, str, int, float, bool and None; NaN and infinities are the
+        strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+
+    Raises:
+        TrialContractError: something in it has no JSON form.
+    """
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return _strict_float(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): to_strict_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_strict_json(item, f"{where}[{item_idx}]") for item_idx, item in enumerate(value)]
+    if hasattr(value, "tolist"):
+        return to_strict_json(value.tolist(), where)
+    raise TrialContractError(
+        f"{where} is {value!r} of type {type(value).__name__}; expected a number, a string, an array, or a "
+        "list or dict of these. Convert it before you report it."
+    )
+
+
+def _strict_float(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def metric_number(value: Any) -> float | None:
+    """Read a metric that ``to_strict_json`` wrote as a number.
+
+    Returns:
+        The number, NaN and infinities included; None if the value is no number.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    return None
+
+
+def sync_directory(path: Path) -> None:
+    """Make the entries of a directory survive a power failure (fsync of the directory itself)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text_atomically(path: Path, text: str, *, sync: bool = True) -> None:
+    """Replace a file so that a reader, or a kill, sees the old content or the new, nothing between.
+
+    Args:
+        path: the file; its directory must exist.
+        text: the whole new content.
+        sync: also wait until it is on the disk; False for files that only show progress.
+
+    Raises:
+        OSError: the disk is full or the directory is not writable; the old content is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_directory(path.parent)
+
+
+def write_json_atomically(path: Path, value: Any, *, sync: bool = True) -> None:
+    """Replace a JSON document; see ``write_text_atomically``.
+
+    Args:
+        path: the file; its directory must exist.
+        value: what ``to_strict_json`` accepts.
+        sync: also wait until it is on the disk.
+    """
+    text = json.dumps(to_strict_json(value, path.name), indent=2, allow_nan=False) + "\n"
+    write_text_atomically(path, text, sync=sync)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON document.
+
+    Returns:
+        Its value; None if there is no such file.
+
+    Raises:
+        DstrialError: the file is there and is not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DstrialError(
+            f"{path}:{error.lineno} is not JSON ({error.msg}); expected a document written by dstrial. "
+            "Restore the file or remove it."
+        ) from error
+
+
+def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one row to a file of JSON lines with a single write.
+
+    A kill can tear no line but the last; ``repair_json_lines`` removes that one. When the disk is
+    full, the part that was written is taken back.
+
+    Raises:
+        OSError: the row could not be written as a whole.
+    """
+    line = (json.dumps(to_strict_json(row, path.name), allow_nan=False) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size_before_bytes = os.fstat(descriptor).st_size
+        try:
+            num_written = 0
+            while num_written < len(line):
+                num_written += os.write(descriptor, line[num_written:])
+        except OSError as error:
+            os.ftruncate(descriptor, size_before_bytes)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def repair_json_lines(path: Path) -> bool:
+    """Remove a torn last line, or end it if only its line break is missing.
+
+    Returns:
+        Whether the file was changed.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    if not content or content.endswith(b"\n"):
+        return False
+    start = content.rfind(b"\n") + 1
+    try:
+        is_whole = isinstance(json.loads(content[start:]), dict)
+    except ValueError:
+        is_whole = False
+    with path.open("r+b") as file:
+        if is_whole:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read every whole line; a last line without its line break is left out.
+
+    Returns:
+        One dict per line; empty if there is no such file.
+
+    Raises:
+        DstrialError: a whole line is no JSON object.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    rows: list[dict[str, Any]] = []
+    for line_idx, line in enumerate(content.split(b"\n")[:-1]):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            shown = line[:60].decode(errors="replace")
+            raise DstrialError(
+                f"{path}:{line_idx + 1} is {shown!r}; expected a JSON object. Remove the line to go on."
+            )
+        rows.append(row)
+    return rows
+
+
+class JsonLinesTail:
+    """Read a growing file of JSON lines piece by piece.
+
+    Args:
+        path: the file; it need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_bytes = 0
+        self._file_id: tuple[int, int] | None = None
+
+    def poll(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Read the whole lines that were added since the last call.
+
+        Returns:
+            Whether the file was replaced or cut, so that everything read before is void; and the rows
+            since the last call, or all of them in that case. Lines that are no JSON object are left out.
+        """
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                file_id = (status.st_dev, status.st_ino)
+                is_void = self._file_id not in (None, file_id) or status.st_size < self._offset_bytes
+                if is_void:
+                    self._offset_bytes = 0
+                self._file_id = file_id
+                file.seek(self._offset_bytes)
+                content = file.read()
+        except FileNotFoundError:
+            is_void, self._offset_bytes, self._file_id = self._file_id is not None, 0, None
+            return is_void, []
+        end = content.rfind(b"\n") + 1
+        self._offset_bytes += end
+        rows = []
+        for line in content[:end].splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+        return is_void, rows

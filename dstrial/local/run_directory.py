@@ -1,0 +1,343 @@
+"""Where one run keeps its files: every name in one class, and the record of what the run is.
+
+``<runs dir>/<experiment name>/<UTC stamp>-<short id>/`` holds::
+
+    experiment.yaml           the effective experiment config
+    run.json                  name, context directory, command, when started, state (``RunRecord``)
+    run.lock                  held by the process that owns the run while it lasts
+    metrics.jsonl             one line per report
+    metrics.superseded.jsonl  reports that a resume from an earlier batch has trained again
+    progress.json             how far training is
+    status.json               what the trial says about itself: status text, early exit
+    metadata.json             what ``set_metadata`` stored
+    tensorboard/              event files
+    checkpoints/<uuid>/       one directory per checkpoint
+    logs/attempt_<n>/         everything the ranks printed, one directory per attempt
+
+This module starts no process and knows nothing about training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import enum
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dstrial.errors import DstrialError, LaunchError
+from dstrial.local.json_files import read_json, write_json_atomically, write_text_atomically
+
+RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"
+"""Environment variable that names the directory of all runs."""
+
+RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"
+"""Environment variable through which the ranks of a run are told its directory."""
+
+RESUME_VARIABLE = "DSTRIAL_RESUME"
+"""Environment variable through which ranks are told the checkpoint to resume from."""
+
+
+class RunState(str, enum.Enum):
+    """What became of the last attempt at a run."""
+
+    RUNNING = "running"
+    """Started; also what stays on record when the machine or the owning process died."""
+    COMPLETED = "completed"
+    """Trained to its configured length."""
+    STOPPED = "stopped"
+    """Ended early because it was asked to; can be resumed."""
+    FAILED = "failed"
+    """A rank ended with an error; can be resumed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The content of ``run.json``.
+
+    Attributes:
+        name: the experiment's name.
+        context_dir: absolute directory of the model definition.
+        command: the command line that started the last attempt.
+        started: when the run was created, ISO 8601 in UTC with microseconds.
+        state: what became of the last attempt.
+        num_attempts: how often the run was started, the first time included.
+        ended: when the last attempt ended, ISO 8601 in UTC; None while it runs.
+        failure: one line saying why the last attempt failed; None if it did not.
+    """
+
+    name: str
+    context_dir: str
+    command: tuple[str, ...]
+    started: str
+    state: RunState
+    num_attempts: int = 1
+    ended: str | None = None
+    failure: str | None = None
+
+
+def utc_now() -> str:
+    """The present moment as ISO 8601 in UTC with microseconds, which sorts as text."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
+
+
+def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Choose the directory of all runs.
+
+    Args:
+        runs_dir: what the user asked for; None to use ``DSTRIAL_RUNS_DIR``, or else ``./runs``.
+
+    Returns:
+        An absolute path, which need not exist.
+    """
+    return Path(runs_dir or os.environ.get(RUNS_DIR_VARIABLE) or "runs").absolute()
+
+
+def experiment_slug(name: str) -> str:
+    """Turn an experiment's name into a directory name: letters, digits, ``.``, ``_`` and ``-``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "experiment"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """One run's directory; a value, holding nothing open.
+
+    Attributes:
+        path: absolute path of the directory.
+    """
+
+    path: Path
+
+    @property
+    def experiment_config_path(self) -> Path:
+        """The effective experiment config, YAML."""
+        return self.path / "experiment.yaml"
+
+    @property
+    def record_path(self) -> Path:
+        """The ``RunRecord``, JSON."""
+        return self.path / "run.json"
+
+    @property
+    def lock_path(self) -> Path:
+        """Locked by the process that owns the run."""
+        return self.path / "run.lock"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Every report of the run, JSON lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def superseded_metrics_path(self) -> Path:
+        """Reports of batches that were trained again after a resume, JSON lines."""
+        return self.path / "metrics.superseded.jsonl"
+
+    @property
+    def progress_path(self) -> Path:
+        """How far training is, JSON."""
+        return self.path / "progress.json"
+
+    @property
+    def status_path(self) -> Path:
+        """Status text and early exit reason, JSON."""
+        return self.path / "status.json"
+
+    @property
+    def metadata_path(self) -> Path:
+        """What the trial stored with ``set_metadata``, JSON."""
+        return self.path / "metadata.json"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        """Directory of TensorBoard event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Directory with one directory per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs_path(self) -> Path:
+        """Directory of the ranks' output."""
+        return self.path / "logs"
+
+    def attempt_logs_path(self, attempt: int) -> Path:
+        """Directory of what the ranks print in one attempt, counted from 1."""
+        return self.logs_path / f"attempt_{attempt}"
+
+    @classmethod
+    def create(
+        cls,
+        runs_dir: Path,
+        *,
+        name: str,
+        context_dir: Path,
+        command: Sequence[str],
+        config: Mapping[str, Any],
+    ) -> RunDirectory:
+        """Make a new run directory with its config and its record, in state ``running``.
+
+        Args:
+            runs_dir: the directory of all runs; made if it does not exist.
+            name: the experiment's name.
+            context_dir: directory of the model definition; made absolute.
+            command: the command line that starts the run.
+            config: the effective experiment config, of plain YAML types; not mutated.
+
+        Raises:
+            OSError: the directory cannot be made.
+        """
+        started = utc_now()
+        stamp = re.sub(r"[-:]", "", started[:19])
+        path = runs_dir.absolute() / experiment_slug(name) / f"{stamp}Z-{secrets.token_hex(3)}"
+        run_directory = cls(path)
+        for directory in (
+            path,
+            run_directory.tensorboard_path,
+            run_directory.checkpoints_path,
+            run_directory.logs_path,
+        ):
+            directory.mkdir(parents=True)
+        run_directory.write_config(config)
+        run_directory._write_record(
+            RunRecord(
+                name=name,
+                context_dir=str(context_dir.resolve()),
+                command=tuple(command),
+                started=started,
+                state=RunState.RUNNING,
+            )
+        )
+        return run_directory
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RunDirectory:
+        """Take up an existing run directory.
+
+        Raises:
+            LaunchError: the path is no run directory.
+        """
+        run_directory = cls(Path(path).absolute())
+        if not run_directory.record_path.is_file():
+            raise LaunchError(
+                f"run directory is {str(path)!r}; expected a directory with a run.json in it. Name a "
+                "directory that a run has printed, or start a new run."
+            )
+        for directory in (
+            run_directory.tensorboard_path,
+            run_directory.checkpoints_path,
+            run_directory.logs_path,
+        ):
+            directory.mkdir(exist_ok=True)
+        return run_directory
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Store the effective experiment config, replacing what is there."""
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        write_text_atomically(self.experiment_config_path, text)
+
+    def read_record(self) -> RunRecord:
+        """Read ``run.json``.
+
+        Raises:
+            DstrialError: it is missing or was not written by dstrial.
+        """
+        raw = read_json(self.record_path)
+        try:
+            return RunRecord(
+                name=str(raw["name"]),
+                context_dir=str(raw["context_dir"]),
+                command=tuple(raw["command"]),
+                started=str(raw["started"]),
+                state=RunState(raw["state"]),
+                num_attempts=int(raw["num_attempts"]),
+                ended=raw["ended"],
+                failure=raw["failure"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DstrialError(
+                f"{self.record_path} is {raw!r}; expected the record of a run. Restore the file, or start "
+                "a new run."
+            ) from error
+
+    def begin_attempt(self, command: Sequence[str]) -> None:
+        """Put on record that the run is started once more, and forget what the last attempt said."""
+        record = self.read_record()
+        for path in (self.status_path, self.progress_path):
+            path.unlink(missing_ok=True)
+        self._write_record(
+            dataclasses.replace(
+                record,
+                command=tuple(command),
+                state=RunState.RUNNING,
+                num_attempts=record.num_attempts + 1,
+                ended=None,
+                failure=None,
+            )
+        )
+
+    def end_attempt(self, state: RunState, failure: str | None = None) -> None:
+        """Put on record what became of the attempt.
+
+        Args:
+            state: anything but ``running``.
+            failure: one line saying why it failed; None if it did not.
+        """
+        self._write_record(
+            dataclasses.replace(self.read_record(), state=state, ended=utc_now(), failure=failure)
+        )
+
+    def _write_record(self, record: RunRecord) -> None:
+        fields = dataclasses.asdict(record) | {"state": record.state.value}
+        write_json_atomically(self.record_path, fields)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Own the run while the block lasts; the kernel gives it back when this process dies.
+
+        Raises:
+            LaunchError: another process owns it.
+        """
+        with self.lock_path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise LaunchError(
+                    f"run directory {self.path} is in use by process {file.read().strip() or 'unknown'}; "
+                    "expected a run that has ended. Stop that process first, or start a new run."
+                ) from error
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+
+
+def newest_run(runs_dir: Path, name: str, context_dir: Path) -> RunDirectory | None:
+    """Find the run that ``--resume latest`` means.
+
+    Args:
+        runs_dir: the directory of all runs.
+        name: the experiment's name.
+        context_dir: directory of the model definition.
+
+    Returns:
+        The run of this name and context directory that was created last; None if there is none.
+    """
+    candidates: list[tuple[str, RunDirectory]] = []
+    for record_path in (runs_dir.absolute() / experiment_slug(name)).glob("*/run.json"):
+        run_directory = RunDirectory(record_path.parent)
+        record = run_directory.read_record()
+        if record.name == name and record.context_dir == str(context_dir.resolve()):
+            candidates.append((record.started, run_directory))
+    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else None

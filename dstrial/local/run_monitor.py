@@ -1,0 +1,156 @@
+"""Watch a run from outside its ranks: what its files say about progress and metrics, as one value.
+
+Reads only ``progress.json`` and ``metrics.jsonl``; draws nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.errors import DstrialError
+from dstrial.local.json_files import JsonLinesTail, metric_number, read_json, read_json_lines
+from dstrial.local.run_directory import RunDirectory
+
+_NEVER_THE_LOSS = ("batches_per_second", "samples_per_second", "batches", "epochs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """One line of ``metrics.jsonl``.
+
+    Attributes:
+        group: ``training``, ``validation``, or a name of the trial's own.
+        steps_completed: batches trained when it was reported.
+        metrics: its numbers by name, NaN and infinities included; what is no number is left out.
+    """
+
+    group: str
+    steps_completed: int
+    metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunView:
+    """What is known of a run at one moment; None is unknown.
+
+    Attributes:
+        batches_trained: batches trained so far.
+        batches_total: batches of the whole run.
+        loss: name and value of the training loss reported last.
+        validation: name and value of the searcher metric reported last.
+        samples_per_second: training speed at the last report, all replicas together.
+        new_reports: reports of this attempt since the last look, in order.
+    """
+
+    batches_trained: int | None = None
+    batches_total: int | None = None
+    loss: tuple[str, float] | None = None
+    validation: tuple[str, float] | None = None
+    samples_per_second: float | None = None
+    new_reports: tuple[Report, ...] = ()
+
+
+class RunMonitor:
+    """Look at one attempt at a run again and again.
+
+    Args:
+        run_directory: the run.
+        metric: the searcher metric; None if there is none.
+        since: when the attempt began, ISO 8601 in UTC; earlier reports are not told again.
+    """
+
+    def __init__(self, run_directory: RunDirectory, *, metric: str | None, since: str) -> None:
+        self._run_directory = run_directory
+        self._metric = metric
+        self._since = since
+        self._told_until = ""
+        self._tail = JsonLinesTail(run_directory.metrics_path)
+        self._view = RunView()
+
+    def poll(self) -> RunView:
+        """Read what was written since the last call."""
+        _, rows = self._tail.poll()
+        new_reports: list[Report] = []
+        for row in rows:
+            # A resume replaces the file, and the tail then gives every row again.
+            if row["time"] >= self._since and row["time"] > self._told_until:
+                self._told_until = row["time"]
+                new_reports.append(_report(row))
+        batches_trained, batches_total = self._progress()
+        self._view = dataclasses.replace(
+            self._view,
+            batches_trained=batches_trained,
+            batches_total=batches_total,
+            new_reports=tuple(new_reports),
+        )
+        for report in new_reports:
+            self._view = self._with(self._view, report)
+        return self._view
+
+    def _progress(self) -> tuple[int | None, int | None]:
+        """Batches trained and in all, as this attempt said last."""
+        known = self._view.batches_trained, self._view.batches_total
+        try:
+            progress = read_json(self._run_directory.progress_path) or {}
+        except DstrialError:
+            return known
+        if progress.get("time", "") < self._since or "batches_trained" not in progress:
+            return known
+        return int(progress["batches_trained"]), int(progress["batches_total"])
+
+    def _with(self, view: RunView, report: Report) -> RunView:
+        if report.group == "validation":
+            named = named_metric(report, self._metric)
+            return dataclasses.replace(view, validation=named or view.validation)
+        if report.group == "training":
+            return dataclasses.replace(
+                view,
+                batches_trained=max(report.steps_completed, view.batches_trained or 0),
+                loss=named_metric(report, "loss") or view.loss,
+                samples_per_second=report.metrics.get("samples_per_second", view.samples_per_second),
+            )
+        return view
+
+
+def _report(row: Mapping[str, Any]) -> Report:
+    numbers = {name: metric_number(value) for name, value in row["metrics"].items()}
+    return Report(
+        group=str(row["group"]),
+        steps_completed=int(row["steps_completed"]),
+        metrics={name: number for name, number in numbers.items() if number is not None},
+    )
+
+
+def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | None:
+    """Choose the one number of a report to show.
+
+    Args:
+        report: a training or validation report.
+        preferred: the name to show if the report has it.
+
+    Returns:
+        The preferred one, else ``loss``, else the first that is no counter and no speed; None if there is
+        none.
+    """
+    for name in (preferred, "loss"):
+        if name is not None and name in report.metrics:
+            return name, report.metrics[name]
+    return next(
+        ((name, value) for name, value in report.metrics.items() if name not in _NEVER_THE_LOSS), None
+    )
+
+
+def read_validations(run_directory: RunDirectory, metric: str | None) -> dict[int, float]:
+    """Every reported value of the searcher metric.
+
+    Returns:
+        ``steps_completed`` -> value, NaN and infinities included; the last report of a batch counts.
+    """
+    values: dict[int, float] = {}
+    for row in read_json_lines(run_directory.metrics_path):
+        value = metric_number(row["metrics"].get(metric)) if row["group"] == "validation" else None
+        if value is not None:
+            values[int(row["steps_completed"])] = value
+    return values

@@ -1,0 +1,379 @@
+"""Determined's TrainContext on a run directory: reports, progress and the best validation so far.
+
+One line of ``metrics.jsonl`` per report::
+
+    {"group": "validation", "steps_completed": 100, "metrics": {"loss": 0.5}, "time": "2026-01-31T…+00:00"}
+
+NaN and infinities stand there as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, because
+JSON has no such numbers. Only the chief writes; the other ranks read what the chief wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from determined import core
+
+from dstrial.errors import RankError, TrialContractError
+from dstrial.local.json_files import (
+    JsonLinesTail,
+    append_json_line,
+    metric_number,
+    read_json,
+    read_json_lines,
+    repair_json_lines,
+    to_strict_json,
+    write_json_atomically,
+    write_text_atomically,
+)
+from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, utc_now
+
+logger = logging.getLogger("dstrial.local")
+
+TRAINING_GROUP = "training"
+VALIDATION_GROUP = "validation"
+
+PROGRESS_PERIOD_S = 0.2
+"""Progress is written at most this often; the last state is always written."""
+
+LOCAL_ID = 0
+"""Experiment and trial id of a run off any cluster; a master counts from 1."""
+
+
+class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
+    """Keep a trial's reports in a run directory.
+
+    Make one with ``open_train_context``. Reports of metrics come from the chief; progress, status and
+    early exit from other ranks are ignored, because every rank may meet the code that sends them.
+
+    Args:
+        run_directory: where the files are.
+        is_chief: whether this process is rank 0, the only one that writes.
+        metric: the searcher metric, which decides the best validation; None if there is none.
+        smaller_is_better: which way it is compared.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        run_directory: RunDirectory,
+        *,
+        is_chief: bool,
+        metric: str | None,
+        smaller_is_better: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_directory = run_directory
+        self._is_chief = is_chief
+        self._metric = metric
+        self._smaller_is_better = smaller_is_better
+        self._clock = clock
+        self._exp_id = LOCAL_ID
+        self._trial_id = LOCAL_ID
+        self._tail = JsonLinesTail(run_directory.metrics_path)
+        self._searcher_metric_by_step: dict[int, float] = {}
+        self._last_validation: int | None = None
+        self._progress: dict[str, Any] = {}
+        self._progress_is_pending = False
+        self._progress_written_at_s = -math.inf
+
+    def rewind_to(self, steps_completed: int) -> int:
+        """Take back the reports beyond the batch from which training resumes.
+
+        They move to ``metrics.superseded.jsonl``; none is deleted. Call it once after a checkpoint was
+        restored and before the first report.
+
+        Args:
+            steps_completed: batches trained at the checkpoint; 0 for a fresh start.
+
+        Returns:
+            How many reports were moved.
+
+        Ranks: any; only the chief does anything.
+        """
+        if not self._is_chief:
+            return 0
+        rows = read_json_lines(self._run_directory.metrics_path)
+        beyond = [row for row in rows if row["steps_completed"] > steps_completed]
+        if not beyond:
+            return 0
+        superseded_at = utc_now()
+        for row in beyond:
+            append_json_line(
+                self._run_directory.superseded_metrics_path, {**row, "superseded_at": superseded_at}
+            )
+        content = self._run_directory.metrics_path.read_bytes().splitlines(keepends=True)
+        kept = [
+            line for line, row in zip(content, rows, strict=True) if row["steps_completed"] <= steps_completed
+        ]
+        write_text_atomically(self._run_directory.metrics_path, b"".join(kept).decode("utf-8"))
+        logger.info("%d reports beyond batch %d are superseded", len(beyond), steps_completed)
+        return len(beyond)
+
+    def set_status(self, status: str) -> None:
+        """Keep a short text saying what the trial is doing. Ranks: any; the chief writes."""
+        self._update_status({"status": status})
+
+    def report_early_exit(self, reason: core.EarlyExitReason) -> None:
+        """Keep why the trial gave up; the first reason stands. Ranks: any; the chief writes."""
+        known = self.get_early_exit()
+        if known is not None:
+            logger.warning("early exit %s was reported before; %s is ignored", known, reason)
+            return
+        self._update_status({"early_exit": core.EarlyExitReason(reason).name})
+
+    def get_status(self) -> str | None:
+        """What ``set_status`` kept last in this attempt; None if nothing."""
+        status = (read_json(self._run_directory.status_path) or {}).get("status")
+        return None if status is None else str(status)
+
+    def get_early_exit(self) -> str | None:
+        """The name of the ``EarlyExitReason`` reported in this attempt; None if there is none."""
+        status = read_json(self._run_directory.status_path) or {}
+        reason = status.get("early_exit")
+        return None if reason is None else str(reason)
+
+    def _update_status(self, fields: Mapping[str, Any]) -> None:
+        if self._is_chief:
+            status = read_json(self._run_directory.status_path) or {}
+            fields = {**status, **fields, "time": utc_now()}
+            write_json_atomically(self._run_directory.status_path, fields, sync=False)
+
+    def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any] | None:
+        """Replace the run's metadata.
+
+        Returns:
+            What ``get_metadata`` returns from now on.
+
+        Ranks: any; the chief writes.
+        """
+        stored: dict[str, Any] = to_strict_json(metadata, "metadata")
+        if self._is_chief:
+            write_json_atomically(self._run_directory.metadata_path, stored)
+        return stored
+
+    def get_metadata(self) -> dict[str, Any] | None:
+        """The run's metadata; None if none was set. Ranks: any; no communication."""
+        metadata: dict[str, Any] | None = read_json(self._run_directory.metadata_path)
+        return metadata
+
+    def report_training_metrics(
+        self,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Append a training report. Ranks: 0.
+
+        Args:
+            steps_completed: batches trained.
+            metrics: what ``to_strict_json`` accepts, by name.
+            batch_metrics: the same for each batch since the last report.
+
+        Raises:
+            RankError: called on another rank.
+            TrialContractError: a metric has no JSON form.
+        """
+        self._report_trial_metrics(TRAINING_GROUP, steps_completed, metrics, batch_metrics)
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Append a validation report; metrics that are bytes are left out. Ranks: 0.
+
+        Args:
+            steps_completed: batches trained.
+            metrics: what ``to_strict_json`` accepts, by name.
+
+        Raises:
+            RankError: called on another rank.
+            TrialContractError: a metric has no JSON form.
+        """
+        self._report_trial_metrics(VALIDATION_GROUP, steps_completed, metrics)
+
+    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Append a report of a group of the trial's own. Ranks: 0.
+
+        Args:
+            group: its name, without a dot.
+            steps_completed: batches trained.
+            metrics: what ``to_strict_json`` accepts, by name.
+
+        Raises:
+            RankError: called on another rank.
+            TrialContractError: the group's name has a dot, or a metric has no JSON form.
+        """
+        self._report_trial_metrics(group, steps_completed, metrics)
+
+    def _report_trial_metrics(
+        self,
+        group: str,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if not self._is_chief:
+            raise RankError(
+                f"metrics of group {group!r} are reported on a rank other than 0; expected the chief. Report "
+                "them only where distributed.rank is 0."
+            )
+        if "." in group:
+            raise TrialContractError(
+                f"metric group is {group!r}; expected a name without a dot. Choose another name."
+            )
+        if group == VALIDATION_GROUP:
+            serializable = self._get_serializable_metrics(metrics)
+            metrics = {name: value for name, value in metrics.items() if name in serializable}
+        row: dict[str, Any] = {
+            "group": group,
+            "steps_completed": int(steps_completed),
+            "metrics": to_strict_json(metrics, "metrics"),
+            "time": utc_now(),
+        }
+        if batch_metrics is not None:
+            row["batch_metrics"] = to_strict_json(batch_metrics, "batch_metrics")
+        append_json_line(self._run_directory.metrics_path, row)
+        # Under ``dstrial run`` the parent shows every report itself.
+        level = logging.DEBUG if os.environ.get(RUN_DIR_VARIABLE) else logging.INFO
+        logger.log(level, "%s at batch %d: %s", group, row["steps_completed"], row["metrics"])
+
+    def validations(self) -> dict[int, float]:
+        """Every reported value of the searcher metric.
+
+        Returns:
+            ``steps_completed`` -> value, NaN included; the last report of a batch counts.
+
+        Ranks: any; no communication. Other ranks see what the chief has written so far.
+        """
+        self._read_validations()
+        return dict(self._searcher_metric_by_step)
+
+    def _read_validations(self) -> None:
+        is_void, rows = self._tail.poll()
+        if is_void:
+            self._searcher_metric_by_step.clear()
+            self._last_validation = None
+        for row in rows:
+            if row["group"] != VALIDATION_GROUP:
+                continue
+            steps_completed = int(row["steps_completed"])
+            self._last_validation = max(steps_completed, self._last_validation or 0)
+            value = metric_number(row["metrics"].get(self._metric))
+            if value is not None:
+                self._searcher_metric_by_step[steps_completed] = value
+
+    def _get_last_validation(self) -> int | None:
+        self._read_validations()
+        return self._last_validation
+
+    def get_experiment_best_validation(self) -> float | None:
+        """The best searcher metric reported so far in this run, attempts before a resume included.
+
+        Returns:
+            The lowest or highest value that is not NaN; None before the first one.
+
+        Ranks: any; no communication.
+        """
+        values = [value for value in self.validations().values() if not math.isnan(value)]
+        if not values:
+            return None
+        return min(values) if self._smaller_is_better else max(values)
+
+    def report_progress(self, progress: float) -> None:
+        """Keep how far training is.
+
+        Args:
+            progress: share of the whole run, from 0 to 1.
+
+        Raises:
+            TrialContractError: it is outside of that range.
+
+        Ranks: any; the chief writes, at most five times a second.
+        """
+        if not 0 <= progress <= 1:
+            raise TrialContractError(
+                f"progress is {progress!r}; expected a number from 0 to 1. Divide by the length of the run."
+            )
+        self._note_progress({"progress": float(progress)}, is_last=progress == 1)
+
+    def report_batches(self, batches_trained: int, batches_total: int) -> None:
+        """Keep how far training is, in batches, for whoever draws a progress bar.
+
+        Args:
+            batches_trained: batches trained so far, those before a resume included.
+            batches_total: batches of the whole run.
+
+        Ranks: any; the chief writes, at most five times a second.
+        """
+        fields = {
+            "progress": min(1.0, batches_trained / batches_total) if batches_total > 0 else 0.0,
+            "batches_trained": int(batches_trained),
+            "batches_total": int(batches_total),
+        }
+        self._note_progress(fields, is_last=batches_trained >= batches_total)
+
+    def _note_progress(self, fields: Mapping[str, Any], *, is_last: bool) -> None:
+        if not self._is_chief:
+            return
+        self._progress.update(fields)
+        self._progress_is_pending = True
+        if is_last or self._clock() - self._progress_written_at_s >= PROGRESS_PERIOD_S:
+            self.flush_progress()
+
+    def flush_progress(self) -> None:
+        """Write progress that the throttle still holds back. Ranks: any; the chief writes."""
+        if not self._progress_is_pending:
+            return
+        write_json_atomically(
+            self._run_directory.progress_path, {**self._progress, "time": utc_now()}, sync=False
+        )
+        self._progress_is_pending = False
+        self._progress_written_at_s = self._clock()
+
+    def get_tensorboard_path(self) -> pathlib.Path:
+        """Directory for TensorBoard event files, on this machine."""
+        return self._run_directory.tensorboard_path
+
+    def upload_tensorboard_files(
+        self,
+        selector: Callable[[pathlib.Path], bool] = lambda _: True,
+        mangler: Callable[[pathlib.Path, int], pathlib.Path] = lambda path, _: path,
+    ) -> None:
+        """Do nothing: event files are written where they stay."""
+
+
+def open_train_context(
+    run_directory: RunDirectory,
+    *,
+    is_chief: bool,
+    metric: str | None,
+    smaller_is_better: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> LocalTrainContext:
+    """Open a run's reports, mending what a kill tore and forgetting the last attempt's status.
+
+    Args:
+        run_directory: an existing run directory.
+        is_chief: whether this process is rank 0.
+        metric: the searcher metric; None if there is none.
+        smaller_is_better: which way it is compared.
+        clock: seconds that never run backwards.
+
+    Ranks: any; no communication.
+    """
+    if is_chief:
+        if repair_json_lines(run_directory.metrics_path):
+            logger.warning("%s ended in a torn line, which was mended", run_directory.metrics_path)
+        repair_json_lines(run_directory.superseded_metrics_path)
+        run_directory.status_path.unlink(missing_ok=True)
+    return LocalTrainContext(
+        run_directory,
+        is_chief=is_chief,
+        metric=metric,
+        smaller_is_better=smaller_is_better,
+        clock=clock,
+    )

@@ -1,0 +1,105 @@
+"""The points of a run at which all ranks decide together: stop or go on, and when to decide next.
+
+Everything that has to cross ranks at such a point travels in one exchange: each rank's share of the
+metrics when a report is due, each rank's wish to stop, and rank 0's decision on the next point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Callable
+from typing import Any
+
+from determined import core
+
+INTERVAL_S = 5.0
+"""How long, in seconds, a wish to stop may wait for the next point of agreement."""
+
+_MAX_GROWTH = 8
+
+
+class StopReason(enum.Enum):
+    """Why training stopped before its length."""
+
+    SIGNAL = "signal"
+    PREEMPTED = "preempted"
+    REQUESTED = "requested"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know after an exchange.
+
+    Attributes:
+        shares: index = rank: what each rank handed in.
+        stop: why to stop after this batch; None to go on.
+    """
+
+    shares: list[Any]
+    stop: StopReason | None
+
+
+class AgreementPoints:
+    """Keeps the schedule of agreements, identical on all ranks.
+
+    The first is after the first batch. Rank 0 then sets the distance from how long batches take, at most
+    eight times the distance before, so that one fast batch does not postpone the next point by minutes.
+
+    Args:
+        distributed: Determined's distributed context.
+        wish: returns this rank's reason to stop, or None; cheap, called at points of agreement and, when
+            there is only one rank, after every batch.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        distributed: core.DistributedContext,
+        wish: Callable[[], StopReason | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._distributed = distributed
+        self._wish = wish
+        self._clock = clock
+        self._alone = distributed.size == 1
+        self._distance = 1
+        self._next: int | None = None
+        self._mark: tuple[int, float] | None = None
+
+    def start(self, batches_trained: int) -> None:
+        """Begin counting, after a fresh start, a resume, or a pause for validation or a checkpoint."""
+        if self._next is None:
+            self._next = batches_trained + 1
+        self._mark = (batches_trained, self._clock())
+
+    def is_due(self, batches_trained: int) -> bool:
+        """Say whether ranks agree after this batch. Ranks: any; no communication; the same everywhere."""
+        if self._alone and self._wish() is not None:
+            return True
+        return self._next is not None and batches_trained >= self._next
+
+    def agree(self, batches_trained: int, share: Any = None) -> Agreement:
+        """Exchange shares and wishes, and decide. Ranks: all, collectively (one all-gather).
+
+        Args:
+            batches_trained: finished batches, the same on all ranks.
+            share: what this rank hands in; small and picklable.
+        """
+        is_chief = self._distributed.rank == 0
+        proposal = self._proposed_distance(batches_trained) if is_chief else 0
+        gathered = self._distributed.allgather((share, self._wish(), proposal))
+        self._distance = gathered[0][2]
+        self._next = batches_trained + self._distance
+        self._mark = (batches_trained, self._clock())
+        wishes = [wish for _, wish, _ in gathered if wish is not None]
+        return Agreement([share for share, _, _ in gathered], wishes[0] if wishes else None)
+
+    def _proposed_distance(self, batches_trained: int) -> int:
+        if self._mark is None or batches_trained <= self._mark[0]:
+            return self._distance
+        marked_batches, marked_time_s = self._mark
+        elapsed_s = max(self._clock() - marked_time_s, 1e-9)
+        wanted = int(INTERVAL_S * (batches_trained - marked_batches) / elapsed_s)
+        return max(1, min(wanted, self._distance * _MAX_GROWTH))

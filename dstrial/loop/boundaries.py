@@ -1,0 +1,123 @@
+"""When to report, validate, checkpoint and end: decided from total progress only.
+
+Because nothing else enters, every rank decides the same without talking, and a resumed run decides as the
+uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Container, Mapping
+from typing import Literal
+
+from determined import pytorch
+
+
+class Boundary(enum.Enum):
+    """What can be due after a batch, in the order in which it is done."""
+
+    REPORT = "report"
+    VALIDATE = "validate"
+    CHECKPOINT = "checkpoint"
+    END = "end"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Period:
+    """A recurring or listed position in a run.
+
+    Attributes:
+        unit: what is counted.
+        every: due at every multiple of this count; None for a list.
+        positions: due exactly at these counts; None for a recurring period.
+    """
+
+    unit: Literal["batches", "epochs"]
+    every: int | None = None
+    positions: Container[int] | None = None
+
+    @classmethod
+    def from_train_unit(cls, unit: pytorch.TrainUnit) -> Period:
+        """Read Determined's ``Batch(...)`` or ``Epoch(...)``; a count below 1 means after every one.
+
+        Raises:
+            TypeError: ``unit`` is neither, or counts by something that is neither an int nor a container.
+        """
+        if isinstance(unit, pytorch.Batch):
+            name: Literal["batches", "epochs"] = "batches"
+        elif isinstance(unit, pytorch.Epoch):
+            name = "epochs"
+        else:
+            raise TypeError(
+                f"a period is {unit!r}; expected Batch(...) or Epoch(...). Wrap the number in one of them."
+            )
+        if isinstance(unit.value, int):
+            return cls(name, every=max(unit.value, 1))
+        if isinstance(unit.value, Container) and not isinstance(unit.value, str):
+            return cls(name, positions=unit.value)
+        raise TypeError(
+            f"{type(unit).__name__} holds {unit.value!r}; expected an int or a list of ints. Pass one."
+        )
+
+    def is_due(self, batches_trained: int, epoch_length: int | None) -> bool:
+        """Say whether this period ends exactly after ``batches_trained`` batches of the run.
+
+        Args:
+            batches_trained: finished batches since the start of the run, at least 1.
+            epoch_length: batches per epoch; None if unknown, and then nothing counted in epochs is due.
+        """
+        if self.unit == "batches":
+            count = batches_trained
+        elif epoch_length is None or batches_trained % epoch_length:
+            return False
+        else:
+            count = batches_trained // epoch_length
+        if self.every is not None:
+            return count % self.every == 0
+        return self.positions is not None and count in self.positions
+
+
+def due(
+    periods: Mapping[Boundary, Period | None],
+    batches_trained: int,
+    batches_total: int,
+    epoch_length: int | None,
+) -> set[Boundary]:
+    """Return what is due after ``batches_trained`` batches.
+
+    Args:
+        periods: the period of each boundary; None means never. ``END`` is given by ``batches_total``.
+        batches_trained: finished batches since the start of the run.
+        batches_total: length of the run in batches.
+        epoch_length: batches per epoch; None if unknown.
+    """
+    found = {
+        boundary
+        for boundary, period in periods.items()
+        if period is not None and period.is_due(batches_trained, epoch_length)
+    }
+    if batches_trained >= batches_total:
+        found.add(Boundary.END)
+    return found
+
+
+def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
+    """Return the length of a run in batches.
+
+    Raises:
+        TypeError: ``length`` is not ``Batch(int)`` or ``Epoch(int)``.
+        ValueError: it is counted in epochs and the epoch length is unknown, or it is below 1.
+    """
+    if not isinstance(length, (pytorch.Batch, pytorch.Epoch)) or not isinstance(length.value, int):
+        raise TypeError(f"max_length is {length!r}; expected Batch(int) or Epoch(int). Pass one of them.")
+    if length.value < 1:
+        raise ValueError(f"max_length is {length.value}; expected at least 1. Set it to how long to train.")
+    if isinstance(length, pytorch.Batch):
+        return length.value
+    if epoch_length is None:
+        raise ValueError(
+            "max_length is counted in epochs, but the training loader has no length; expected batches. "
+            "Use Batch(n), or give the loader a __len__."
+        )
+    return length.value * epoch_length

@@ -1,0 +1,66 @@
+"""The user's callbacks, called in the order in which ``build_callbacks`` named them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from determined import pytorch, util
+
+logger = logging.getLogger("dstrial.loop")
+
+
+class Callbacks:
+    """Calls one method of every callback; knows which methods anyone has overridden.
+
+    Args:
+        callbacks: what ``build_callbacks`` returned.
+    """
+
+    def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
+        self._callbacks = dict(callbacks)
+        self._epoch_start_takes_idx = {
+            name: bool(inspect.signature(callback.on_training_epoch_start).parameters)
+            for name, callback in self._callbacks.items()
+        }
+        if self.overrides("on_checkpoint_end"):
+            warnings.warn(
+                "the on_checkpoint_end callback is deprecated; use on_checkpoint_write_end",
+                FutureWarning,
+                stacklevel=2,
+            )
+
+    def overrides(self, method: str) -> bool:
+        """Say whether any callback has its own ``method``."""
+        return any(
+            util.is_overridden(getattr(callback, method), pytorch.PyTorchCallback)
+            for callback in self._callbacks.values()
+        )
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call ``method`` of every callback. Ranks: all; what the callbacks do is the user's."""
+        for callback in self._callbacks.values():
+            getattr(callback, method)(*args, **kwargs)
+
+    def epoch_start(self, epoch_idx: int) -> None:
+        """Call ``on_training_epoch_start``, which old callbacks define without parameters."""
+        for name, callback in self._callbacks.items():
+            if self._epoch_start_takes_idx[name]:
+                callback.on_training_epoch_start(epoch_idx)
+            else:
+                callback.on_training_epoch_start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every callback by name."""
+        return {name: callback.state_dict() for name, callback in self._callbacks.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore every callback whose name is in ``state``; warn of those with a state that is not there."""
+        for name, callback in self._callbacks.items():
+            if name in state:
+                callback.load_state_dict(state[name])
+            elif util.is_overridden(callback.load_state_dict, pytorch.PyTorchCallback):
+                logger.warning("the checkpoint holds no state for the callback %r, which starts anew", name)

@@ -1,0 +1,463 @@
+"""The training loop: draws batches, asks what is due, and does it. It never asks which engine it has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from determined import pytorch, util
+
+from dstrial.errors import DataError, TrialContractError
+from dstrial.loop.agreement import AgreementPoints, StopReason
+from dstrial.loop.boundaries import Boundary, Period, due, total_batches
+from dstrial.loop.callbacks import Callbacks
+from dstrial.loop.checkpointing import Checkpointing
+from dstrial.loop.loaders import CountingIterator, TrainingStream, ValidationStream
+from dstrial.loop.metrics import MetricWindow, as_mapping, combine
+from dstrial.loop.progress import Progress
+from dstrial.loop.validation import Validation
+from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.trial import DeepSpeedTrial
+
+logger = logging.getLogger("dstrial.loop")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """What to do when; constant over a run.
+
+    Attributes:
+        max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``.
+        reporting_period: how often training metrics are reported.
+        validation_period: how often to validate, besides at the end; None for only then.
+        checkpoint_period: how often to checkpoint, besides at the end; None for only then.
+        checkpoint_policy: whether a validation is followed by a checkpoint: always, if it is the best of the
+            experiment so far, or never.
+        searcher_metric: the validation metric that ``best`` compares; None if there is none.
+        smaller_is_better: its direction.
+        latest_checkpoint: what to continue from; None for a fresh start.
+        step_zero_validation: whether a fresh run validates before its first batch.
+        data_seed: decides the order of records.
+        trial_id: number of the trial, 0 off a cluster.
+        max_validation_rounds: evaluate at most this many rounds per validation; None for all.
+    """
+
+    max_length: pytorch.TrainUnit
+    reporting_period: pytorch.TrainUnit
+    validation_period: pytorch.TrainUnit | None
+    checkpoint_period: pytorch.TrainUnit | None
+    checkpoint_policy: Literal["best", "all", "none"]
+    searcher_metric: str | None
+    smaller_is_better: bool
+    latest_checkpoint: str | None
+    step_zero_validation: bool
+    data_seed: int
+    trial_id: int
+    max_validation_rounds: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FitResult:
+    """How training ended.
+
+    Attributes:
+        batches_trained: finished batches of the run.
+        batches_total: its length in batches.
+        stopped: why it ended early; None if it is complete.
+        checkpoint_uuid: the newest checkpoint this call wrote; None if it wrote none.
+    """
+
+    batches_trained: int
+    batches_total: int
+    stopped: StopReason | None
+    checkpoint_uuid: str | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole length was trained."""
+        return self.stopped is None
+
+
+class TrainingLoop:
+    """Trains one trial once.
+
+    Args:
+        trial: the user's trial.
+        context: its context, at least one engine wrapped.
+        settings: what to do when.
+        wish_to_stop: returns this rank's reason to stop, or None; called on every rank.
+        on_start: told on every rank, after a checkpoint was loaded or none was, how many batches are trained.
+        on_progress: told the finished batches and the total on the chief at points of agreement.
+
+    Raises:
+        TrialContractError: no engine is wrapped.
+    """
+
+    def __init__(
+        self,
+        trial: DeepSpeedTrial,
+        context: DeepSpeedTrialContext,
+        settings: LoopSettings,
+        wish_to_stop: Callable[[], StopReason | None],
+        on_start: Callable[[int], None],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        if not context.models:
+            raise TrialContractError(
+                f"{type(trial).__name__} has no wrapped model engine; expected at least one. Call "
+                "context.wrap_model_engine(engine) in __init__."
+            )
+        self._trial = trial
+        self._context = context
+        self._settings = settings
+        self._core = context._core
+        self._distributed = context.distributed
+        self._is_chief = context.distributed.rank == 0
+        self._adapter = context._adapters[0]
+        self._callbacks = Callbacks(trial.build_callbacks())
+        keep_batches = self._callbacks.overrides("on_training_workload_end")
+        self._window = MetricWindow("train_batch", keep_batches=keep_batches)
+        self._window_seconds = 0.0
+        self._window_records = 0
+        self._window_start = 0
+        self._mark_s = 0.0
+        self._progress = Progress(epoch_length=None)
+        self._agreements = AgreementPoints(context.distributed, wish_to_stop)
+        self._on_start = on_start
+        self._on_progress = on_progress
+        self._periods = {
+            Boundary.REPORT: Period.from_train_unit(settings.reporting_period),
+            Boundary.VALIDATE: _optional_period(settings.validation_period),
+            Boundary.CHECKPOINT: _optional_period(settings.checkpoint_period),
+        }
+        self._checkpointing = Checkpointing(
+            trial, context, self._callbacks, self._progress, self._window, settings.trial_id
+        )
+        self._stream: TrainingStream | None = None
+        self._validation: Validation | None = None
+        self._iterator: CountingIterator | None = None
+        self._batches_total = 0
+        self._checkpoint_uuid: str | None = None
+        self._has_training_reducers = any(wrapped.for_training for wrapped in context._wrapped_reducers)
+        self._reports_metrics = context._mpu.should_report_metrics
+
+    # ---- the run -------------------------------------------------------------------------------------
+
+    def run(self) -> FitResult:
+        """Train to the end, or until all ranks agree to stop. Ranks: all, collectively.
+
+        Raises:
+            DstrialError: user code, data or a checkpoint is not as it must be.
+        """
+        settings, callbacks, progress = self._settings, self._callbacks, self._progress
+        with contextlib.ExitStack() as stack:
+            callbacks.call("on_trial_startup", self._context.get_initial_batch(), settings.latest_checkpoint)
+            stack.callback(callbacks.call, "on_trial_shutdown")
+            stack.callback(self._close_iterator)
+            self._build_loaders()
+            self._batches_total = total_batches(settings.max_length, progress.epoch_length)
+            loop_state = self._restore()
+            self._on_start(progress.batches_trained)
+            drawn = int(loop_state.get("micro_batches_drawn", 0))
+            assert self._stream is not None
+            self._iterator = self._stream.open(drawn)
+            for adapter in self._context._adapters:
+                adapter.bind_training_iterator(self._iterator)
+                adapter.set_training(True)
+            callbacks.call("on_training_start")
+            if self._context.profiler is not None:
+                stack.enter_context(self._context.profiler)
+            self._checkpointing.restore_random_states()
+            is_fresh = progress.batches_trained == 0 and progress.last_validation is None
+            if settings.step_zero_validation and is_fresh:
+                self._validate()
+            stopped = self._train()
+            if self._is_chief and self._context.get_enable_tensorboard_logging():
+                self._upload_tensorboard()
+        return FitResult(progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid)
+
+    def reload(self, uuid: str) -> None:
+        """Load a checkpoint into the engines once more, to see that it can be. Ranks: all, collectively."""
+        self._checkpointing.restore(uuid, self._progress.epoch_length)
+        self._checkpointing.restore_random_states()
+
+    def _restore(self) -> Mapping[str, Any]:
+        latest = self._settings.latest_checkpoint
+        if latest is None:
+            return {}
+        loop_state, continues = self._checkpointing.restore(latest, self._progress.epoch_length)
+        if continues and self._is_chief:
+            logger.info("resumed from checkpoint %s at batch %d", latest, self._progress.batches_trained)
+        self._window_seconds = float(loop_state.get("window_seconds", 0.0))
+        self._window_records = int(loop_state.get("window_records", 0))
+        self._window_start = int(loop_state.get("window_start", self._progress.batches_trained))
+        return loop_state
+
+    def _close_iterator(self) -> None:
+        for adapter in self._context._adapters:
+            adapter.bind_training_iterator(None)
+        self._iterator = None
+
+    def _train(self) -> StopReason | None:
+        """Train batch after batch; returns why it stopped early, or None at the end."""
+        progress = self._progress
+        self._agreements.start(progress.batches_trained)
+        self._mark_s = time.monotonic()
+        if self._is_chief and progress.batches_trained < self._batches_total:
+            self._core.train.set_status("training")
+            self._on_progress(progress.batches_trained, self._batches_total)
+        while progress.batches_trained < self._batches_total:
+            self._train_one_batch()
+            batches = progress.batches_trained
+            found = due(self._periods, batches, self._batches_total, progress.epoch_length)
+            if found or self._agreements.is_due(batches):
+                stop = self._act(found)
+                if stop is not None and batches < self._batches_total:
+                    if not progress.checkpoint_is_current:
+                        self._checkpoint()
+                    return stop
+        self._finish()
+        return None
+
+    def _train_one_batch(self) -> None:
+        context, progress = self._context, self._progress
+        batch_idx, epoch_idx = progress.batch_idx, progress.epoch_idx
+        context._current_batch_idx = batch_idx
+        if progress.is_epoch_start:
+            self._callbacks.epoch_start(epoch_idx)
+        calls = 1 if context._manual_grad_accumulation else self._adapter.train_calls_per_batch
+        for _ in range(calls):
+            returned = self._trial.train_batch(self._iterator, epoch_idx, batch_idx)
+            if self._reports_metrics:
+                self._window.add(as_mapping(returned, "train_batch"))
+        assert self._stream is not None
+        self._window_records += self._records_in(batch_idx)
+        if context.profiler is not None:
+            context.profiler.step()
+        progress.batches_trained = batch_idx + 1
+        if progress.epoch_length and progress.batches_trained % progress.epoch_length == 0:
+            self._callbacks.call("on_training_epoch_end", epoch_idx)
+
+    def _records_in(self, batch_idx: int) -> int:
+        assert self._stream is not None
+        known = self._stream.num_records(batch_idx)
+        if known is not None:
+            return known
+        adapter = self._adapter
+        return adapter.micro_batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_world_size
+
+    def _act(self, found: set[Boundary]) -> StopReason | None:
+        """Do what is due, in order, and exchange once. Ranks: all, collectively."""
+        has_unreported = self._progress.batches_trained > self._window_start
+        reports = Boundary.REPORT in found or (Boundary.END in found and has_unreported)
+        stop = self._exchange(reports)
+        if found & {Boundary.VALIDATE, Boundary.END} and not self._progress.validation_is_current:
+            self._validate()
+        if Boundary.CHECKPOINT in found and not self._progress.checkpoint_is_current:
+            self._checkpoint()
+        if found - {Boundary.REPORT}:
+            self._agreements.start(self._progress.batches_trained)
+        return stop
+
+    def _finish(self) -> None:
+        if not self._progress.validation_is_current:
+            self._validate()
+        if not self._progress.checkpoint_is_current:
+            self._checkpoint()
+        if self._is_chief:
+            self._on_progress(self._progress.batches_trained, self._batches_total)
+            self._core.train.report_progress(1.0)
+
+    # ---- reports -------------------------------------------------------------------------------------
+
+    def _exchange(self, reports: bool) -> StopReason | None:
+        """Agree on stopping, and in the same exchange combine and report the training metrics."""
+        batches = self._progress.batches_trained
+        share = self._window.totals() if reports and self._reports_metrics else None
+        self._window_seconds += time.monotonic() - self._mark_s
+        agreement = self._agreements.agree(batches, share)
+        if reports:
+            self._report(combine(agreement.shares, "train_batch"))
+        if self._is_chief:
+            self._on_progress(batches, self._batches_total)
+        self._mark_s = time.monotonic()
+        return agreement.stop
+
+    def _report(self, averages: dict[str, Any]) -> None:
+        context, batches = self._context, self._progress.batches_trained
+        if self._has_training_reducers:
+            reduced = context.reduce_metrics(for_training=True)
+            averages.update(pytorch._convert_metrics_to_numpy(reduced))
+        self._callbacks.call(
+            "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=self._window.batches()
+        )
+        if self._is_chief:
+            metrics = dict(averages)
+            seconds = max(self._window_seconds, 1e-9)
+            num_batches = batches - self._window_start
+            metrics.setdefault("batches_per_second", num_batches / seconds)
+            metrics.setdefault("samples_per_second", self._window_records / seconds)
+            self._core.train.report_training_metrics(steps_completed=batches, metrics=metrics)
+            self._core.train.report_progress(min(batches / self._batches_total, 1.0))
+            self._write_tensorboard("", metrics)
+        self._window.reset()
+        for wrapped in context._wrapped_reducers:
+            if wrapped.for_training:
+                wrapped.reset()
+        self._window_seconds = 0.0
+        self._window_records = 0
+        self._window_start = batches
+
+    def _write_tensorboard(self, prefix: str, metrics: Mapping[str, Any]) -> None:
+        if not self._context.get_enable_tensorboard_logging():
+            return
+        writer = self._context.get_tensorboard_writer()
+        for name, value in metrics.items():
+            tag = name if not prefix or name.startswith(prefix) else f"{prefix}_{name}"
+            if util.is_numerical_scalar(value):
+                writer.add_scalar(f"Determined/{tag}", value, self._progress.batches_trained)
+        self._upload_tensorboard()
+
+    def _upload_tensorboard(self) -> None:
+        if self._context._tensorboard_writer is not None:
+            self._context._tensorboard_writer.flush()
+        self._core.train.upload_tensorboard_files()
+
+    # ---- validation and checkpoints ------------------------------------------------------------------
+
+    def _validate(self) -> None:
+        """Validate, report, and checkpoint if the policy says so. Ranks: all, collectively."""
+        progress = self._progress
+        if self._validation is None:
+            progress.last_validation = progress.batches_trained
+            return
+        if self._is_chief:
+            self._core.train.set_status("validating")
+        metrics = self._validation.run()
+        self._check_searcher_metric(metrics)
+        progress.last_validation = progress.batches_trained
+        saves = False
+        if self._is_chief:
+            saves = self._report_validation(metrics)
+        saves = self._distributed.broadcast(saves)
+        if saves and not progress.checkpoint_is_current:
+            self._checkpoint()
+        self._mark_s = time.monotonic()
+        if self._is_chief:
+            self._core.train.set_status("training")
+
+    def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse validation metrics that the searcher cannot compare; the same on every rank."""
+        searched = self._settings.searcher_metric
+        if searched is None or searched in ("batches", "epochs"):
+            return
+        if searched not in metrics:
+            raise TrialContractError(
+                f"the searcher's metric is {searched!r}, but validation returned {sorted(metrics)}; expected it among "
+                "them. Return it from evaluate_batch, or set searcher.metric to one of them."
+            )
+        if not util.is_numerical_scalar(metrics[searched]):
+            raise TrialContractError(
+                f"the searcher's metric {searched!r} is {metrics[searched]!r}; expected one number. Return a scalar."
+            )
+
+    def _report_validation(self, metrics: dict[str, Any]) -> bool:
+        """Report on the chief; returns whether the policy asks for a checkpoint."""
+        progress, settings = self._progress, self._settings
+        policy = settings.checkpoint_policy
+        best_before = self._core.train.get_experiment_best_validation() if policy == "best" else None
+        self._write_tensorboard("val", metrics)
+        metrics = dict(metrics)
+        metrics.setdefault("batches", progress.batches_trained)
+        metrics.setdefault("epochs", progress.epochs_trained)
+        self._core.train.report_validation_metrics(steps_completed=progress.batches_trained, metrics=metrics)
+        if policy != "best":
+            return policy == "all"
+        now = float(metrics[str(settings.searcher_metric)])
+        if best_before is None:
+            return True
+        return bool(now < best_before if settings.smaller_is_better else now > best_before)
+
+    def _checkpoint(self) -> None:
+        """Write a checkpoint. Ranks: all, collectively."""
+        if self._is_chief:
+            self._core.train.set_status("checkpointing")
+        loop_state = {
+            "micro_batches_drawn": self._iterator.drawn if self._iterator is not None else 0,
+            "window_seconds": self._window_seconds,
+            "window_records": self._window_records,
+            "window_start": self._window_start,
+        }
+        self._checkpoint_uuid = self._checkpointing.save(loop_state)
+        self._mark_s = time.monotonic()
+        if self._is_chief:
+            self._core.train.set_status("training")
+
+    # ---- set-up --------------------------------------------------------------------------------------
+
+    def _build_loaders(self) -> None:
+        """Build this rank's loaders and compare their lengths. Ranks: all, collectively."""
+        context, settings = self._context, self._settings
+        checks_disabled = context._data_repro_checks_disabled
+        training = validation = None
+        error: Exception | None = None
+        if context._mpu.should_build_data_loader:
+            training = self._trial.build_training_data_loader()
+            validation = self._trial.build_validation_data_loader()
+        try:
+            self._stream = TrainingStream(
+                training, self._adapter, self._distributed.rank, settings.data_seed, checks_disabled
+            )
+        except DataError as caught:
+            error = caught
+        lengths = self._distributed.allgather(
+            (
+                training is not None,
+                self._stream.epoch_length if self._stream else None,
+                str(error) if error else None,
+            )
+        )
+        self._progress.epoch_length = _agreed_epoch_length(lengths)
+        context._epoch_len = self._progress.epoch_length
+        assert self._stream is not None
+        if self._is_chief:
+            for note in self._stream.notes:
+                logger.warning("%s", note)
+        stream = None
+        if validation is not None:
+            stream = ValidationStream(
+                validation, self._adapter, settings.data_seed, checks_disabled, self._trial.get_batch_length
+            )
+        candidate = Validation(self._trial, context, self._callbacks, stream, settings.max_validation_rounds)
+        self._validation = candidate if candidate.agree_on_extent() else None
+
+
+def _optional_period(unit: pytorch.TrainUnit | None) -> Period | None:
+    return None if unit is None else Period.from_train_unit(unit)
+
+
+def _agreed_epoch_length(lengths: list[tuple[bool, int | None, str | None]]) -> int | None:
+    """Return the batches per epoch that all ranks with a loader have.
+
+    Raises:
+        DataError: no rank has a loader, a loader is too short, or lengths differ; the same on every rank.
+    """
+    errors = [(rank, error) for rank, (_, _, error) in enumerate(lengths) if error]
+    if errors:
+        raise DataError(f"rank {errors[0][0]}: {errors[0][1]}")
+    readers = {rank: length for rank, (has_loader, length, _) in enumerate(lengths) if has_loader}
+    if not readers:
+        raise DataError(
+            "build_training_data_loader returned None on every rank that reads records; expected a loader. Return one."
+        )
+    if len(set(readers.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {length}" for rank, length in readers.items())
+        raise DataError(
+            f"training loaders differ in length: batches per epoch are {listed}; expected the same on all ranks. Build the "
+            "same loader on every rank, or shard evenly."
+        )
+    return next(iter(readers.values()))

@@ -1,0 +1,243 @@
+"""Training and validation metrics: summed where they are computed, moved and reduced once, at a report.
+
+Tensors are added up on their own device. Nothing here synchronises a device or talks to another rank
+until ``totals`` is called, which moves all sums in one copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from determined import pytorch
+
+from dstrial.errors import TrialContractError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetricTotals:
+    """One rank's share of a metric report; plain Python, ready to cross ranks.
+
+    Attributes:
+        values: metric name -> total so far; None for a metric that is no number.
+        weights: metric name -> what the total is divided by for a mean.
+    """
+
+    values: dict[str, float | None]
+    weights: dict[str, float]
+
+
+def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
+    """Return what ``train_batch`` or ``evaluate_batch`` returned as metrics by name.
+
+    Raises:
+        TrialContractError: it is neither a mapping nor a tensor.
+    """
+    if isinstance(returned, Mapping):
+        return returned
+    if isinstance(returned, torch.Tensor):
+        return {"loss": returned}
+    raise TrialContractError(
+        f"{where} returned {returned!r} of type {type(returned).__name__}; expected a dict from metric name to value. "
+        'Return for example {"loss": loss}.'
+    )
+
+
+def _host_number(value: Any) -> float | None:
+    """Return the mean of a host value, or None if it is no number or array of numbers."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf" or array.size == 0:
+            return None
+        return float(array.mean())
+    except (TypeError, ValueError):
+        return None
+
+
+def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+ReducerOf = Callable[[str], pytorch.Reducer]
+
+
+def average(_name: str) -> pytorch.Reducer:
+    """Return ``Reducer.AVG``: how metrics are combined unless the trial says otherwise."""
+    return pytorch.Reducer.AVG
+
+
+class MetricWindow:
+    """Running totals of the metrics of one rank, per metric name.
+
+    Args:
+        where: what produces the metrics, for error messages.
+        reducer_of: metric name -> how its values are combined.
+        keep_batches: also keep each value added, for callbacks that ask for them.
+    """
+
+    def __init__(self, where: str, reducer_of: ReducerOf = average, keep_batches: bool = False) -> None:
+        self._where = where
+        self._reducer_of = reducer_of
+        self._keep_batches = keep_batches
+        self._totals: dict[str, Any] = {}
+        self._weight = 0.0
+        self._num_calls = 0
+        self._batches: list[dict[str, Any]] = []
+
+    def __len__(self) -> int:
+        """Return how many sets of metrics were added."""
+        return self._num_calls
+
+    def add(self, metrics: Mapping[str, Any], weight: float = 1.0) -> None:
+        """Add one set of metrics. Ranks: any; no communication, no device synchronisation.
+
+        Args:
+            metrics: metric name -> Python or NumPy number, array, nested list, or tensor of any shape and device;
+                arrays count with the mean of their elements.
+            weight: how much this set counts in a mean, for example its number of records.
+
+        Raises:
+            TrialContractError: the names differ from those of the sets before.
+        """
+        totals = self._totals
+        if self._num_calls and metrics.keys() != totals.keys():
+            raise TrialContractError(
+                f"{self._where} returned the metrics {sorted(metrics)}; expected {sorted(totals)} as in the calls "
+                "before. Return the same metric names every time."
+            )
+        for name, value in metrics.items():
+            amount: torch.Tensor | float | None
+            if isinstance(value, torch.Tensor):
+                amount = value.detach()
+                if amount.ndim:
+                    amount = amount.to(_accumulation_dtype(amount)).mean()
+            else:
+                amount = _host_number(value)
+            self._accumulate(name, amount, self._reducer_of(name), weight)
+        self._weight += weight
+        self._num_calls += 1
+        if self._keep_batches:
+            self._batches.append(
+                {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+            )
+
+    def _accumulate(self, name: str, amount: Any, reducer: pytorch.Reducer, weight: float) -> None:
+        held = self._totals.get(name)
+        if isinstance(amount, torch.Tensor):
+            if reducer is pytorch.Reducer.AVG:
+                if held is None:
+                    self._totals[name] = amount.to(_accumulation_dtype(amount), copy=True).mul_(weight)
+                elif isinstance(held, torch.Tensor):
+                    held.add_(amount, alpha=weight)
+                else:
+                    self._totals[name] = held + amount.to(_accumulation_dtype(amount)) * weight
+                return
+            amount = amount.to(_accumulation_dtype(amount))
+            combine = {pytorch.Reducer.MAX: torch.maximum, pytorch.Reducer.MIN: torch.minimum}.get(
+                reducer, torch.add
+            )
+            self._totals[name] = amount.clone() if held is None else combine(held, amount)
+        elif amount is None or (held is None and name in self._totals):
+            self._totals[name] = None
+        elif reducer is pytorch.Reducer.AVG:
+            self._totals[name] = amount * weight if held is None else held + amount * weight
+        elif held is None:
+            self._totals[name] = amount
+        else:
+            choose = {pytorch.Reducer.MAX: max, pytorch.Reducer.MIN: min}.get(reducer)
+            self._totals[name] = held + amount if choose is None else choose(held, amount)
+
+    def totals(self) -> MetricTotals:
+        """Move everything to the host, one copy per device. Ranks: any; synchronises the device."""
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, held in self._totals.items():
+            if isinstance(held, torch.Tensor):
+                by_device.setdefault(held.device, {})[name] = held
+        moved: dict[str, float] = {}
+        for tensors in by_device.values():
+            moved.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
+        values = {name: moved.get(name, held) for name, held in self._totals.items()}
+        return MetricTotals(values, dict.fromkeys(values, self._weight))
+
+    def batches(self) -> list[dict[str, Any]]:
+        """Return every set added since the last reset, as NumPy values; empty unless asked to keep them."""
+        return [
+            {k: v.cpu().float().numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            for batch in self._batches
+        ]
+
+    def reset(self) -> None:
+        """Forget everything, ready for the next window."""
+        self._totals = {}
+        self._weight = 0.0
+        self._num_calls = 0
+        self._batches = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open window for a checkpoint; tensors stay where they are."""
+        totals = {
+            name: held.clone() if isinstance(held, torch.Tensor) else held
+            for name, held in self._totals.items()
+        }
+        return {"totals": totals, "weight": self._weight, "num_calls": self._num_calls}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue an open window.
+
+        Args:
+            state: what ``state_dict`` returned.
+            device: where tensors are put.
+        """
+        self._totals = {
+            name: held.to(device) if isinstance(held, torch.Tensor) else held
+            for name, held in state["totals"].items()
+        }
+        self._weight = float(state["weight"])
+        self._num_calls = int(state["num_calls"])
+
+
+def combine(
+    shares: Sequence[MetricTotals | None],
+    where: str,
+    reducer_of: ReducerOf = average,
+) -> dict[str, float | None]:
+    """Combine the shares of all ranks into one value per metric; the same on every rank.
+
+    Args:
+        shares: index = rank; None for a rank that reports no metrics.
+        where: what produced the metrics, for error messages.
+        reducer_of: metric name -> how its values are combined; ``AVG`` is weighted.
+
+    Raises:
+        TrialContractError: ranks report different metric names.
+    """
+    reporting = [(rank, share) for rank, share in enumerate(shares) if share is not None]
+    if not reporting:
+        return {}
+    first_rank, first = reporting[0]
+    for rank, share in reporting[1:]:
+        if share.values.keys() != first.values.keys():
+            raise TrialContractError(
+                f"{where} returned the metrics {sorted(share.values)} on rank {rank} and {sorted(first.values)} on "
+                f"rank {first_rank}; expected the same names on all ranks. Return the same metric names everywhere."
+            )
+    combined: dict[str, float | None] = {}
+    for name in first.values:
+        amounts = [share.values[name] for _, share in reporting]
+        numbers = [amount for amount in amounts if amount is not None]
+        reducer = reducer_of(name)
+        if len(numbers) < len(amounts):
+            combined[name] = None
+        elif reducer is pytorch.Reducer.AVG:
+            weight = sum(share.weights[name] for _, share in reporting)
+            combined[name] = sum(numbers) / weight if weight else None
+        elif reducer is pytorch.Reducer.SUM:
+            combined[name] = sum(numbers)
+        else:
+            combined[name] = float(np.max(numbers) if reducer is pytorch.Reducer.MAX else np.min(numbers))
+    return combined

@@ -1,0 +1,259 @@
+"""Which records make up which batch: a function of seed, epoch, batch and global batch size only.
+
+Replicas and micro batches are slices of a global batch, so a run may change their number and still see
+every record of an epoch once, in the same batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import data
+
+from dstrial.errors import DataError
+
+EpochOrder = Callable[[int], "Sequence[Any]"]
+
+
+def _mixed_seed(*parts: int) -> int:
+    """Return one 63-bit seed from several numbers; close inputs give unrelated seeds."""
+    return int(
+        np.random.SeedSequence([part & 0xFFFFFFFFFFFFFFFF for part in parts]).generate_state(1, np.uint64)[0]
+        >> 1
+    )
+
+
+class ShuffledOrder:
+    """Every record once per epoch, shuffled by (seed, epoch)."""
+
+    def __init__(self, num_records: int, seed: int) -> None:
+        self._num_records = num_records
+        self._seed = seed
+
+    def __call__(self, epoch_idx: int) -> Sequence[int]:
+        """Return the records of one epoch in order."""
+        generator = torch.Generator().manual_seed(_mixed_seed(self._seed, epoch_idx))
+        return _TensorSequence(torch.randperm(self._num_records, generator=generator))
+
+
+class _TensorSequence(Sequence[int]):
+    """Indices held as one tensor (8 bytes each), sliced into lists."""
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, where: Any) -> Any:
+        return self._indices[where].tolist()
+
+
+class SamplerOrder:
+    """The order of a user's sampler, replayed from epoch 0 under random states of (seed, epoch).
+
+    Replaying, because a sampler may carry its own random state from epoch to epoch.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._next_epoch = 0
+        self._newest: list[Any] = []
+
+    def __call__(self, epoch_idx: int) -> Sequence[Any]:
+        """Return what the sampler yields in one epoch; epochs are asked for in order."""
+        if epoch_idx == self._next_epoch - 1:
+            return self._newest
+        if epoch_idx < self._next_epoch:
+            raise DataError(
+                f"epoch {epoch_idx} of a user sampler is asked for after epoch {self._next_epoch - 1}; expected epochs "
+                "in order. Build a new loader."
+            )
+        while self._next_epoch <= epoch_idx:
+            with forked_random_state(_mixed_seed(self._seed, self._next_epoch)):
+                if hasattr(self._sampler, "set_epoch"):
+                    self._sampler.set_epoch(self._next_epoch)
+                self._newest = list(self._sampler)
+            self._next_epoch += 1
+        return self._newest
+
+
+class forked_random_state:  # noqa: N801  # used like torch.random.fork_rng
+    """Seed Python's, NumPy's and torch's CPU generators inside the block and put them back after it."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._saved = (random.getstate(), np.random.get_state(), torch.random.get_rng_state())
+        seed_all(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        python_state, numpy_state, torch_state = self._saved
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.random.set_rng_state(torch_state)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generators of this process."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+def record_seed(seed: int, epoch_idx: int, record_idx: int) -> int:
+    """Return the seed under which a loader worker reads one record in one epoch."""
+    value = (seed * 0x9E3779B97F4A7C15 + epoch_idx * 0xBF58476D1CE4E5B9 + record_idx * 0x94D049BB133111EB) & (
+        2**64 - 1
+    )
+    value ^= value >> 31
+    return (value * 0xD6E8FEB86659FD93 & (2**64 - 1)) >> 1
+
+
+def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
+    """Return the order of records per epoch that a ``DataLoader``'s sampler stands for.
+
+    Args:
+        sampler: the loader's ``sampler``; plain shuffling and plain sequence are recognised.
+        num_records: records in the data set.
+        seed: the trial's data seed.
+    """
+    if type(sampler) is data.SequentialSampler:
+        return lambda _epoch_idx: range(num_records)
+    if type(sampler) is data.RandomSampler and not sampler.replacement and sampler.num_samples == num_records:
+        if sampler.generator is not None:
+            seed = _mixed_seed(seed, sampler.generator.initial_seed())
+        return ShuffledOrder(num_records, seed)
+    return SamplerOrder(sampler, seed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchGeometry:
+    """How a global batch is cut up.
+
+    Attributes:
+        records_per_micro_batch: records in a full micro batch.
+        micro_batches_per_batch: micro batches of one replica in one batch.
+        num_replicas: data-parallel size.
+    """
+
+    records_per_micro_batch: int
+    micro_batches_per_batch: int
+    num_replicas: int
+
+    @property
+    def num_slices(self) -> int:
+        """Micro batches of all replicas in one batch."""
+        return self.micro_batches_per_batch * self.num_replicas
+
+    @property
+    def train_batch_size(self) -> int:
+        """Records in a full global batch."""
+        return self.records_per_micro_batch * self.num_slices
+
+
+class GlobalBatches:
+    """The batches of a run, from the order of each epoch.
+
+    The tail of an epoch: with ``keep_tail`` the last batch holds what is left, dealt out as evenly as
+    possible; where that leaves a micro batch without a record, it repeats one of the same batch.
+    Without, what does not fill a global batch is not trained in that epoch.
+
+    Args:
+        order: epoch index -> order of its records.
+        num_records: records per epoch.
+        geometry: how a batch is cut up.
+        keep_tail: whether an epoch ends with a short batch.
+
+    Raises:
+        DataError: there is no record, or not enough for one batch where the tail is not kept.
+    """
+
+    def __init__(self, order: EpochOrder, num_records: int, geometry: BatchGeometry, keep_tail: bool) -> None:
+        size = geometry.train_batch_size
+        self.geometry = geometry
+        self.num_tail_records = num_records % size
+        self.keeps_tail = keep_tail and self.num_tail_records > 0
+        self.epoch_length = num_records // size + (1 if self.keeps_tail else 0)
+        if self.epoch_length == 0:
+            raise DataError(
+                f"the training loader has {num_records} records; expected at least one batch of {size} "
+                f"({geometry.records_per_micro_batch} per micro batch x {geometry.micro_batches_per_batch} micro batches "
+                f"x {geometry.num_replicas} replicas). Use more records or a smaller train_batch_size."
+            )
+        self._order = order
+        self._epoch_idx = -1
+        self._records: Sequence[Any] = ()
+
+    def records(self, batch_idx: int) -> Sequence[Any]:
+        """Return the records of one global batch, in order.
+
+        Args:
+            batch_idx: batch of the run, from 0.
+        """
+        epoch_idx, batch_in_epoch = divmod(batch_idx, self.epoch_length)
+        if epoch_idx != self._epoch_idx:
+            self._records = self._order(epoch_idx)
+            self._epoch_idx = epoch_idx
+        size = self.geometry.train_batch_size
+        return self._records[batch_in_epoch * size : (batch_in_epoch + 1) * size]
+
+    def num_records(self, batch_idx: int) -> int:
+        """Return how many records a global batch holds, without reading its epoch's order."""
+        is_tail = self.keeps_tail and batch_idx % self.epoch_length == self.epoch_length - 1
+        return self.num_tail_records if is_tail else self.geometry.train_batch_size
+
+    def micro_batch(self, batch_idx: int, micro_batch_idx: int, replica: int) -> list[Any]:
+        """Return the records of one micro batch of one replica; never empty.
+
+        Args:
+            batch_idx: batch of the run, from 0.
+            micro_batch_idx: micro batch within the batch, from 0.
+            replica: data-parallel rank.
+        """
+        records = self.records(batch_idx)
+        num_slices = self.geometry.num_slices
+        slice_idx = micro_batch_idx * self.geometry.num_replicas + replica
+        start, stop = (slice_idx * len(records) // num_slices, (slice_idx + 1) * len(records) // num_slices)
+        if start == stop:
+            start = slice_idx % len(records)
+            stop = start + 1
+        return list(records[start:stop])
+
+
+class ReplicaSampler(data.Sampler[list[Any]]):
+    """Endless micro batches of one replica, from any position.
+
+    Args:
+        batches: the run's global batches.
+        replica: data-parallel rank.
+        start_micro_batch: how many micro batches of this replica come before the first one yielded.
+        with_epoch: yield ``(epoch_idx, record_idx)`` keys instead of record indices.
+    """
+
+    def __init__(
+        self, batches: GlobalBatches, replica: int, start_micro_batch: int, with_epoch: bool
+    ) -> None:
+        self._batches = batches
+        self._replica = replica
+        self._start = start_micro_batch
+        self._with_epoch = with_epoch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        per_batch = self._batches.geometry.micro_batches_per_batch
+        position = self._start
+        while True:
+            batch_idx, micro_batch_idx = divmod(position, per_batch)
+            records = self._batches.micro_batch(batch_idx, micro_batch_idx, self._replica)
+            if self._with_epoch:
+                epoch_idx = batch_idx // self._batches.epoch_length
+                records = [(epoch_idx, record) for record in records]
+            yield records
+            position += 1

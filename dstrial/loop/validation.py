@@ -1,0 +1,270 @@
+"""One validation: every record once, metrics weighted by records, reduced once over all ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from determined import pytorch, util
+
+from dstrial.engine.validation_plan import ValidationRound
+from dstrial.errors import DataError, TrialContractError
+from dstrial.loop import metrics as loop_metrics
+from dstrial.loop.callbacks import Callbacks
+from dstrial.loop.loaders import ValidationStream, round_of
+from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.trial import DeepSpeedTrial
+
+logger = logging.getLogger("dstrial.loop")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Extent:
+    """The size of the validation set as agreed by all ranks: by records if planned, else by micro batches."""
+
+    num_records: int | None
+    records_per_micro_batch: int | None
+    num_micro_batches: int | None
+
+
+class Validation:
+    """Runs validations of one trial.
+
+    Args:
+        trial: the user's trial.
+        context: its context, engines wrapped.
+        callbacks: the user's callbacks.
+        stream: the validation records of this rank; None if no rank has any.
+        max_rounds: evaluate at most this many rounds, for test runs; None for all.
+    """
+
+    def __init__(
+        self,
+        trial: DeepSpeedTrial,
+        context: DeepSpeedTrialContext,
+        callbacks: Callbacks,
+        stream: ValidationStream | None,
+        max_rounds: int | None = None,
+    ) -> None:
+        self._trial = trial
+        self._context = context
+        self._callbacks = callbacks
+        self._stream = stream
+        self._max_rounds = max_rounds
+        self._extent: _Extent | None = None
+        self._on_chief_only = util.is_overridden(trial.evaluate_full_dataset, DeepSpeedTrial)
+        self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
+
+    def agree_on_extent(self) -> bool:
+        """Compare the validation loaders of all ranks. Ranks: all, collectively (one all-gather).
+
+        Returns:
+            Whether there is anything to validate with; the same on all ranks.
+
+        Raises:
+            DataError: loaders are empty, or their lengths differ where every replica must do the same.
+            TrialContractError: the trial overrides no evaluation, or one that cannot work with its engines.
+        """
+        stream = self._stream
+        mine = (
+            (stream.num_records, stream.records_per_micro_batch, stream.num_micro_batches) if stream else None
+        )
+        gathered = self._context.distributed.allgather(mine)
+        readers = [(rank, extent) for rank, extent in enumerate(gathered) if extent]
+        empty = [rank for rank, extent in readers if not (extent[0] or extent[2])]
+        if empty:
+            raise DataError(
+                f"the validation loader of rank {empty[0]} is empty; expected at least one record. Fill it, or return None."
+            )
+        if not readers:
+            return False
+        first_rank, first = readers[0]
+        adapter = self._context._adapters[0]
+        for rank, extent in readers[1:]:
+            if extent != first and (first[0] is not None or adapter.forward_is_collective):
+                raise DataError(
+                    f"the validation loaders differ: (records, records per micro batch, micro batches) are {extent} on "
+                    f"rank {rank} and {first} on rank {first_rank}; expected the same on all ranks, because every rank "
+                    "takes part in every forward pass. Build the same loader everywhere."
+                )
+        self._extent = _Extent(*first)
+        if self._stream is not None and self._extent.num_records is None:
+            self._extent = dataclasses.replace(
+                self._extent, num_micro_batches=self._stream.num_micro_batches or first[2]
+            )
+        if self._on_chief_only:
+            if adapter.forward_is_collective:
+                raise TrialContractError(
+                    "evaluate_full_dataset runs on the chief alone, but every forward pass of this engine (ZeRO 3 or a "
+                    "pipeline) needs all ranks; expected evaluate_batch. Override evaluate_batch instead."
+                )
+        elif not util.is_overridden(self._trial.evaluate_batch, DeepSpeedTrial):
+            raise TrialContractError(
+                f"{type(self._trial).__name__} overrides neither evaluate_batch nor evaluate_full_dataset; expected one of "
+                "them, because there is validation data. Write one, or return None from build_validation_data_loader."
+            )
+        return True
+
+    def run(self) -> dict[str, Any]:
+        """Validate with the weights of now. Ranks: all, collectively.
+
+        Returns:
+            Metric name -> value over the whole set; the same on every rank.
+
+        Raises:
+            TrialContractError: a metric is no number, or names differ between calls or ranks.
+        """
+        context = self._context
+        start_s = time.monotonic()
+        kept = [
+            (wrapped.reducer, copy.deepcopy(vars(wrapped.reducer)))
+            for wrapped in context._wrapped_reducers
+            if wrapped.for_training
+        ]
+        for wrapped in context._wrapped_reducers:
+            if wrapped.for_validation:
+                wrapped.reset()
+        for adapter in context._adapters:
+            adapter.set_training(False)
+        self._callbacks.call("on_validation_start")
+        try:
+            with torch.no_grad():
+                results, num_records = self._full_dataset() if self._on_chief_only else self._by_batches()
+                results.update(
+                    {
+                        k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v
+                        for k, v in context.reduce_metrics(for_training=False).items()
+                    }
+                )
+        finally:
+            for adapter in context._adapters:
+                adapter.bind_validation_round(None, None)
+                adapter.set_training(True)
+            for reducer, attributes in kept:
+                vars(reducer).clear()
+                vars(reducer).update(attributes)
+        self._callbacks.call("on_validation_end", results)
+        if context.distributed.rank == 0:
+            elapsed_s = time.monotonic() - start_s
+            logger.info("validated %s records in %.1f s", num_records if num_records else "all", elapsed_s)
+        return results
+
+    def _full_dataset(self) -> tuple[dict[str, Any], int]:
+        mine: dict[str, Any] | None = None
+        if self._context.distributed.rank == 0:
+            assert self._stream is not None
+            returned = self._trial.evaluate_full_dataset(self._stream.full_loader())
+            if not isinstance(returned, Mapping):
+                raise TrialContractError(
+                    f"evaluate_full_dataset returned {type(returned).__name__}; expected a dict from metric name to value. "
+                    "Return a dict."
+                )
+            mine = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in returned.items()}
+        results: dict[str, Any] = self._context.distributed.broadcast(mine)
+        return results, self._extent.num_records or 0 if self._extent else 0
+
+    def _by_batches(self) -> tuple[dict[str, Any], int]:
+        reducer_of = self._reducer_of()
+        keep = self._callbacks.overrides("on_validation_epoch_end")
+        window = loop_metrics.MetricWindow("evaluate_batch", reducer_of, keep_batches=keep)
+        self._callbacks.call("on_validation_epoch_start")
+        num_records = 0
+        for batch_idx, (validation_round, items) in enumerate(self._rounds()):
+            if self._max_rounds is not None and batch_idx >= self._max_rounds:
+                break
+            num_records += self._evaluate_round(batch_idx, validation_round, items, window)
+        self._callbacks.call("on_validation_epoch_end", window.batches())
+        share = window.totals() if self._context._mpu.should_report_metrics and len(window) else None
+        counted = num_records if self._context._mpu.should_report_metrics else 0
+        gathered = self._context.distributed.allgather((share, counted))
+        values = loop_metrics.combine([part for part, _ in gathered], "evaluate_batch", reducer_of)
+        bad = [name for name, value in values.items() if value is None]
+        if bad:
+            raise TrialContractError(
+                f"evaluate_batch returned metrics that are no numbers: {bad}; expected numbers or arrays of numbers, which "
+                "can be averaged. Drop them, or combine them with context.wrap_reducer."
+            )
+        return dict(values), sum(count for _, count in gathered)
+
+    def _evaluate_round(
+        self,
+        batch_idx: int,
+        validation_round: ValidationRound,
+        items: Iterator[Any] | None,
+        window: loop_metrics.MetricWindow,
+    ) -> int:
+        """Call the user once; returns the records of this replica that counted."""
+        if validation_round.num_micro_batches == 0:
+            return 0
+        for adapter in self._context._adapters:
+            adapter.bind_validation_round(validation_round, items)
+        is_filler = validation_round.records == 0
+        kept = (
+            [(w.reducer, copy.deepcopy(vars(w.reducer))) for w in self._context._wrapped_reducers]
+            if is_filler
+            else []
+        )
+        arguments = (items, batch_idx) if self._takes_batch_idx else (items,)
+        returned: Any = self._trial.evaluate_batch(*arguments)
+        for reducer, attributes in kept:
+            vars(reducer).clear()
+            vars(reducer).update(attributes)
+        if self._context._mpu.should_report_metrics and not is_filler:
+            if not isinstance(returned, Mapping):
+                raise TrialContractError(
+                    f"evaluate_batch returned {returned!r} of type {type(returned).__name__}; expected a dict from metric "
+                    'name to value. Return for example {"validation_loss": loss}.'
+                )
+            window.add(returned, weight=validation_round.records)
+        return validation_round.records
+
+    def _rounds(self) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
+        assert self._extent is not None
+        adapter = self._context._adapters[0]
+        stream = self._stream
+        if self._extent.num_records is not None and self._extent.records_per_micro_batch is not None:
+            if stream is None:
+                rounds = adapter.validation_rounds(
+                    self._extent.num_records, self._extent.records_per_micro_batch
+                )
+                items = None
+            else:
+                rounds, items = stream.planned(self._extent.num_records, self._extent.records_per_micro_batch)
+            for validation_round in rounds:
+                yield validation_round, items
+            return
+        assert self._extent.num_micro_batches is not None
+        per_round = adapter.micro_batches_per_batch if self._context.use_pipeline_parallel else 1
+        if stream is None:
+            full_rounds, rest = divmod(self._extent.num_micro_batches - 1, per_round)
+            for size in [per_round] * full_rounds + ([rest] if rest else []) + [1]:
+                yield round_of((1,) * size, is_ragged=size == 1 and per_round > 1), None
+            return
+        yield from stream.unplanned(self._extent.num_micro_batches, per_round)
+
+    def _reducer_of(self) -> loop_metrics.ReducerOf:
+        chosen = self._trial.evaluation_reducer()
+        if isinstance(chosen, pytorch.Reducer):
+            return lambda _name: chosen
+        if isinstance(chosen, Mapping) and all(
+            isinstance(reducer, pytorch.Reducer) for reducer in chosen.values()
+        ):
+            return lambda name: self._reducer_named(chosen, name)
+        raise TrialContractError(
+            f"evaluation_reducer returned {chosen!r}; expected a determined.pytorch.Reducer or a dict of them by metric "
+            "name. Return Reducer.AVG, SUM, MAX or MIN."
+        )
+
+    @staticmethod
+    def _reducer_named(chosen: Mapping[str, pytorch.Reducer], name: str) -> pytorch.Reducer:
+        if name not in chosen:
+            raise TrialContractError(
+                f"evaluation_reducer names {sorted(chosen)}, but evaluate_batch returned {name!r}; expected a reducer for "
+                "every metric. Add it, or return one reducer for all."
+            )
+        return chosen[name]

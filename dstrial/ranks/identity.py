@@ -1,0 +1,338 @@
+"""Who this process is among the ranks of its job, read from the environment alone.
+
+Every launcher says it in variables of its own. The sources are asked in a fixed order, most explicit
+first: torchrun, DeepSpeed's launcher (both also under Determined's launch layers), Slurm's ``srun``,
+Open MPI's ``mpirun``, then Hydra (MPICH and Intel MPI). Without any of them this is a single rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from dstrial.errors import RankIdentityError
+
+Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "mpich", "none"]
+
+LOOPBACK_ADDR = "127.0.0.1"
+
+# Below Linux's default ephemeral range (32768-60999), so that no outgoing connection takes the port
+# before rank 0 binds it, and clear of the well-known 29400 (torchrun) and 29500 (torch, DeepSpeed).
+_FIRST_DERIVED_PORT = 15_000
+_NUM_DERIVED_PORTS = 14_000
+
+# Slurm numbers its own steps (batch script, interactive shell, extern) from here upwards; they are
+# one process whatever SLURM_NTASKS says (slurm.h, SLURM_MAX_NORMAL_STEP_ID).
+_SLURM_FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """One rank's place in its job.
+
+    Attributes:
+        rank: global rank, from 0.
+        world_size: number of ranks in the job.
+        local_rank: rank among those on this machine, from 0; also the index of its accelerator.
+        local_world_size: number of ranks on this machine.
+        node_rank: which machine this is, from 0 (Determined and DeepSpeed call it the cross rank).
+        num_nodes: number of machines (the cross size).
+        master_addr: address at which rank 0 can be reached.
+        master_port: TCP port on which rank 0 serves the rendezvous; 0 on a single rank whose launcher named
+            none: whoever creates the process group picks a free one.
+        launcher: whose variables were believed.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+    launcher: Launcher
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_chief(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_rank == 0
+
+
+def identify(environ: Mapping[str, str]) -> RankIdentity:
+    """Say which rank this process is.
+
+    A job on one machine needs no master address: ranks meet on the loopback interface, on a port that
+    every rank derives from the job's id (one of 14,000; see ``process_group`` for what happens when
+    it is taken). Several machines need ``MASTER_ADDR``; Determined's ``DET_CHIEF_IP`` serves too.
+
+    Args:
+        environ: usually ``os.environ``; it is not changed.
+
+    Raises:
+        RankIdentityError: variables contradict each other, are no integers, are only half set, or name
+            several machines without a master address. The message lists what was seen.
+
+    Ranks: any; no communication.
+    """
+    view = _View(environ)
+    has_rank, has_world_size = view.has("RANK"), view.has("WORLD_SIZE")
+    if has_rank and has_world_size:
+        return _validated(_from_explicit_variables(view), view)
+    foreign = _from_slurm(view) or _from_openmpi(view) or _from_hydra(view)
+    if foreign is not None:
+        foreign = _validated(foreign, view)
+        if has_world_size and view.integer("WORLD_SIZE") != foreign.world_size:
+            view.fail(
+                f"WORLD_SIZE is {view.text('WORLD_SIZE')!r}; "
+                f"expected {foreign.world_size}, as {foreign.launcher} says",
+                "Unset WORLD_SIZE.",
+            )
+        return foreign
+    if has_rank or has_world_size:
+        missing, present = ("WORLD_SIZE", "RANK") if has_rank else ("RANK", "WORLD_SIZE")
+        view.fail(
+            f"{missing} is unset although {present} is set; expected both or neither",
+            f"Set {missing} or unset {present}.",
+        )
+    return RankIdentity(0, 1, 0, 1, 0, 1, LOOPBACK_ADDR, _master_port(view, 1, None, optional=True), "none")
+
+
+class _View:
+    """The environment, remembering which variables were asked for, so that an error can show them."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._asked: dict[str, str | None] = {}
+
+    def text(self, name: str) -> str | None:
+        value = self._environ.get(name)
+        self._asked[name] = value
+        return value.strip() if value is not None and value.strip() else None
+
+    def has(self, name: str) -> bool:
+        return self.text(name) is not None
+
+    def integer(self, name: str) -> int:
+        value = self.text(name)
+        if value is None:
+            self.fail(
+                f"{name} is unset; expected an integer",
+                f"Set {name}, or start the ranks with a launcher that does.",
+            )
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{name} is {value!r}; expected an integer", f"Correct {name}.")
+
+    def first_integer(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            if self.has(name):
+                return self.integer(name)
+        if default is not None:
+            return default
+        return self.integer(names[0])
+
+    def fail(self, problem: str, fix: str) -> NoReturn:
+        seen = ", ".join(
+            f"{name}={value!r}" for name, value in sorted(self._asked.items()) if value is not None
+        )
+        raise RankIdentityError(f"{problem}. {fix} Seen in the environment: {seen or 'nothing'}.")
+
+
+def _from_explicit_variables(view: _View) -> RankIdentity:
+    is_torchrun = view.has("LOCAL_WORLD_SIZE") or view.has("GROUP_RANK") or not view.has("LOCAL_SIZE")
+    rank, world_size = view.integer("RANK"), view.integer("WORLD_SIZE")
+    single = world_size == 1
+    local_rank = view.first_integer("LOCAL_RANK", default=0 if single else None)
+    if is_torchrun:
+        local_world_size = view.first_integer("LOCAL_WORLD_SIZE", default=1 if single else None)
+        node_name, count_name = "GROUP_RANK", "GROUP_WORLD_SIZE"
+    else:
+        local_world_size = view.integer("LOCAL_SIZE")
+        node_name, count_name = "CROSS_RANK", "CROSS_SIZE"
+    one_node = local_world_size == world_size
+    num_nodes = view.first_integer(
+        count_name, default=1 if one_node else _ceil_div(world_size, local_world_size)
+    )
+    node_rank = view.first_integer(node_name, default=0 if one_node else None)
+    addr = _master_addr(view, num_nodes)
+    port = _master_port(view, world_size, None)
+    launcher: Launcher = "torchrun" if is_torchrun else "deepspeed"
+    return RankIdentity(
+        rank, world_size, local_rank, local_world_size, node_rank, num_nodes, addr, port, launcher
+    )
+
+
+def _from_slurm(view: _View) -> RankIdentity | None:
+    if not (view.has("SLURM_PROCID") and view.has("SLURM_STEP_ID")):
+        return None
+    if view.integer("SLURM_STEP_ID") % 2**32 >= _SLURM_FIRST_RESERVED_STEP_ID:
+        return None
+    node_rank = view.first_integer("SLURM_NODEID", default=0)
+    num_nodes = view.first_integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
+    world_size = view.first_integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    tasks_name = (
+        "SLURM_STEP_TASKS_PER_NODE" if view.has("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
+    )
+    tasks_text = view.text(tasks_name)
+    if tasks_text is None and num_nodes == 1:
+        tasks_text = str(world_size)
+    tasks_per_node = _expand_slurm_counts(tasks_text or "")
+    if len(tasks_per_node) != num_nodes or not 0 <= node_rank < num_nodes:
+        view.fail(
+            f"{tasks_name} is {tasks_text!r}; expected counts for {num_nodes} nodes, SLURM_NODEID among them",
+            "Start the ranks with srun, which sets all of these.",
+        )
+    job_id = f"slurm.{view.text('SLURM_JOB_ID') or view.text('SLURM_JOBID')}.{view.text('SLURM_STEP_ID')}"
+    return RankIdentity(
+        rank=view.integer("SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=view.integer("SLURM_LOCALID"),
+        local_world_size=tasks_per_node[node_rank],
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_addr=_master_addr(view, num_nodes),
+        master_port=_master_port(view, world_size, lambda: job_id),
+        launcher="slurm",
+    )
+
+
+def _expand_slurm_counts(text: str) -> list[int]:
+    """Expand Slurm's run-length notation: ``4(x2),3`` means 4, 4 and 3 tasks."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _from_openmpi(view: _View) -> RankIdentity | None:
+    if not view.has("OMPI_COMM_WORLD_RANK"):
+        return None
+    world_size = view.integer("OMPI_COMM_WORLD_SIZE")
+    local_world_size = view.integer("OMPI_COMM_WORLD_LOCAL_SIZE")
+    rank = view.integer("OMPI_COMM_WORLD_RANK")
+    # OMPI_COMM_WORLD_NODE_RANK is no index of the machine: it counts processes on it, over all jobs.
+    num_nodes = _ceil_div(world_size, local_world_size)
+    return RankIdentity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=view.integer("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=local_world_size,
+        node_rank=_ceil_div(rank + 1, local_world_size) - 1,
+        num_nodes=num_nodes,
+        master_addr=_master_addr(view, num_nodes),
+        master_port=_master_port(
+            view, world_size, lambda: view.text("PMIX_NAMESPACE") or view.text("OMPI_MCA_ess_base_jobid")
+        ),
+        launcher="openmpi",
+    )
+
+
+def _from_hydra(view: _View) -> RankIdentity | None:
+    if not (view.has("PMI_RANK") and view.has("MPI_LOCALRANKID")):
+        return None
+    rank, world_size = view.integer("PMI_RANK"), view.integer("PMI_SIZE")
+    local_world_size = view.integer("MPI_LOCALNRANKS")
+    num_nodes = _ceil_div(world_size, local_world_size)
+    node_rank = view.first_integer("HYDRA_BSTRAP_NODE_ID", default=_ceil_div(rank + 1, local_world_size) - 1)
+    return RankIdentity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=view.integer("MPI_LOCALRANKID"),
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_addr=_master_addr(view, num_nodes),
+        master_port=_master_port(
+            view, world_size, lambda: view.text("I_MPI_HYDRA_UUID") or _hydra_proxy_job_id()
+        ),
+        launcher="mpich",
+    )
+
+
+def _hydra_proxy_job_id(process_dir: Path = Path("/proc")) -> str | None:
+    """Name the job by its Hydra proxy, the one ancestor all ranks on a machine share.
+
+    MPICH's Hydra gives its ranks no variable that identifies the job (seen with MPICH 5.0.2).
+    """
+    pid = "self"
+    for _ in range(64):
+        try:
+            status = (process_dir / pid / "status").read_text()
+        except OSError:
+            return None
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        if fields.get("Name", "").startswith("hydra_pmi"):
+            return f"hydra.{fields['Pid']}"
+        pid = fields.get("PPid", "0")
+        if pid == "0":
+            return None
+    return None
+
+
+def _master_addr(view: _View, num_nodes: int) -> str:
+    addr = view.text("MASTER_ADDR") or view.text("DET_CHIEF_IP")
+    if addr is None and num_nodes > 1:
+        view.fail(
+            f"MASTER_ADDR is unset; expected rank 0's address, for a job on {num_nodes} machines",
+            "Set MASTER_ADDR to a host name or address that all of them can reach.",
+        )
+    return addr or LOOPBACK_ADDR
+
+
+def _master_port(
+    view: _View, world_size: int, job_id: Callable[[], str | None] | None, *, optional: bool = False
+) -> int:
+    if view.has("MASTER_PORT"):
+        port = view.integer("MASTER_PORT")
+        if not 0 < port < 2**16:
+            view.fail(
+                f"MASTER_PORT is {port}; expected a TCP port between 1 and 65535", "Correct MASTER_PORT."
+            )
+        return port
+    if optional or world_size == 1:
+        return 0
+    name = job_id() if job_id is not None else None
+    if name is None:
+        view.fail(
+            "MASTER_PORT is unset; expected a TCP port, because nothing else here identifies the job",
+            "Set MASTER_PORT to the same free port for all ranks.",
+        )
+    return _FIRST_DERIVED_PORT + zlib.crc32(name.encode()) % _NUM_DERIVED_PORTS
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // max(divisor, 1))
+
+
+def _validated(identity: RankIdentity, view: _View) -> RankIdentity:
+    for what, index, count in (
+        ("rank", identity.rank, identity.world_size),
+        ("local rank", identity.local_rank, identity.local_world_size),
+        ("node rank", identity.node_rank, identity.num_nodes),
+    ):
+        if count < 1 or not 0 <= index < count:
+            view.fail(
+                f"the {what} is {index} of {count}; expected it to be at least 0 and below that count",
+                "Correct the variables, or unset them all to run a single rank.",
+            )
+    if identity.local_world_size > identity.world_size or identity.num_nodes > identity.world_size:
+        view.fail(
+            f"the job has {identity.world_size} ranks on {identity.num_nodes} machines, "
+            f"{identity.local_world_size} of them here; expected at most {identity.world_size} of either",
+            "Correct the variables, or unset them all to run a single rank.",
+        )
+    return identity

@@ -1,0 +1,66 @@
+"""Requests to stop, as a rank receives them: signals become a flag that the training loop polls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+LAUNCHED_VARIABLE = "DSTRIAL_LAUNCHED"
+LAUNCHER_PID_VARIABLE = "DSTRIAL_LAUNCHER_PID"
+
+
+class StopSignals:
+    """Context manager that turns SIGTERM and Ctrl-C into a flag, for as long as it is open.
+
+    SIGTERM sets the flag. A rank of ``dstrial.launch`` (the variable ``DSTRIAL_LAUNCHED`` is ``1``)
+    ignores SIGINT, because its launcher hears the terminal and passes the request on as SIGTERM.
+    Without that launcher the first SIGINT sets the flag and the second raises KeyboardInterrupt. The
+    previous handlers are back when the block ends. Outside the main thread Python allows no handlers:
+    the flag then stays unset.
+
+    Processes forked meanwhile (a data loader's workers) die of SIGTERM as they would without it, and
+    ignore SIGINT: the terminal sends it to them too, and the rank still needs them for its last batches.
+
+    Ranks: each its own; no communication. The flags of two ranks may differ until they agree on one.
+    """
+
+    def __init__(self) -> None:
+        self._requested: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        self._owner_pid = os.getpid()
+
+    @property
+    def requested(self) -> str | None:
+        """The name of the first signal that asked for a stop, for example ``SIGTERM``; None if none did."""
+        return self._requested
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._owner_pid = os.getpid()
+            for signal_ in (signal.SIGTERM, signal.SIGINT):
+                self._previous[signal_] = signal.signal(signal_, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for signal_, handler in self._previous.items():
+            signal.signal(signal_, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _on_signal(self, signal_number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._owner_pid:
+            if signal_number == signal.SIGTERM:
+                signal.signal(signal_number, signal.SIG_DFL)
+                os.kill(os.getpid(), signal_number)
+            return
+        if signal_number == signal.SIGINT:
+            if os.environ.get(LAUNCHED_VARIABLE) == "1":
+                return
+            if self._requested is not None:
+                raise KeyboardInterrupt
+        if self._requested is None:
+            self._requested = signal.Signals(signal_number).name

@@ -1,0 +1,232 @@
+"""Run a function or a script on several CPU ranks, in real processes, with a deadline.
+
+For tests of one's own distributed code, without a launcher: the variables are those of torchrun, and
+whatever the ranks leave behind ends with them. ::
+
+    def mean_rank(offset):
+        ...
+        return value
+
+    results = run_function(mean_rank, 2, 10, deadline_s=60)
+    assert [r.value for r in results] == [10.5, 10.5]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.05
+_STACK_DUMP_S = 2.0
+# Not of the ephemeral range: ranks bind it only seconds later, after importing torch.
+_PORTS = range(20_000, 29_000)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one rank did.
+
+    Attributes:
+        rank: its rank.
+        exit_code: as ``subprocess`` has it: negative for a rank that a signal ended.
+        stdout: what it printed.
+        stderr: what it printed to standard error.
+        value: what the function returned; None for a script or a rank that failed.
+    """
+
+    rank: int
+    exit_code: int
+    stdout: str
+    stderr: str
+    value: Any
+
+
+class RanksFailedError(AssertionError):
+    """A rank failed or the deadline passed; the message holds every rank's output.
+
+    Args:
+        problem: what went wrong, in one line.
+        results: one per rank.
+    """
+
+    def __init__(self, problem: str, results: Sequence[RankResult]) -> None:
+        self.results = tuple(results)
+        parts = [
+            f"--- rank {r.rank}, exit code {r.exit_code} ---\n{r.stdout}{r.stderr}".rstrip() for r in self.results
+        ]
+        super().__init__("\n".join([problem, *parts]))
+
+
+def run_function(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    deadline_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> list[RankResult]:
+    """Call a function on every rank and return its values.
+
+    Args:
+        function: defined at the top level of a file, which every rank loads.
+        num_ranks: number of ranks, on this machine.
+        args: picklable arguments, the same for all ranks.
+        deadline_s: seconds until the ranks are ended and their stacks shown.
+        env: further variables; a value for rank-dependent ones is the function's own business.
+        check: whether a failing rank is an error here.
+
+    Returns:
+        One result per rank, by rank.
+
+    Raises:
+        RanksFailedError: the deadline passed or, with ``check``, a rank failed.
+    """
+    source = inspect.getsourcefile(function)
+    if source is None or "<" in function.__qualname__:
+        raise ValueError(
+            f"function is {function!r}; expected one at the top level of a file. Move it out of its function."
+        )
+    with tempfile.TemporaryDirectory(prefix="dstrial-ranks-") as directory:
+        call = Path(directory) / "call.pickle"
+        call.write_bytes(pickle.dumps(args))
+        command = [sys.executable, "-m", __name__, str(Path(source).resolve()), function.__qualname__, directory]
+        return _run(command, num_ranks, Path(directory), deadline_s, env or {}, check)
+
+
+def run_script(
+    script: Path,
+    num_ranks: int,
+    *args: str,
+    deadline_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> list[RankResult]:
+    """Run a Python script on every rank; arguments and errors as for ``run_function``."""
+    with tempfile.TemporaryDirectory(prefix="dstrial-ranks-") as directory:
+        command = [sys.executable, str(script), *args]
+        return _run(command, num_ranks, Path(directory), deadline_s, env or {}, check)
+
+
+def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would give a rank on this machine, for CPU ranks."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now and that no outgoing connection will take."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port of {_PORTS} is free; expected one. End what listens there.")
+
+
+def _run(
+    command: list[str],
+    num_ranks: int,
+    directory: Path,
+    deadline_s: float,
+    env: Mapping[str, str],
+    check: bool,
+) -> list[RankResult]:
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(num_ranks):
+            stdout = stack.enter_context((directory / f"{rank}.out").open("wb"))
+            stderr = stack.enter_context((directory / f"{rank}.err").open("wb"))
+            variables = {**os.environ, **rank_environ(rank, num_ranks, port), **env}
+            process = subprocess.Popen(
+                command, env=variables, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+            stack.callback(_end, process)
+            processes.append(process)
+        in_time = _wait(processes, deadline_s, is_failure_final=check)
+    results = [_result(rank, process.returncode, directory) for rank, process in enumerate(processes)]
+    if not in_time:
+        raise RanksFailedError(f"the ranks did not end within {deadline_s:g} s", results)
+    if check and any(result.exit_code != 0 for result in results):
+        raise RanksFailedError("a rank failed", results)
+    return results
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, *, is_failure_final: bool) -> bool:
+    """Wait for all; False if the deadline passed. Others get 10 s after a failure that is final."""
+    give_up_at_s = time.monotonic() + deadline_s
+    is_failing = False
+    while any(process.poll() is None for process in processes):
+        if not is_failing and is_failure_final and any(process.poll() for process in processes):
+            is_failing = True
+            give_up_at_s = min(give_up_at_s, time.monotonic() + 10.0)
+        if time.monotonic() > give_up_at_s:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGABRT)
+            time.sleep(_STACK_DUMP_S)
+            return is_failing
+        time.sleep(_POLL_S)
+    return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _result(rank: int, exit_code: int, directory: Path) -> RankResult:
+    value_path = directory / f"{rank}.value"
+    return RankResult(
+        rank=rank,
+        exit_code=exit_code,
+        stdout=(directory / f"{rank}.out").read_text(errors="replace"),
+        stderr=(directory / f"{rank}.err").read_text(errors="replace"),
+        value=pickle.loads(value_path.read_bytes()) if value_path.exists() else None,  # noqa: S301  # our own
+    )
+
+
+def _call_in_rank(source: Path, qualname: str, directory: Path) -> None:
+    sys.path.insert(0, str(source.parent))
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{source} is no Python file; expected one. Pass a function from a .py file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[source.stem] = module
+    spec.loader.exec_module(module)
+    function: Any = module
+    for name in qualname.split("."):
+        function = getattr(function, name)
+    args = pickle.loads((directory / "call.pickle").read_bytes())  # noqa: S301  # our own
+    value = function(*args)
+    (directory / f"{os.environ['RANK']}.value").write_bytes(pickle.dumps(value))
+
+
+if __name__ == "__main__":
+    _call_in_rank(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,455 @@
+"""Put the pieces together: ``init()`` makes a context, ``Trainer.fit()`` trains, ``run_trial()`` does both.
+
+On a cluster everything comes from Determined's Core API; off a cluster the same interfaces work on a run
+directory. The environment decides which, and which rank this process is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
+
+import determined as det
+import numpy as np
+import torch
+from determined import core, pytorch
+
+from dstrial import local
+from dstrial.config import ExperimentConfig, Length
+from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
+from dstrial.local.context import LocalContext
+from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir
+from dstrial.loop.agreement import StopReason
+from dstrial.loop.loop import FitResult, LoopSettings, TrainingLoop
+from dstrial.ranks import process_group
+from dstrial.ranks.control import ControlChannel, timeout_from_environ
+from dstrial.ranks.identity import identify
+from dstrial.ranks.stop import StopSignals
+from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.trial import DeepSpeedTrial
+
+logger = logging.getLogger("dstrial.trainer")
+
+RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"
+RESUME_VARIABLE = "DSTRIAL_RESUME"
+
+_TEST_BATCHES = 2
+
+
+def _cluster_info() -> Any:
+    """Return Determined's cluster info if this process is a rank of a trial on a cluster, else None."""
+    info = det.get_cluster_info()
+    return info if info is not None and info.task_type == "TRIAL" else None
+
+
+@contextlib.contextmanager
+def init(
+    *,
+    hparams: dict[str, Any] | None = None,
+    exp_conf: dict[str, Any] | None = None,
+    distributed: core.DistributedContext | None = None,
+    enable_tensorboard_logging: bool = True,
+    run_dir: str | os.PathLike[str] | None = None,
+) -> Iterator[DeepSpeedTrialContext]:
+    """Make the context of a trial; build the trial and call ``Trainer.fit`` inside the block.
+
+    Sets up the process group from the environment: one rank under ``python`` or a notebook, many under
+    ``dstrial.launch``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` and Determined's launchers.
+    Off a cluster, random states are seeded if ``exp_conf`` has ``reproducibility.experiment_seed``.
+
+    Args:
+        hparams: hyperparameters; on a cluster the trial's own if left out.
+        exp_conf: experiment config, for off a cluster.
+        distributed: a distributed context of your own making; ranks are then yours to set up.
+        enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
+        run_dir: where an off-cluster run keeps its files; a new directory under ``./runs`` if left out.
+
+    Raises:
+        RankIdentityError: the environment contradicts itself about who this process is.
+
+    Ranks: all, collectively.
+    """
+    info = _cluster_info()
+    identity = identify(os.environ)
+    process_group.init_process_group(identity, timeout_s=timeout_from_environ())
+    device = process_group.device(identity)
+    channel = distributed if distributed is not None else ControlChannel(identity)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        own_run: RunDirectory | None = None
+        if info is not None:
+            exp_conf = info.trial._config
+            seed: int | None = info.trial.trial_seed
+            hparams = info.trial.hparams if hparams is None else hparams
+            steps_completed = info.trial._steps_completed
+            core_context = core.init(
+                distributed=channel,
+                preempt_mode=core.PreemptMode.ChiefOnly,
+                tensorboard_mode=core.TensorboardMode.MANUAL,
+            )
+        else:
+            seed = ((exp_conf or {}).get("reproducibility") or {}).get("experiment_seed")
+            steps_completed = 0
+            directory, is_own = _run_directory(run_dir, exp_conf, channel)
+            own_run = directory if is_own and channel.rank == 0 else None
+            core_context = _local_core(directory, exp_conf, channel, signals)
+        if seed is not None:
+            seed_everything(int(seed))
+        if own_run is not None:
+            stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
+        stack.enter_context(core_context)
+        context = DeepSpeedTrialContext(
+            core_context=core_context,
+            trial_seed=None if seed is None else int(seed),
+            hparams=hparams,
+            slots_per_trial=channel.size,
+            num_gpus=channel.size if device.type != "cpu" else 0,
+            exp_conf=exp_conf,
+            steps_completed=steps_completed,
+            enable_tensorboard_logging=enable_tensorboard_logging,
+            device=device,
+        )
+        context._stop_signals = signals
+        context._own_run = own_run
+        yield context
+        if context._tensorboard_writer is not None:
+            context._tensorboard_writer.close()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, torch and the accelerator of this process, the same on all ranks."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _run_directory(
+    run_dir: str | os.PathLike[str] | None,
+    exp_conf: Mapping[str, Any] | None,
+    channel: core.DistributedContext,
+) -> tuple[RunDirectory, bool]:
+    """Return the run directory, the same on all ranks, and whether this call made it. Ranks: all."""
+    given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    if given:
+        return RunDirectory.open(given), False
+    path: str | None = None
+    if channel.rank == 0:
+        name = str((exp_conf or {}).get("name") or pathlib.Path(sys.argv[0] or "notebook").stem or "notebook")
+        made = RunDirectory.create(
+            default_runs_dir(),
+            name=name,
+            context_dir=pathlib.Path.cwd(),
+            command=sys.argv,
+            config=exp_conf or {},
+        )
+        path = str(made.path)
+        logger.info("this run's files are in %s", path)
+    return RunDirectory.open(channel.broadcast(path)), True
+
+
+def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: BaseException | None) -> bool:
+    if run.read_record().state is RunState.RUNNING:
+        state = RunState.COMPLETED if kind is None else RunState.FAILED
+        run.end_attempt(state, None if error is None else f"{kind.__name__ if kind else ''}: {error}")
+    return False
+
+
+def _local_core(
+    directory: RunDirectory,
+    exp_conf: Mapping[str, Any] | None,
+    channel: core.DistributedContext,
+    signals: StopSignals,
+) -> LocalContext:
+    searcher = (exp_conf or {}).get("searcher") or {}
+    storage = (exp_conf or {}).get("checkpoint_storage")
+    length = core._parse_searcher_max_length(exp_conf) if searcher else None
+    unit = core._parse_searcher_units(exp_conf) if length else None
+    return local.context.init(
+        directory,
+        distributed=channel,
+        metric=searcher.get("metric"),
+        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
+        stop_requested=lambda: signals.requested,
+        keep=local.retention.KeepPolicy.from_config(storage),
+        max_length=length,
+        max_length_unit=unit,
+        preempt_mode=core.PreemptMode.ChiefOnly,
+    )
+
+
+class Trainer:
+    """Trains a ``DeepSpeedTrial``; use it inside ``with dstrial.init(...)``.
+
+    Args:
+        trial: the trial, built with ``context``.
+        context: what ``init`` yielded.
+    """
+
+    def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
+        self._trial = trial
+        self._context = context
+        self._info = _cluster_info()
+
+    def fit(
+        self,
+        checkpoint_period: pytorch.TrainUnit | None = None,
+        validation_period: pytorch.TrainUnit | None = None,
+        max_length: pytorch.TrainUnit | None = None,
+        reporting_period: pytorch.TrainUnit = pytorch.Batch(100),  # noqa: B008  # never changed
+        checkpoint_policy: str = "best",
+        latest_checkpoint: str | None = None,
+        step_zero_validation: bool = False,
+        test_mode: bool = False,
+        profiling_enabled: bool = False,
+    ) -> FitResult:
+        """Train to ``max_length``, reporting, validating and checkpointing at their own periods.
+
+        Every period is counted over the whole run, however often it was resumed. ``Batch(100)`` and
+        ``Epoch(1)`` recur; ``Batch([5, 30])`` means exactly these positions. At the end there is always
+        a validation and a checkpoint.
+
+        Args:
+            checkpoint_period: how often to checkpoint.
+            validation_period: how often to validate.
+            max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. On a cluster it may be left out
+                where the experiment config has ``searcher.max_length`` or ``max_time``.
+            reporting_period: how often to report training metrics.
+            checkpoint_policy: ``best``, ``all`` or ``none``: which validations are followed by a checkpoint.
+                ``best`` compares the searcher's metric, off a cluster with those of the same run.
+            latest_checkpoint: uuid of the checkpoint to continue from, or off a cluster its directory or
+                ``latest``.
+            step_zero_validation: whether to validate before the first batch.
+            test_mode: train one batch and validate one, off a cluster only.
+            profiling_enabled: whether Determined collects system metrics, on a cluster only.
+
+        Returns:
+            How far training came, and why it ended if not at its length.
+
+        Raises:
+            ValueError: there is no length, or an argument has no meaning here.
+            TypeError: a length or period is of the wrong kind.
+            DstrialError: user code, data or a checkpoint is not as it must be.
+
+        Ranks: all, collectively.
+        """
+        context = self._context
+        if checkpoint_policy not in ("best", "all", "none"):
+            raise ValueError(
+                f"checkpoint_policy is {checkpoint_policy!r}; expected 'best', 'all' or 'none'. Choose one of them."
+            )
+        searcher = dict((context._exp_conf or {}).get("searcher") or {})
+        metric: str | None = searcher.get("metric")
+        if self._info is not None:
+            if test_mode:
+                raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
+            if latest_checkpoint is None and self._info.latest_checkpoint is not None:
+                logger.warning(
+                    "latest_checkpoint is not given, so this trial starts anew; pass "
+                    "fit(latest_checkpoint=det.get_cluster_info().latest_checkpoint) to continue"
+                )
+            if max_length is None:
+                max_length = _length_from_searcher(searcher, _global_batch_size(context))
+            trial_id = int(self._info.trial.trial_id)
+            if profiling_enabled:
+                context._core.profiler.on()
+        else:
+            trial_id = 0
+            if profiling_enabled and context.distributed.rank == 0:
+                logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
+            latest_checkpoint = self._local_checkpoint(latest_checkpoint)
+        if checkpoint_policy == "best" and metric is None:
+            if context.distributed.rank == 0:
+                logger.warning(
+                    "checkpoint_policy is 'best' without a searcher.metric to compare; using 'all'"
+                )
+            checkpoint_policy = "all"
+        if test_mode:
+            max_length = pytorch.Batch(1)
+        if max_length is None:
+            raise ValueError("max_length is None; expected Batch(n) or Epoch(n). Pass fit(max_length=...).")
+        settings = LoopSettings(
+            max_length=max_length,
+            reporting_period=reporting_period,
+            validation_period=validation_period,
+            checkpoint_period=checkpoint_period,
+            checkpoint_policy=cast(Literal["best", "all", "none"], checkpoint_policy),
+            searcher_metric=metric,
+            smaller_is_better=bool(searcher.get("smaller_is_better", True)),
+            latest_checkpoint=latest_checkpoint,
+            step_zero_validation=step_zero_validation,
+            data_seed=context._trial_seed or 0,
+            trial_id=trial_id,
+            max_validation_rounds=1 if test_mode else None,
+        )
+        return self._run(settings)
+
+    def _run(self, settings: LoopSettings) -> FitResult:
+        loop = TrainingLoop(
+            self._trial,
+            self._context,
+            settings,
+            wish_to_stop=self._wish_to_stop,
+            on_start=self._on_start,
+            on_progress=self._on_progress,
+        )
+        result = loop.run()
+        if self._context.distributed.rank == 0:
+            ending = "completed" if result.stopped is None else f"stopped: {result.stopped.value}"
+            self._context._core.train.set_status(ending)
+            if self._context._own_run is not None and result.stopped is not None:
+                self._context._own_run.end_attempt(RunState.STOPPED)
+        return result
+
+    def _wish_to_stop(self) -> StopReason | None:
+        context = self._context
+        signals = context._stop_signals
+        if signals is not None and signals.requested is not None:
+            return StopReason.SIGNAL
+        if context._stop_requested:
+            return StopReason.REQUESTED
+        if (
+            self._info is not None
+            and context.distributed.rank == 0
+            and context._core.preempt.should_preempt()
+        ):
+            return StopReason.PREEMPTED
+        return None
+
+    def _on_start(self, batches_trained: int) -> None:
+        if isinstance(self._context._core, LocalContext):
+            self._context._core.train.rewind_to(batches_trained)
+
+    def _on_progress(self, batches_trained: int, batches_total: int) -> None:
+        if isinstance(self._context._core, LocalContext):
+            self._context._core.train.report_batches(batches_trained, batches_total)
+
+    def _local_checkpoint(self, asked: str | None) -> str | None:
+        """Resolve ``latest`` and what ``dstrial run --resume`` asked for."""
+        asked = asked if asked is not None else os.environ.get(RESUME_VARIABLE)
+        if asked != "latest":
+            return asked
+        newest = self._context._core.checkpoint.newest()
+        if newest is None:
+            raise CheckpointNotFoundError(
+                f"the run {self._context._core.run_directory.path} has no complete checkpoint; expected one to resume "
+                "from. Start a new run, without resuming."
+            )
+        return str(newest.uuid)
+
+
+def _global_batch_size(context: DeepSpeedTrialContext) -> int:
+    adapter = context._adapters[0]
+    return adapter.micro_batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_world_size
+
+
+def _length_from_searcher(searcher: Mapping[str, Any], global_batch_size: int) -> pytorch.TrainUnit | None:
+    """Return how long a searcher's config says to train; None if it does not say."""
+    if searcher.get("max_length") is not None:
+        return train_unit(Length.from_config(searcher["max_length"]), global_batch_size)
+    if searcher.get("max_time") is not None and searcher.get("time_metric") in ("batches", "epochs"):
+        return train_unit(Length(int(searcher["max_time"]), searcher["time_metric"]), global_batch_size)
+    return None
+
+
+def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
+    """Return a configured length as Determined's ``Batch`` or ``Epoch``; records become whole batches, at least 1."""
+    if length.unit == "epochs":
+        return pytorch.Epoch(length.value)
+    if length.unit == "records":
+        return pytorch.Batch(max(length.value // global_batch_size, 1))
+    return pytorch.Batch(length.value)
+
+
+def _period(length: Length | None, global_batch_size: int) -> pytorch.TrainUnit | None:
+    return None if length is None or length.value == 0 else train_unit(length, global_batch_size)
+
+
+def run_trial(
+    trial_class: type[DeepSpeedTrial],
+    *,
+    experiment: ExperimentConfig | None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | None = None,
+    test_mode: bool = False,
+) -> FitResult:
+    """Train a trial class as an experiment config says; what ``--trial model_def:MyTrial`` does on every rank.
+
+    Args:
+        trial_class: the user's class.
+        experiment: the experiment; None on a cluster, which knows it.
+        run_dir: the run directory, off a cluster.
+        resume: checkpoint to continue from: a uuid, a directory, or ``latest``.
+        test_mode: two batches, one validation round, one checkpoint and a reload of it.
+
+    Raises:
+        ConfigError: the experiment does not say how long to train.
+
+    Ranks: all, collectively.
+    """
+    _show_log(identify(os.environ).rank)
+    info = _cluster_info()
+    config: Mapping[str, Any] = (
+        info.trial._config if info is not None else cast(ExperimentConfig, experiment).raw
+    )
+    hparams = info.trial.hparams if info is not None else cast(ExperimentConfig, experiment).hyperparameters
+    with init(
+        hparams=dict(hparams), exp_conf=None if info is not None else dict(config), run_dir=run_dir
+    ) as context:
+        trial = trial_class(context)
+        trainer = Trainer(trial, context)
+        size = _global_batch_size(context) if context._adapters else 1
+        max_length = (
+            pytorch.Batch(_TEST_BATCHES) if test_mode else _length_from_searcher(config["searcher"], size)
+        )
+        if max_length is None:
+            raise ConfigError([_missing_length(experiment)])
+        periods = {key: config.get(key) for key in ("min_validation_period", "min_checkpoint_period")}
+        lengths = {key: Length.from_config(value) if value else None for key, value in periods.items()}
+        result = trainer.fit(
+            checkpoint_period=None if test_mode else _period(lengths["min_checkpoint_period"], size),
+            validation_period=None if test_mode else _period(lengths["min_validation_period"], size),
+            max_length=max_length,
+            reporting_period=pytorch.Batch(1 if test_mode else int(config.get("scheduling_unit") or 100)),
+            checkpoint_policy="none" if test_mode else str(config.get("checkpoint_policy") or "best"),
+            latest_checkpoint=info.latest_checkpoint if info is not None else resume,
+            step_zero_validation=bool(config.get("perform_initial_validation")),
+            profiling_enabled=info is not None and bool((config.get("profiling") or {}).get("enabled")),
+        )
+        if test_mode and result.checkpoint_uuid is not None:
+            _reload(trial, context, trainer, result.checkpoint_uuid)
+        return result
+
+
+def _show_log(rank: int) -> None:
+    """Send log lines to stderr where nobody has configured logging: everything of the chief, warnings of others."""
+    if not logging.getLogger().handlers:
+        logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    if rank == 0:
+        for name in ("dstrial", "determined"):
+            logging.getLogger(name).setLevel(logging.INFO)
+
+
+def _reload(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
+    """Continue from the test's own checkpoint, which has nothing left to train: every part is loaded and checked."""
+    again = trainer.fit(
+        max_length=pytorch.Batch(_TEST_BATCHES), checkpoint_policy="none", latest_checkpoint=uuid
+    )
+    assert again.batches_trained == _TEST_BATCHES, again
+    assert trial is trainer._trial
+    if context.distributed.rank == 0:
+        logger.info("checkpoint %s was written and loaded again", uuid)
+
+
+def _missing_length(experiment: ExperimentConfig | None) -> ConfigProblem:
+    return ConfigProblem(
+        where=f"{experiment.path if experiment is not None else 'experiment config'}: searcher.max_length",
+        got="not set",
+        expected="how long to train, there or as searcher.max_time with time_metric batches or epochs",
+        fix="Set for example searcher.max_length: {batches: 1000}.",
+    )

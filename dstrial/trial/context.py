@@ -1,0 +1,414 @@
+"""DeepSpeedTrialContext: what a trial holds. It answers questions and takes registrations; the loop acts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pathlib
+import warnings
+from typing import Any
+
+import torch
+from determined import core, pytorch, util
+
+from dstrial.config import ParallelSizes, check_deepspeed
+from dstrial.engine.adapt import adapt
+from dstrial.engine.adapter import EngineAdapter
+from dstrial.errors import ConfigError, TrialContractError
+from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
+
+logger = logging.getLogger("dstrial.trial")
+
+
+class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[misc]  # wrap_reducer lives there
+    """What a ``DeepSpeedTrial`` gets in its constructor; use :func:`dstrial.init` to build one.
+
+    Attributes:
+        distributed: Determined's distributed context: rank, size, gather, broadcast.
+        device: the torch device of this rank, chosen through DeepSpeed's accelerator interface.
+        models: the wrapped engines in the order in which they were wrapped.
+
+    Args:
+        core_context: Determined's Core API, on a cluster or on a run directory.
+        trial_seed: seed of the trial; None off a cluster where no seed is configured.
+        hparams: hyperparameters; None if the caller has none.
+        slots_per_trial: number of ranks.
+        num_gpus: accelerators that these ranks use; 0 on CPU.
+        exp_conf: experiment config; None if the caller has none.
+        steps_completed: batches trained before this allocation.
+        enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
+        device: the device of this rank; None takes the accelerator's current one.
+
+    Source: the public surface of ``determined.pytorch.deepspeed.DeepSpeedTrialContext`` 0.38.1.
+    """
+
+    def __init__(
+        self,
+        core_context: core.Context,
+        trial_seed: int | None,
+        hparams: dict[str, Any] | None,
+        slots_per_trial: int,
+        num_gpus: int,
+        exp_conf: dict[str, Any] | None,
+        steps_completed: int,
+        enable_tensorboard_logging: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        self._core = core_context
+        self.distributed = core_context.distributed
+        super().__init__(self.distributed.allgather)
+        self._hparams = copy.deepcopy(hparams)
+        self._exp_conf = copy.deepcopy(exp_conf)
+        self._num_gpus = num_gpus
+        self._trial_seed = trial_seed
+        self._steps_completed = steps_completed
+        self._enable_tensorboard_logging = enable_tensorboard_logging
+        self._per_slot_batch_size: int | None = None
+        self._global_batch_size: int | None = None
+        if self._hparams and self._hparams.get("global_batch_size"):
+            self._per_slot_batch_size, self._global_batch_size = util.calculate_batch_sizes(
+                hparams=self._hparams, slots_per_trial=slots_per_trial, trialname="DeepSpeedTrial"
+            )
+        self.device = device if device is not None else _default_device()
+        self.models: list[Any] = []
+        self.profiler: Any = None
+        self._adapters: list[EngineAdapter] = []
+        self._mpu = make_data_parallel_mpu(self.distributed)
+        self._called_set_mpu = False
+        self._use_pipeline_parallel = False
+        self._data_repro_checks_disabled = False
+        self._manual_grad_accumulation = False
+        self._stop_requested = False
+        self._epoch_len: int | None = None
+        self._current_batch_idx: int | None = None
+        self._tensorboard_writer: Any = None
+        self._to_device_warned_types: set[type] = set()
+        self._stop_signals: Any = None
+        self._own_run: Any = None
+
+    # ---- engines -------------------------------------------------------------------------------------
+
+    def wrap_model_engine(self, model: Any) -> Any:
+        """Register a DeepSpeed engine for training and checkpoints, and check its configuration for real.
+
+        The whole configuration check is repeated with the true sizes. The first engine decides the batch
+        sizes and, if it is a pipeline, who reads records and who reports.
+
+        Args:
+            model: what ``deepspeed.initialize`` returned first.
+
+        Returns:
+            The same engine. On a pipeline engine ``train_batch()`` and ``eval_batch()`` may be called
+            without an iterator: they use the loader in use.
+
+        Raises:
+            ConfigError: the DeepSpeed configuration cannot be right for these sizes.
+
+        Ranks: all, with the engines in the same order.
+        """
+        adapter = adapt(model)
+        is_pipeline = _is_pipeline(model)
+        self._check_config(model, adapter, is_pipeline)
+        self._use_pipeline_parallel = self._use_pipeline_parallel or is_pipeline
+        if not self.models:
+            if is_pipeline:
+                self._mpu = make_deepspeed_mpu(model.mpu)
+            else:
+                self._mpu = ModelParallelUnit(
+                    adapter.data_parallel_rank, adapter.data_parallel_world_size, True, True
+                )
+        elif adapter.micro_batch_size != self._adapters[0].micro_batch_size and self.distributed.rank == 0:
+            logger.warning(
+                "engine %d has train_micro_batch_size_per_gpu %d and engine 0 has %d; samples per second count engine 0",
+                len(self.models),
+                adapter.micro_batch_size,
+                self._adapters[0].micro_batch_size,
+            )
+        self.models.append(model)
+        self._adapters.append(adapter)
+        return model
+
+    def _check_config(self, engine: Any, adapter: EngineAdapter, is_pipeline: bool) -> None:
+        world_size = self.distributed.size
+        pipeline_stages = engine.grid.get_pipe_parallel_world_size() if is_pipeline else 1
+        sizes = ParallelSizes(
+            world_size=world_size,
+            pipeline_stages=pipeline_stages,
+            model_parallel_size=max(world_size // (pipeline_stages * adapter.data_parallel_world_size), 1),
+            is_pipeline=is_pipeline,
+        )
+        result = check_deepspeed(engine.config, sizes, where=f"DeepSpeed config of engine {len(self.models)}")
+        if result.problems:
+            raise ConfigError(result.problems)
+        if self.distributed.rank == 0:
+            for warning in result.warnings:
+                logger.warning("%s", warning)
+
+    def set_mpu(self, mpu: ModelParallelUnit) -> None:
+        """Describe model parallelism of your own; only after the first engine is wrapped, and only once.
+
+        Raises:
+            TrialContractError: no engine is wrapped yet, or it was called before.
+        """
+        if not self.models:
+            raise TrialContractError(
+                "set_mpu is called before an engine is wrapped; expected one. Call wrap_model_engine first."
+            )
+        if self._called_set_mpu:
+            raise TrialContractError(
+                "set_mpu is called a second time; expected once per trial. Remove one call."
+            )
+        self._called_set_mpu = True
+        self._mpu = mpu
+        self._adapters[0] = adapt(
+            self.models[0],
+            data_parallel_rank=mpu.data_parallel_rank,
+            data_parallel_world_size=mpu.data_parallel_world_size,
+        )
+
+    @property
+    def use_pipeline_parallel(self) -> bool:
+        """Whether a wrapped engine is a pipeline engine."""
+        return self._use_pipeline_parallel
+
+    def disable_auto_grad_accumulation(self) -> None:
+        """Call ``train_batch`` once per batch; it then draws and trains the batch's micro batches itself."""
+        self._manual_grad_accumulation = True
+
+    def disable_dataset_reproducibility_checks(self) -> None:
+        """Allow loaders that are not ``dstrial.DataLoader``; order, sharding and resuming are then yours."""
+        self._data_repro_checks_disabled = True
+
+    def _first_adapter(self, asked: str) -> EngineAdapter:
+        if not self._adapters:
+            raise TrialContractError(
+                f"{asked} is asked for before an engine is wrapped; expected one. Call wrap_model_engine first."
+            )
+        return self._adapters[0]
+
+    def get_train_micro_batch_size_per_gpu(self) -> int:
+        """Return the records in one forward pass of one replica, from the first engine.
+
+        Raises:
+            TrialContractError: no engine is wrapped yet.
+        """
+        return self._first_adapter("the micro batch size").micro_batch_size
+
+    def get_num_micro_batches_per_slot(self) -> int:
+        """Return the micro batches of one replica in one batch, from the first engine.
+
+        Raises:
+            TrialContractError: no engine is wrapped yet.
+        """
+        return self._first_adapter("the number of micro batches").micro_batches_per_batch
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Deprecated: ``get_train_micro_batch_size_per_gpu()``."""
+        warnings.warn(
+            "train_micro_batch_size_per_gpu is deprecated; use get_train_micro_batch_size_per_gpu()",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.get_train_micro_batch_size_per_gpu()
+
+    @property
+    def num_micro_batches_per_slot(self) -> int:
+        """Deprecated: ``get_num_micro_batches_per_slot()``."""
+        warnings.warn(
+            "num_micro_batches_per_slot is deprecated; use get_num_micro_batches_per_slot()",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.get_num_micro_batches_per_slot()
+
+    # ---- data ----------------------------------------------------------------------------------------
+
+    def to_device(self, data: Any) -> pytorch.TorchData:
+        """Move tensors and arrays, nested in lists, tuples and dicts, to this rank's device.
+
+        What cannot be moved is returned as it is, with one warning per type.
+        """
+        return pytorch.to_device(data, self.device, self._to_device_warned_types)
+
+    # ---- position ------------------------------------------------------------------------------------
+
+    def _position(self) -> tuple[int, int]:
+        if self._current_batch_idx is None:
+            raise TrialContractError(
+                "the position is asked for before training; expected during train_batch. Ask there."
+            )
+        if self._epoch_len is None:
+            raise TrialContractError(
+                "the epoch is asked for, but the training loader has no length. Give it a __len__."
+            )
+        return self._current_batch_idx, self._epoch_len
+
+    def is_epoch_start(self) -> bool:
+        """Return whether the current batch is the first of its epoch."""
+        batch_idx, epoch_len = self._position()
+        return batch_idx % epoch_len == 0
+
+    def is_epoch_end(self) -> bool:
+        """Return whether the current batch is the last of its epoch."""
+        batch_idx, epoch_len = self._position()
+        return batch_idx % epoch_len == epoch_len - 1
+
+    def current_train_epoch(self) -> int:
+        """Return the epoch of the current batch, from 0, over the whole run."""
+        batch_idx, epoch_len = self._position()
+        return batch_idx // epoch_len
+
+    def current_train_batch(self) -> int:
+        """Return the current batch, from 0, over the whole run."""
+        if self._current_batch_idx is None:
+            raise TrialContractError(
+                "the position is asked for before training; expected during train_batch. Ask there."
+            )
+        return self._current_batch_idx
+
+    def get_initial_batch(self) -> int:
+        """Return how many batches were trained before this allocation."""
+        return self._steps_completed
+
+    # ---- configuration -------------------------------------------------------------------------------
+
+    def get_experiment_config(self) -> dict[str, Any]:
+        """Return the experiment config.
+
+        Raises:
+            ValueError: none was given to ``init``.
+        """
+        if self._exp_conf is None:
+            raise ValueError("there is no experiment config; pass exp_conf to dstrial.init().")
+        return self._exp_conf
+
+    def get_data_config(self) -> dict[str, Any]:
+        """Return the ``data`` section of the experiment config."""
+        return dict(self.get_experiment_config().get("data") or {})
+
+    def get_hparams(self) -> dict[str, Any]:
+        """Return all hyperparameters.
+
+        Raises:
+            ValueError: none were given to ``init``.
+        """
+        if self._hparams is None:
+            raise ValueError("there are no hyperparameters; pass hparams to dstrial.init().")
+        return self._hparams
+
+    def get_hparam(self, name: str) -> Any:
+        """Return one hyperparameter.
+
+        Raises:
+            ValueError: there is none of that name, or none at all.
+        """
+        hparams = self.get_hparams()
+        if name not in hparams:
+            raise ValueError(
+                f"hyperparameter {name!r} does not exist; expected one of {sorted(hparams)}. "
+                "Add it to the hyperparameters of the experiment config."
+            )
+        return hparams[name]
+
+    def get_global_batch_size(self) -> int:
+        """Return the ``global_batch_size`` hyperparameter, rounded down to a multiple of the slots.
+
+        Raises:
+            ValueError: the hyperparameter is not set; DeepSpeed's own batch size is in its JSON.
+        """
+        if self._global_batch_size is None:
+            raise ValueError(
+                "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."
+            )
+        return self._global_batch_size
+
+    def get_per_slot_batch_size(self) -> int:
+        """Return ``global_batch_size`` divided by the slots.
+
+        Raises:
+            ValueError: the hyperparameter is not set.
+        """
+        if self._per_slot_batch_size is None:
+            raise ValueError(
+                "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."
+            )
+        return self._per_slot_batch_size
+
+    def get_experiment_id(self) -> int:
+        """Return the experiment's number; 0 off a cluster."""
+        return int(self._core.train._exp_id)  # Determined offers no public name for it
+
+    def get_trial_id(self) -> int:
+        """Return the trial's number; 0 off a cluster."""
+        return int(self._core.train._trial_id)
+
+    def get_trial_seed(self) -> int:
+        """Return the trial's seed.
+
+        Raises:
+            ValueError: none is configured.
+        """
+        if self._trial_seed is None:
+            raise ValueError(
+                "there is no trial seed; set reproducibility.experiment_seed in the experiment config."
+            )
+        return self._trial_seed
+
+    # ---- TensorBoard, profiling ----------------------------------------------------------------------
+
+    def get_tensorboard_path(self) -> pathlib.Path:
+        """Return the directory whose files are shown by TensorBoard."""
+        return pathlib.Path(self._core.train.get_tensorboard_path())
+
+    def get_tensorboard_writer(self) -> Any:
+        """Return this rank's ``torch.utils.tensorboard.SummaryWriter``, made at the first call."""
+        if self._tensorboard_writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard_writer = SummaryWriter(self.get_tensorboard_path())
+        return self._tensorboard_writer
+
+    def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
+        """Switch the writing of reported metrics for TensorBoard on or off."""
+        if not isinstance(enable_tensorboard_logging, bool):
+            raise AssertionError("enable_tensorboard_logging must be a boolean")
+        self._enable_tensorboard_logging = enable_tensorboard_logging
+
+    def get_enable_tensorboard_logging(self) -> bool:
+        """Return whether reported metrics are written for TensorBoard."""
+        return self._enable_tensorboard_logging
+
+    def set_profiler(self, *args: Any, **kwargs: Any) -> None:
+        """Profile training with ``torch.profiler.profile``; the loop steps it after every batch.
+
+        All arguments go to the profiler; traces are written where TensorBoard finds them.
+        """
+        handler = torch.profiler.tensorboard_trace_handler(str(self.get_tensorboard_path()))
+        self.profiler = torch.profiler.profile(*args, on_trace_ready=handler, **kwargs)
+
+    # ---- stopping ------------------------------------------------------------------------------------
+
+    def get_stop_requested(self) -> bool:
+        """Return whether this rank has asked for training to stop."""
+        return self._stop_requested
+
+    def set_stop_requested(self, stop_requested: bool) -> None:
+        """Ask for training to stop; any rank may. All ranks then stop after the same batch, with a checkpoint."""
+        if not isinstance(stop_requested, bool):
+            raise AssertionError("stop_requested must be a boolean")
+        if stop_requested:
+            logger.info("a stop is requested; training stops at the next point at which all ranks agree")
+        self._stop_requested = stop_requested
+
+
+def _is_pipeline(engine: Any) -> bool:
+    import deepspeed
+
+    return isinstance(engine, deepspeed.PipelineEngine)
+
+
+def _default_device() -> torch.device:
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())

@@ -1,0 +1,101 @@
+import dataclasses
+import datetime
+import hashlib
+import json
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    hash_files,
+    read_manifest,
+    share_of,
+    write_manifest,
+)
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+
+
+@pytest.fixture
+def manifest(tmp_path: pathlib.Path) -> Manifest:
+    (tmp_path / "model0").mkdir()
+    (tmp_path / "model0" / "weights.pt").write_bytes(b"weights" * 1000)
+    (tmp_path / "empty").write_bytes(b"")
+    return Manifest.build(
+        steps_completed=7,
+        layouts=[{"world_size": 2}],
+        files=hash_files(tmp_path, ["model0/weights.pt", "empty"]),
+        readers={"model0/weights.pt": [1, 0], "elsewhere": [3]},
+        uuid="u",
+        created=datetime.datetime(2030, 1, 2, 3, 4, 5, tzinfo=datetime.timezone(datetime.timedelta(hours=1))),
+    )
+
+
+def test_a_manifest_names_size_checksum_and_readers_of_every_file(manifest: Manifest) -> None:
+    assert list(manifest.files) == ["empty", "model0/weights.pt"]
+    entry = manifest.files["model0/weights.pt"]
+    assert entry == FileEntry(7000, hashlib.sha256(b"weights" * 1000).hexdigest(), (0, 1))
+    assert manifest.files["empty"] == FileEntry(0, hashlib.sha256().hexdigest())
+    assert manifest.created == "2030-01-02T02:04:05+00:00"
+
+
+def test_a_manifest_is_read_as_it_was_written(manifest: Manifest, tmp_path: pathlib.Path) -> None:
+    write_manifest(tmp_path, manifest)
+    write_manifest(tmp_path, dataclasses.replace(manifest, steps_completed=8))
+    assert read_manifest(tmp_path) == dataclasses.replace(manifest, steps_completed=8)
+    assert [path.name for path in tmp_path.glob("*.tmp")] == []
+
+
+def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"has no manifest\.json; expected a checkpoint"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": []},
+        {"files": {"a": 3}},
+        {"files": {"a": {"bytes": "3", "sha256": "x", "reader_ranks": []}}},
+        {"files": {"a": {"bytes": True, "sha256": "x", "reader_ranks": []}}},
+        {"files": {"../a": {"bytes": 3, "sha256": "x", "reader_ranks": []}}},
+        {"files": {"/a": {"bytes": 3, "sha256": "x", "reader_ranks": []}}},
+        {"steps_completed": None},
+        {"created": 5},
+        {"layouts": {}},
+        {"uuid": 5},
+        {"format": "1"},
+    ],
+    ids=str,
+)
+def test_a_manifest_with_an_unusable_value_is_damaged(
+    manifest: Manifest, tmp_path: pathlib.Path, change: dict[str, object]
+) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps({**manifest.to_json(), **change}))
+    with pytest.raises(CheckpointDamagedError, match=next(iter(change))):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1', b"[]", b"\xff\xfe"])
+def test_a_manifest_that_was_cut_off_is_damaged(tmp_path: pathlib.Path, content: bytes) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(CheckpointDamagedError, match=MANIFEST_NAME):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_of_a_newer_release_says_so(manifest: Manifest, tmp_path: pathlib.Path) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps({**manifest.to_json(), "format": FORMAT + 1}))
+    with pytest.raises(CheckpointError, match=f"format is {FORMAT + 1}; expected at most {FORMAT}"):
+        read_manifest(tmp_path)
+
+
+@given(st.lists(st.text(), unique=True), st.integers(1, 9))
+def test_shares_cover_every_file_once_and_are_even(files: list[str], parts: int) -> None:
+    shares = [share_of(files, part, parts) for part in range(parts)]
+    assert sorted(file for share in shares for file in share) == sorted(files)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1

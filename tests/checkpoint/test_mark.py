@@ -1,0 +1,91 @@
+import os
+import pathlib
+
+import pytest
+
+from dstrial.checkpoint.mark import (
+    MARK_NAME,
+    fsync_tree,
+    incomplete,
+    is_complete,
+    read_mark,
+    remove_mark,
+    write_mark,
+)
+from dstrial.errors import CheckpointDamagedError, CheckpointNotFoundError
+
+
+def test_a_directory_is_a_checkpoint_only_with_its_mark(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model0").mkdir()
+    (tmp_path / "model0" / "weights.pt").write_bytes(b"w")
+    assert not is_complete(tmp_path)
+    write_mark(tmp_path, {"steps_completed": 3})
+    assert is_complete(tmp_path)
+    assert read_mark(tmp_path) == {"steps_completed": 3}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK_NAME, "model0"]
+    remove_mark(tmp_path)
+    remove_mark(tmp_path)
+    assert not is_complete(tmp_path)
+
+
+def test_everything_is_on_the_disk_before_the_mark_appears(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model0").mkdir()
+    (tmp_path / "model0" / "weights.pt").write_bytes(b"w")
+    events: list[str] = []
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        path = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(f"{path.name}{'' if is_complete(tmp_path) else ' (unmarked)'}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    write_mark(tmp_path)
+    root = tmp_path.name
+    assert events == [
+        "weights.pt (unmarked)",
+        "model0 (unmarked)",
+        f"{root} (unmarked)",
+        f"{MARK_NAME}.tmp (unmarked)",
+        root,
+        tmp_path.parent.name,
+    ]
+
+
+def test_a_failure_to_reach_the_disk_leaves_no_mark(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights.pt").write_bytes(b"w")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_mark(tmp_path)
+    assert not is_complete(tmp_path)
+
+
+def test_directories_without_a_mark_are_listed(tmp_path: pathlib.Path) -> None:
+    for name in ("b", "a", "done"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    write_mark(tmp_path / "done")
+    assert incomplete(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+    assert incomplete(tmp_path / "nowhere") == []
+
+
+def test_a_mark_that_cannot_be_read_is_an_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=MARK_NAME):
+        read_mark(tmp_path)
+    for content in ("", "[]"):
+        (tmp_path / MARK_NAME).write_text(content)
+        with pytest.raises(CheckpointDamagedError, match=MARK_NAME):
+            read_mark(tmp_path)
+
+
+def test_a_broken_link_does_not_keep_a_tree_from_the_disk(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    fsync_tree(tmp_path)

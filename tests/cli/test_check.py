@@ -1,0 +1,125 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+EXPERIMENT = """\
+name: test
+entrypoint: model_def:MyTrial
+hyperparameters:
+  deepspeed_config: ds.json
+  overwrite_deepspeed_args:
+    zero_optimization: {stage: 2}
+searcher: {name: single, metric: loss, max_length: {batches: 10}}
+resources: {slots_per_trial: 2}
+"""
+DEEPSPEED = """\
+{
+  "train_batch_size": 32,
+  "train_micro_batch_size_per_gpu": 4,
+  "zero_optimization": {"stage": 1}
+}
+"""
+FORBIDDEN = ("torch", "deepspeed", "determined")
+
+
+@pytest.fixture
+def context(tmp_path):
+    (tmp_path / "exp.yaml").write_text(EXPERIMENT)
+    (tmp_path / "ds.json").write_text(DEEPSPEED)
+    (tmp_path / "model_def.py").write_text("class MyTrial: ...\n")
+    return tmp_path
+
+
+def check(directory, *arguments):
+    command = [sys.executable, "-m", "dstrial.cli", "check", *arguments]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+
+
+def test_a_good_config_exits_0_and_shows_the_batch_equation(context):
+    result = check(context, "exp.yaml", ".")
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-2:] == [
+        "ds.json: train_batch_size 32 = train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 4 x "
+        "2 data-parallel replicas",
+        "exp.yaml: ok",
+    ]
+    assert result.stderr == ""
+
+
+def test_the_context_directory_is_the_current_one_by_default(context):
+    assert check(context, "exp.yaml").returncode == 0
+
+
+def test_a_bad_config_exits_1_with_every_problem_on_a_line_of_its_own(context):
+    result = check(context, "exp.yaml", ".", "--config", "max_restarts=-1", "--slots", "3")
+
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "--config: max_restarts is -1; expected an integer of at least 0. Set it to a value in that range.",
+        "ds.json:2: train_batch_size is 32 = 4 (train_micro_batch_size_per_gpu) x accumulation steps x 3 (data-parallel "
+        "replicas), which no whole number of steps solves; expected a multiple of 12. Set train_batch_size to 24 or 36.",
+        "exp.yaml: 2 problems",
+    ]
+
+
+def test_explain_shows_where_every_value_comes_from(context):
+    result = check(context, "exp.yaml", ".", "--explain")
+    rows = {words[0]: words[1:] for line in result.stdout.splitlines() if (words := line.split())}
+
+    assert rows["gradient_accumulation_steps"] == ["4", "solved"]
+    assert rows["train_batch_size"] == ["32", "ds.json:2"]
+    assert rows["zero_optimization.stage"] == ["2", "overwrite_deepspeed_args", "(exp.yaml:6)"]
+    assert rows["gradient_clipping"] == ["1.0", "DeepSpeed's", "default"]
+
+
+def test_json_output_holds_the_same(context):
+    good = json.loads(check(context, "exp.yaml", ".", "--json", "--explain").stdout)
+    bad = json.loads(check(context, "exp.yaml", ".", "--json", "--config", "max_restarts=-1").stdout)
+
+    assert good["ok"] is True
+    assert good["deepspeed"]["deepspeed_config"]["effective"]["zero_optimization"]["stage"] == 2
+    assert good["deepspeed"]["deepspeed_config"]["origins"]["train_batch_size"] == "ds.json:2"
+    assert bad["ok"] is False
+    assert bad["problems"][0]["where"] == "--config: max_restarts"
+
+
+def test_a_search_space_is_checked_with_a_sample(context):
+    override = "hyperparameters.lr={type: log, minval: -5, maxval: -1, base: 10}"
+    result = check(context, "exp.yaml", ".", "--config", override)
+
+    assert result.returncode == 0
+    assert (
+        "warning: --config: hyperparameters.lr is a search space (log); checked with 0.001 only"
+        in result.stdout
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), ("--explain",), ("--config", "max_restarts=-1")])
+def test_neither_torch_nor_deepspeed_nor_determined_is_imported(context, arguments):
+    program = (
+        "import sys; from dstrial.cli.app import main; status = main(sys.argv[1:]); "
+        f"loaded = sorted(set({FORBIDDEN!r}) & set(sys.modules)); sys.exit(f'imported {{loaded}}' if loaded else status)"
+    )
+    command = [sys.executable, "-c", program, "check", "exp.yaml", ".", *arguments]
+    result = subprocess.run(command, cwd=context, capture_output=True, text=True)
+
+    assert "imported" not in result.stderr
+    assert result.returncode in (0, 1)
+
+
+def test_every_shipped_config_is_good():
+    root = Path(__file__).resolve().parents[2]
+    configs = sorted((root / "experiment_configs").glob("*.yaml"))
+    assert configs
+    for config in configs:
+        directories = [d for d in sorted((root / "model_defs").iterdir()) if config.stem.startswith(d.name)]
+        result = check(root, str(config), str(directories[-1]))
+        assert result.returncode == 0, f"{config}\n{result.stderr}"
+        assert "warning" not in result.stdout

@@ -1,0 +1,60 @@
+"""Hand configs to the installed DeepSpeed, each in a fork of its own, and print what becomes of them.
+
+Reads a JSON list of ``{"config": …, "pipeline": bool}`` from standard input; prints a JSON list with
+"accepted" or the exception. One gloo rank on the CPU.
+"""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+
+os.environ.update(
+    {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+)
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import logger
+
+logger.setLevel(logging.ERROR)
+
+
+def attempt(case):
+    """Make an engine as a trial would; return what happened."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = torch.distributed.FileStore(os.path.join(directory, "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        try:
+            if case["pipeline"]:
+                model = PipelineModule([torch.nn.Linear(4, 4)], num_stages=1, loss_fn=torch.nn.MSELoss())
+            else:
+                model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=case["config"])
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+
+def in_a_fork(case):
+    """Run one attempt in a child process, because DeepSpeed keeps process groups in globals."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with os.fdopen(writer, "w") as pipe:
+            pipe.write(attempt(case))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        outcome = pipe.read()
+    os.waitpid(child, 0)
+    return outcome or "died"
+
+
+if __name__ == "__main__":
+    outcomes = [in_a_fork(case) for case in json.load(sys.stdin)]
+    sys.stdout.write("\n" + json.dumps(outcomes))

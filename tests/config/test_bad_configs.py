@@ -1,0 +1,45 @@
+import re
+
+import pytest
+from bad_configs import BAD_CONFIGS, EXPERIMENT, BadConfig, message, write
+
+from dstrial.config import load_experiment
+
+
+@pytest.mark.parametrize("bad", BAD_CONFIGS, ids=[bad.mistake for bad in BAD_CONFIGS])
+def test_a_bad_config_gets_the_expected_message(bad, tmp_path):
+    text = message(bad, tmp_path)
+
+    assert text, "the check found nothing"
+    for fragment in bad.fragments:
+        assert fragment in text
+
+
+@pytest.mark.parametrize("bad", BAD_CONFIGS, ids=[bad.mistake for bad in BAD_CONFIGS])
+def test_every_message_says_where_what_was_expected_and_how_to_fix_it(bad, tmp_path):
+    for line in message(bad, tmp_path).splitlines():
+        assert re.fullmatch(r"(exp\.yaml|ds\.json):\d+: .+; expected .+\. .+\.", line), line
+
+
+def test_the_config_that_the_mistakes_start_from_is_good(tmp_path):
+    good = BadConfig("none", (), experiment=EXPERIMENT)
+    config = load_experiment(*write(good, tmp_path))
+
+    assert config.warnings == ()
+    assert config.deepspeed_check.batch.train_batch_size == 4
+
+
+def test_problems_of_both_files_are_reported_at_once(tmp_path):
+    bad = BadConfig(
+        "three mistakes",
+        (),
+        {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2, "zero_optimisation": {"stage": 1}},
+        EXPERIMENT.replace("name: test", "max_restarts: -1"),
+    )
+    places = [line.split(" is ")[0] for line in message(bad, tmp_path).splitlines()]
+
+    assert places == [
+        "exp.yaml:1: max_restarts",
+        "ds.json:4: zero_optimisation",
+        "ds.json:2: train_batch_size",
+    ]

@@ -1,0 +1,133 @@
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.config import resolve_batch, solve_batch
+from dstrial.errors import ConfigError
+
+SIZES = st.integers(min_value=1, max_value=64)
+NOT_GIVEN = st.sampled_from([None, "auto"])
+LEGAL = [given for given in itertools.product([True, False], repeat=3) if given[0] or given[1]]
+
+
+def deepspeed_own(total, micro, steps, replicas):
+    """What DeepSpeed computes by integer division, and whether its assertion then holds."""
+    if total is not None and micro is not None and steps is None:
+        steps = total // micro // replicas
+    elif total is not None and steps is not None and micro is None:
+        micro = total // replicas // steps
+    elif micro is not None and steps is not None and total is None:
+        total = micro * steps * replicas
+    elif total is not None and micro is None:
+        steps, micro = 1, total // replicas
+    elif micro is not None and total is None:
+        total, steps = micro * replicas, 1
+    holds = total == micro * steps * replicas and min(total, micro, steps) > 0
+    return (total, micro, steps) if holds else None
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from(LEGAL), NOT_GIVEN)
+def test_any_legal_subset_of_a_solution_is_solved_and_keeps_what_was_given(
+    micro, steps, replicas, is_given, absent
+):
+    sizes = (micro * steps * replicas, micro, steps)
+    solution = solve_batch(
+        *(size if there else absent for size, there in zip(sizes, is_given, strict=True)), replicas
+    )
+    solved = (
+        solution.train_batch_size,
+        solution.train_micro_batch_size_per_gpu,
+        solution.gradient_accumulation_steps,
+    )
+
+    assert solved[0] == solved[1] * solved[2] * replicas
+    assert all(got == size for got, size, there in zip(solved, sizes, is_given, strict=True) if there)
+    assert len(solution.solved) == is_given.count(False)
+
+
+@given(st.none() | SIZES, st.none() | SIZES, st.none() | SIZES, st.integers(min_value=1, max_value=8))
+def test_the_answer_is_deepspeeds_own_wherever_it_has_one(total, micro, steps, replicas):
+    if total is None and micro is None:
+        return
+    expected = deepspeed_own(total, micro, steps, replicas)
+    if expected is None:
+        with pytest.raises(ConfigError):
+            solve_batch(total, micro, steps, replicas)
+    else:
+        solution = solve_batch(total, micro, steps, replicas)
+        assert expected == (
+            solution.train_batch_size,
+            solution.train_micro_batch_size_per_gpu,
+            solution.gradient_accumulation_steps,
+        )
+
+
+@given(SIZES, SIZES, SIZES, st.integers(min_value=1, max_value=8))
+def test_every_setting_offered_for_a_contradiction_solves_the_equation(total, micro, steps, replicas):
+    if total == micro * steps * replicas:
+        return
+    given_sizes = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    with pytest.raises(ConfigError) as caught:
+        solve_batch(*given_sizes.values(), replicas)
+    offers = re.findall(r"(\w+) to (\d+)", caught.value.problems[0].fix)
+
+    assert offers
+    for key, value in offers:
+        solve_batch(*{**given_sizes, key: int(value)}.values(), replicas)
+
+
+@given(SIZES, SIZES, st.integers(min_value=1, max_value=8))
+def test_every_setting_offered_for_an_undivided_batch_solves_the_equation(total, micro, replicas):
+    if total % (micro * replicas) == 0:
+        return
+    with pytest.raises(ConfigError) as caught:
+        solve_batch(total, micro, None, replicas)
+    fix = caught.value.problems[0].fix
+    totals = re.search(r"train_batch_size to ([\d or]+)", fix).group(1)
+    micros = re.findall(r"per_gpu to (\d+)", fix)
+
+    for offered in re.findall(r"\d+", totals):
+        solve_batch(int(offered), micro, None, replicas)
+    for offered in micros:
+        solve_batch(total, int(offered), None, replicas)
+
+
+def test_the_equation_is_written_with_its_numbers():
+    assert solve_batch(64, 8, "auto", 2).equation == (
+        "train_batch_size 64 = train_micro_batch_size_per_gpu 8 x gradient_accumulation_steps 4 x 2 data-parallel replicas"
+    )
+
+
+@pytest.mark.parametrize("steps", [None, "auto", 4])
+def test_accumulation_steps_alone_are_not_enough(steps):
+    with pytest.raises(
+        ConfigError, match="expected at least train_batch_size or train_micro_batch_size_per_gpu"
+    ):
+        solve_batch("auto", None, steps, 2)
+
+
+@pytest.mark.parametrize("size", [0, -4, 2.5, "8", True, [8]])
+def test_a_size_that_is_no_positive_integer_is_named(size):
+    with pytest.raises(
+        ConfigError, match=r"train_micro_batch_size_per_gpu is .*; expected an integer of at least 1"
+    ):
+        solve_batch(None, size, None, 1)
+
+
+def test_resolving_fills_all_three_sizes_and_leaves_its_argument_alone():
+    config = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": False}}
+
+    assert resolve_batch(config, 4) == {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "fp16": {"enabled": False},
+    }
+    assert config["train_micro_batch_size_per_gpu"] == "auto"

@@ -1,0 +1,156 @@
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.config import ParallelSizes, check_deepspeed, explain
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.rules import deepspeed_rules
+
+BASE = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+ONE = ParallelSizes(1)
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 6)
+    | st.floats(-1, 2)
+    | st.sampled_from(["auto", "cpu", "nvme", "fp16", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["a", "enabled", "stage"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def section_configs(section):
+    """Any values at all under legal keys of one section, and below."""
+    values = {}
+    for key, rule in section.keys.items():
+        values[key] = JSON_VALUES if rule.section is None else section_configs(rule.section) | JSON_VALUES
+    return st.fixed_dictionaries({}, optional=values)
+
+
+@given(section_configs(deepspeed_rules().root))
+def test_no_config_with_legal_keys_makes_the_check_itself_fail_or_changes_its_argument(config):
+    before = copy.deepcopy(config)
+    result = check_deepspeed(config, ParallelSizes(4, pipeline_stages=2))
+
+    assert config == before or str(config) == str(before)
+    assert all(str(problem) for problem in result.problems)
+
+
+def warnings(sizes=ONE, **keys):
+    result = check_deepspeed({**BASE, **keys}, sizes)
+    assert result.problems == ()
+    return result.warnings
+
+
+@pytest.mark.parametrize(
+    ("keys", "fragment"),
+    [
+        ({"zero_optimization": {"allgather_partitions": True}}, "allgather_partitions is true, which no ZeRO stage reads"),
+        ({"zero_optimization": {"stage": 2, "sub_group_size": 8}}, "sub_group_size is 8, which has no effect below stage 3"),
+        ({"zero_optimization": {"stage": 3, "round_robin_gradients": True}}, "which has no effect in stage 3"),
+        ({"zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1e6}}, "is 1000000, which has no effect below stage 3"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True, "stage3_prefetch_bucket_size": 9}},
+            "which stage3_allgather_sequential sets to 1",
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "which is cut down to the 1 ranks there are"),
+        ({"zero_optimization": {"stage": "auto"}}, 'is "auto", which DeepSpeed 0.19.8 takes as its default (0)'),
+        ({"zero_optimization": {"stage": "1"}}, 'zero_optimization.stage is "1"; write it without quotes'),
+        ({"zero_optimization": {"cpu_offload": True, "stage": 2}}, "is deprecated in DeepSpeed 0.19.8; use offload_optimizer"),
+        ({"zero_optimization": True}, 'is true, an old form; write {"stage": 1} instead'),
+        ({"bfloat16": {"enabled": True}}, "bfloat16 is an old name; write bf16 instead"),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "on top of bf16.enabled"),
+        (
+            {
+                "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            },
+            "the offloaded optimizer runs in PyTorch",
+        ),
+        ({"compile": {"deepcompile": True}}, "which falls back to plain torch.compile in ZeRO stage 0"),
+        ({"dataloader_drop_last": True}, "which only DeepSpeed's own loader reads"),
+        ({"gradient_accumulation_steps": "auto"}, 'gradient_accumulation_steps is "auto", solved to 1'),
+    ],
+)  # fmt: skip
+def test_a_setting_without_effect_is_a_warning(keys, fragment):
+    assert any(fragment in warning for warning in warnings(**keys))
+
+
+def test_tensor_parallel_ranks_count_as_replicas_as_they_do_in_deepspeed():
+    config = {**BASE, "tensor_parallel": {"autotp_size": 2}}
+    result = check_deepspeed(config, ParallelSizes(4, model_parallel_size=2))
+
+    assert result.batch.train_batch_size == 16
+    assert any("counts each record 2 times" in warning for warning in result.warnings)
+
+
+def test_sequence_parallel_ranks_do_not_count_as_replicas():
+    assert (
+        check_deepspeed({**BASE, "sequence_parallel_size": 2}, ParallelSizes(4)).batch.train_batch_size == 8
+    )
+
+
+def test_under_another_release_one_warning_is_given_and_unknown_keys_are_warnings():
+    result = check_deepspeed({**BASE, "new_feature": {"enabled": True}}, ONE, installed="0.20.1")
+
+    assert result.problems == ()
+    assert len(result.warnings) == 2
+    assert "checked by the rules of DeepSpeed 0.19.8, but 0.20.1 is installed" in result.warnings[0]
+    assert "new_feature is not a key of DeepSpeed 0.19.8" in result.warnings[1]
+
+
+def test_at_run_time_a_problem_names_the_engine():
+    result = check_deepspeed({**BASE, "zero_optimisation": {}}, ONE, "deepspeed config of engine 0")
+
+    assert str(result.problems[0]).startswith("deepspeed config of engine 0: zero_optimisation is not a key")
+
+
+def test_the_effective_config_holds_given_solved_and_default_values():
+    effective = check_deepspeed({**BASE, "zero_optimization": {"stage": 3}}, ParallelSizes(2)).effective
+
+    assert effective["train_batch_size"] == 8
+    assert effective["gradient_accumulation_steps"] == 1
+    assert effective["gradient_clipping"] == 1.0
+    assert effective["zero_optimization"]["overlap_comm"] is True
+    assert effective["optimizer"]["params"] == {"lr": 0.001}
+    assert "scheduler" not in effective
+
+
+def test_every_value_of_the_effective_config_has_an_origin():
+    stage = ("zero_optimization", "stage")
+    merged = {**BASE, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}, "steps_per_print": None}
+    source = DeepSpeedSource(
+        None,
+        "ds.json",
+        BASE,
+        {"zero_optimization": {"stage": 2}},
+        merged,
+        {("train_micro_batch_size_per_gpu",): "ds.json:2", ("zero_optimization",): "ds.json:5", stage: "exp.yaml:6"},
+        frozenset({stage}),
+    )  # fmt: skip
+    rows = {row.key: (row.value, row.origin) for row in explain(source, check_deepspeed(merged, ONE))}
+
+    assert rows["train_batch_size"] == ("4", "solved")
+    assert rows["train_micro_batch_size_per_gpu"] == ("4", "ds.json:2")
+    assert rows["zero_optimization.stage"] == ("2", "overwrite_deepspeed_args (exp.yaml:6)")
+    assert rows["zero_optimization.overlap_comm"] == ("false", 'DeepSpeed\'s default ("auto" in ds.json:5)')
+    assert rows["gradient_clipping"] == ("1.0", "DeepSpeed's default")
+    assert rows["steps_per_print"] == ("null", "ds.json")
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 1), (4, 2, 4), (0, 1, 1), (2, 0, 1)])
+def test_ranks_that_cannot_be_divided_are_refused(sizes):
+    with pytest.raises(ValueError, match="expected"):
+        ParallelSizes(*sizes)
+
+
+def test_a_stage_0_pipeline_of_one_stage_is_still_a_pipeline():
+    sizes = ParallelSizes(2, is_pipeline=True)
+    result = check_deepspeed({**BASE, "zero_optimization": {"stage": 2}}, sizes)
+
+    assert "expected 0 or 1 with a PipelineModule" in str(result.problems[0])

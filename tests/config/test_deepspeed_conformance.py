@@ -1,0 +1,201 @@
+"""The committed rules against the installed DeepSpeed: the table of keys, and what becomes of impossible pairs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstrial.config import ParallelSizes, check_deepspeed
+from dstrial.config.rules import TABLE_FILE, deepspeed_rules, installed_deepspeed_version
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAM = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
+BASE = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM}
+CPU = {"device": "cpu"}
+
+REFUSED = {
+    "stage 4": {"zero_optimization": {"stage": 4}},
+    "unknown ZeRO key": {"zero_optimization": {"stge": 1}},
+    "removed key, switched off": {"amp": {"enabled": False}},
+    "removed ZeRO key": {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+    "fp16 with bf16": {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+    "batch equation": {"train_batch_size": 9, "gradient_accumulation_steps": 2},
+    "batch that leaves a remainder": {"train_batch_size": 9},
+    "accumulation steps alone": {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 2},
+    "auto batch size": {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 4},
+    "partial offload below stage 3": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.5}}
+    },
+    "no gradient norm, default clipping": {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
+    "no gradient norm in stage 3": {
+        "zero_optimization": {"stage": 3, "compute_grad_norm": False},
+        "gradient_clipping": 0,
+    },
+    "summed gradients in stage 3": {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"},
+    "prescale in stage 2": {"zero_optimization": {"stage": 2}, "prescale_gradients": True},
+    "predivide in stage 3": {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},
+    "odd gather bucket": {"zero_optimization": {"stage": 1, "allgather_bucket_size": 5}},
+    "old stage 1": {"zero_optimization": {"stage": 1, "legacy_stage1": True}},
+    "bf16 states without master weights": {
+        "bf16": {"enabled": True, "bf16_optimizer_states": True},
+        "zero_optimization": {"stage": 1},
+    },
+    "bf16 master weights in stage 0": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "parameter type of another mode": {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}},
+    "gradient type in stage 0": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "loss scale window of 0": {"fp16": {"enabled": True, "loss_scale_window": 0}},
+    "LAMB without loss scaling": {"optimizer": {"type": "Lamb", "params": {"lr": 0.001}}},
+    "optimizer ZeRO is not tested with": {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+    },
+    "lower-case torch optimizer": {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}},
+    "clipping as a parameter": {
+        "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0, "torch_adam": True}}
+    },
+    "unknown optimizer parameter": {
+        "optimizer": {"type": "Adam", "params": {"learning_rate": 1.0, "torch_adam": True}}
+    },
+    "unknown scheduler": {"scheduler": {"type": "WarmUpLR", "params": {}}},
+    "scheduler without its length": {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
+    "unmanaged accumulation with overlap": {
+        "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+    },
+    "ZenFlow without offload": {"zero_optimization": {"stage": 2, "zenflow": {}}},
+}
+"""Configs that DeepSpeed itself refuses, late."""
+
+SWALLOWED = {
+    "misspelt top-level key": {"zero_optimisation": {"stage": 2}},
+    "misspelt key of a lax section": {"activation_checkpointing": {"partitioned_activations": True}},
+    "parameter offload below stage 3": {"zero_optimization": {"stage": 2, "offload_param": CPU}},
+    "NVMe in stage 2": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}
+    },
+    "super offload in stage 2": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "super_offload": True}}
+    },
+    "contiguous checkpoints, not partitioned": {
+        "activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 2}
+    },
+}
+"""Configs that DeepSpeed accepts, to train something else than they say."""
+
+IGNORED = {
+    "dead knob": {"zero_optimization": {"stage": 1, "allgather_partitions": False}},
+    "stage 3 knob in stage 2": {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 7}},
+    "auto in a pydantic section": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}},
+    "quoted number in a pydantic section": {"zero_optimization": {"stage": "1", "overlap_comm": "false"}},
+    "old form of ZeRO": {"zero_optimization": True},
+    "old offload key": {"zero_optimization": {"stage": 1, "cpu_offload": False}},
+}
+"""Configs that DeepSpeed accepts and that deserve a warning only."""
+
+IN_A_PIPELINE = {
+    "pipeline with ZeRO 2": {"zero_optimization": {"stage": 2}},
+    "pipeline with ZeRO 3": {"zero_optimization": {"stage": 3}},
+    "pipeline without managed accumulation": {"managed_gradient_accumulation": False},
+}
+
+
+def full(keys):
+    return {key: value for key, value in {**BASE, **keys}.items() if value is not None}
+
+
+def probe(cases):
+    """Return what the installed DeepSpeed does with each config."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("deepspeed_probe.py"))],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    groups = (REFUSED, SWALLOWED, IGNORED, IN_A_PIPELINE)
+    names = [name for group in groups for name in group]
+    cases = [
+        {"config": full(keys), "pipeline": group is IN_A_PIPELINE}
+        for group in groups
+        for keys in group.values()
+    ]
+    return dict(zip(names, probe(cases), strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
+    assert outcomes[name] not in ("accepted", "died")
+    assert check_deepspeed(full(REFUSED[name]), ParallelSizes(1)).problems or name == "auto batch size"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", SWALLOWED)
+def test_what_deepspeed_swallows_is_refused(name, outcomes):
+    assert outcomes[name] == "accepted"
+    assert check_deepspeed(full(SWALLOWED[name]), ParallelSizes(1)).problems
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", IGNORED)
+def test_what_deepspeed_ignores_is_warned_about_and_still_accepted(name, outcomes):
+    result = check_deepspeed(full(IGNORED[name]), ParallelSizes(1))
+
+    assert outcomes[name] == "accepted"
+    assert result.problems == ()
+    assert result.warnings
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", IN_A_PIPELINE)
+def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
+    assert outcomes[name] not in ("accepted", "died")
+    assert check_deepspeed(full(IN_A_PIPELINE[name]), ParallelSizes(1, is_pipeline=True)).problems
+
+
+@pytest.mark.ranks
+def test_a_good_config_is_accepted_by_both():
+    good = [
+        full({}),
+        full({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e7}}),
+        full(
+            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "communication_data_type": "BF16"}
+        ),
+        full(
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2}}}
+        ),
+    ]
+
+    assert probe([{"config": config, "pipeline": False} for config in good]) == ["accepted"] * len(good)
+    for config in good:
+        assert check_deepspeed(config, ParallelSizes(1)).problems == ()
+
+
+@pytest.mark.process
+def test_the_committed_table_is_what_the_installed_release_says():
+    if installed_deepspeed_version() != deepspeed_rules().version:
+        pytest.skip(f"Requires: [deepspeed {deepspeed_rules().version}]")
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import generate_deepspeed_rules as g; "
+        "table = g.generate(); sys.stdout.write('\\n' + __import__('json').dumps(table))"
+    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    generated = json.loads(result.stdout.splitlines()[-1])
+    committed = json.loads((ROOT / "dstrial" / "config" / TABLE_FILE).read_text(encoding="utf-8"))
+
+    assert generated["root"] == committed["root"]
+    assert generated["removed"] == committed["removed"]
+    if generated["torch"] == committed["torch"]:
+        assert generated == committed

@@ -1,0 +1,115 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.config.documents import parse_yaml_value, read_json, read_yaml
+from dstrial.errors import ConfigError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def paths(value, path=()):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from paths(inner, (*path, key))
+
+
+@given(value=VALUES, indent=st.sampled_from([None, 2, "\t"]), ascii_only=st.booleans())
+def test_every_key_of_any_json_has_the_line_it_stands_on(value, indent, ascii_only, tmp_path_factory):
+    path = tmp_path_factory.mktemp("json") / "ds.json"
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    path.write_text(text, encoding="utf-8")
+    document = read_json(path, "ds.json")
+
+    assert document.value == value
+    assert set(document.lines) == {(), *paths(value)}
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for key_path, place in document.lines.items():
+        if key_path and isinstance(key_path[-1], str):
+            line = lines[int(place.rpartition(":")[2]) - 1]
+            assert json.dumps(key_path[-1], ensure_ascii=ascii_only) in line
+
+
+def test_json_numbers_are_read_as_json_reads_them(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"bucket":\t5e7, "lr": 1e-5, "on": "yes", "octal": "0o7"}')
+
+    assert read_json(path, "ds.json").value == {"bucket": 5e7, "lr": 1e-5, "on": "yes", "octal": "0o7"}
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": Infinity}', '{"a": 1} // comment', "{'a': 1}", ""])
+def test_what_is_not_strict_json_is_refused(text, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        read_json(path, "ds.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("5e7", 5e7),
+        ("1.5", 1.5),
+        ("010", 10),
+        ("0x1f", 31),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("true", True),
+        ("~", None),
+        ("", None),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("[1, 2.0, a]", [1, 2.0, "a"]),
+    ],
+)
+def test_yaml_scalars_follow_version_1_2(text, value):
+    parsed = parse_yaml_value(text)
+
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_yaml_keys_and_items_have_lines(tmp_path):
+    path = tmp_path / "exp.yaml"
+    path.write_text("# comment\nsearcher:\n  name: single\nlabels:\n  - a\n  - b\n")
+    lines = read_yaml(path, "exp.yaml").lines
+
+    assert lines[("searcher", "name")] == "exp.yaml:3"
+    assert lines[("labels", 1)] == "exp.yaml:6"
+
+
+def test_a_key_that_overrides_a_merged_one_is_not_a_duplicate(tmp_path):
+    path = tmp_path / "exp.yaml"
+    path.write_text("base: &base\n  lr: 1\n  wd: 2\nother:\n  <<: *base\n  lr: 3\n")
+    document = read_yaml(path, "exp.yaml")
+
+    assert document.value["other"] == {"lr": 3, "wd": 2}
+    assert document.lines[("other", "lr")] == "exp.yaml:6"
+    assert document.lines[("other", "wd")] == "exp.yaml:3"
+
+
+def test_a_file_that_contains_itself_is_read_or_refused_but_ends(tmp_path):
+    path = tmp_path / "exp.yaml"
+    path.write_text("a: &a\n  b: *a\n")
+
+    assert read_yaml(path, "exp.yaml").lines[("a", "b")] == "exp.yaml:2"
+
+
+def test_an_unreadable_file_is_a_config_error(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
+
+    with pytest.raises(ConfigError, match=r"latin\.yaml: the file is unreadable \(not UTF-8 text\)"):
+        read_yaml(tmp_path / "latin.yaml", "latin.yaml")
+    with pytest.raises(
+        ConfigError, match=r"none\.yaml: the file is unreadable \(No such file or directory\)"
+    ):
+        read_yaml(tmp_path / "none.yaml", "none.yaml")

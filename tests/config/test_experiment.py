@@ -1,0 +1,221 @@
+import dataclasses
+
+import pytest
+from bad_configs import DEEPSPEED, EXPERIMENT, BadConfig, write
+
+from dstrial.config import Length, load_experiment
+from dstrial.errors import ConfigError
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(experiment=EXPERIMENT, deepspeed=None, overrides=(), **options):
+        path, context_dir = write(BadConfig("none", (), deepspeed, experiment), tmp_path)
+        return load_experiment(path, context_dir, overrides, **options)
+
+    return load
+
+
+def test_the_defaults_are_those_of_determined_but_for_name_and_seed(load):
+    config = load(EXPERIMENT.replace("name: test\n", ""))
+
+    assert config.name == "exp"
+    assert config.experiment_seed == 0
+    assert (config.scheduling_unit, config.max_restarts, config.preemption_timeout_s) == (100, 5, 3600)
+    assert (config.checkpoint_policy, config.slots_per_trial, config.smaller_is_better) == ("best", 1, True)
+    assert (config.min_validation_period, config.min_checkpoint_period) == (None, None)
+    assert config.raw["profiling"] == {
+        "enabled": False,
+        "begin_on_batch": 0,
+        "end_after_batch": None,
+        "sync_timings": True,
+    }
+
+
+def test_the_config_is_frozen(load):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().name = "other"
+
+
+def test_constants_are_unwrapped_for_the_trial_and_wrapped_in_the_raw_config(load):
+    config = load(
+        EXPERIMENT.replace(
+            "  deepspeed_config: ds.json\n",
+            "  deepspeed_config: ds.json\n  lr: {type: const, val: 1e-5}\n  net:\n    width: 8\n    sizes: [1, 2]\n",
+        )
+    )
+
+    assert config.hyperparameters == {
+        "deepspeed_config": "ds.json",
+        "lr": 1e-5,
+        "net": {"width": 8, "sizes": [1, 2]},
+    }
+    assert config.raw["hyperparameters"]["lr"] == {"type": "const", "val": 1e-5}
+    assert config.raw["hyperparameters"]["net"]["width"] == {"type": "const", "val": 8}
+
+
+@pytest.mark.parametrize(
+    ("spec", "low", "high"),
+    [
+        ("{type: int, minval: 2, maxval: 5}", 2, 5),
+        ("{type: double, minval: -1.0, maxval: 1.0}", -1.0, 1.0),
+        ("{type: log, minval: -5, maxval: -1, base: 10}", 1e-5, 1e-1),
+        ("{type: categorical, vals: [3, 4]}", 3, 4),
+    ],
+)
+def test_a_search_space_is_sampled_in_its_range_and_always_alike(load, spec, low, high):
+    text = EXPERIMENT.replace("  deepspeed_config: ds.json\n", f"  deepspeed_config: ds.json\n  lr: {spec}\n")
+    first, second = (load(text, require_concrete=False) for _ in range(2))
+
+    assert low <= first.hyperparameters["lr"] <= high
+    assert first.hyperparameters == second.hyperparameters
+    assert "exp.yaml:5: hyperparameters.lr is a search space" in first.warnings[0]
+
+
+def test_an_override_makes_a_search_space_concrete(load):
+    text = EXPERIMENT.replace(
+        "  deepspeed_config: ds.json\n",
+        "  deepspeed_config: ds.json\n  lr: {type: int, minval: 1, maxval: 4}\n",
+    )
+    config = load(text, overrides=["hyperparameters.lr=3", "searcher.max_length.batches=20", "labels=a,b"])
+
+    assert config.hyperparameters["lr"] == 3
+    assert config.max_length == Length(20, "batches")
+    assert config.raw["labels"] == ["a", "b"]
+
+
+def test_a_problem_with_an_overridden_value_points_at_the_command_line(load):
+    with pytest.raises(ConfigError, match=r"^--config: scheduling_unit is \"often\"; expected an integer"):
+        load(overrides=["scheduling_unit=often"])
+
+
+def test_an_override_without_a_value_is_a_problem(load):
+    with pytest.raises(ConfigError, match=r"--config is 'max_restarts'; expected key=value"):
+        load(overrides=["max_restarts"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("max_length: 100", Length(100, "batches")),
+        ("max_length: {epochs: 2}", Length(2, "epochs")),
+        ("max_length: {records: 64}", Length(64, "records")),
+        ("max_time: 50\n  time_metric: batches", Length(50, "batches")),
+        ("max_time: 3\n  time_metric: epochs", Length(3, "epochs")),
+        ("max_length: 100\n  max_time: 3\n  time_metric: epochs", Length(100, "batches")),
+        ("max_time: 3\n  time_metric: seconds", None),
+    ],
+)
+def test_the_length_is_max_length_else_max_time_in_batches_or_epochs(load, lines, expected):
+    assert load(EXPERIMENT.replace("max_length: {batches: 10}", lines)).max_length == expected
+
+
+def test_a_missing_length_is_an_error_that_names_both_ways_to_give_it(load):
+    config = load(EXPERIMENT.replace("  max_length: {batches: 10}\n", ""))
+
+    with pytest.raises(ConfigError, match=r"searcher\.max_length is not given.*max_time.*time_metric"):
+        config.require_max_length()
+
+
+def test_the_replicas_are_slots_over_stages(load):
+    config = load(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\nresources: {slots_per_trial: 4}\n")
+
+    assert config.sizes.data_parallel_size == 2
+    assert config.deepspeed_check.batch.train_batch_size == 8
+    assert config.notes == ()
+
+
+def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load, tmp_path):
+    config = load(slots=4)
+
+    assert config.sizes.data_parallel_size == 4
+    assert config.notes == (
+        "data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so 4 data-parallel replicas",
+    )
+
+
+def test_a_pipeline_in_the_source_is_a_hint(load, tmp_path):
+    path, context_dir = write(BadConfig("none", (), None, EXPERIMENT), tmp_path)
+    (tmp_path / "model_def.py").write_text(
+        "from deepspeed.pipe import PipelineModule\nclass MyTrial:\n    net = PipelineModule\n"
+    )
+
+    assert "the source mentions PipelineModule" in load_experiment(path, context_dir).notes[0]
+
+
+def test_the_model_definition_is_read_but_never_run(load, tmp_path):
+    path, context_dir = write(BadConfig("none", (), None, EXPERIMENT), tmp_path)
+    (tmp_path / "model_def.py").write_text("raise SystemExit('was imported')\nclass MyTrial: ...\n")
+
+    assert load_experiment(path, context_dir).entrypoint == "model_def:MyTrial"
+
+
+def test_overwrites_are_merged_and_keep_their_places(load):
+    text = EXPERIMENT.replace(
+        "  deepspeed_config: ds.json\n",
+        "  deepspeed_config: ds.json\n  overwrite_deepspeed_args:\n    optimizer: null\n    zero_optimization:\n      stage: 5\n",
+    )
+
+    with pytest.raises(ConfigError, match=r"exp\.yaml:8: zero_optimization\.stage is 5"):
+        load(text)
+    config = load(text.replace("stage: 5", "stage: 2"))
+    assert config.deepspeed.merged == {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+    assert config.deepspeed.base == DEEPSPEED
+
+
+def test_the_deepspeed_config_may_stand_in_the_experiment_config(load):
+    inline = "  deepspeed_config:\n    train_batch_size: 8\n    optimizer: {type: Adam, params: {lr: 1e-3}}\n    fp16: {enabled: 1.5}\n"
+
+    with pytest.raises(ConfigError, match=r"exp\.yaml:7: fp16\.enabled is 1\.5; expected true or false"):
+        load(EXPERIMENT.replace("  deepspeed_config: ds.json\n", inline))
+
+
+def test_every_further_engines_config_is_checked_too(load, tmp_path):
+    (tmp_path / "critic.json").write_text('{"train_batch_size": 4,\n "gradient_cliping": 1.0}')
+    text = EXPERIMENT.replace("ds.json\n", "ds.json\n  critic_deepspeed_config: critic.json\n")
+
+    with pytest.raises(
+        ConfigError, match=r"critic\.json:2: gradient_cliping is not a key .* Write gradient_clipping"
+    ):
+        load(text)
+
+
+def test_environment_variables_are_read_in_both_forms(load, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    listed = load(EXPERIMENT + "environment: {environment_variables: [A=1, B=x=y, A=2]}\n")
+    by_device = load(EXPERIMENT + "environment: {environment_variables: {cpu: [A=1], cuda: [A=2]}}\n")
+
+    assert listed.environment_variables == {"A": "2", "B": "x=y"}
+    assert by_device.environment_variables == {"A": "1"}
+    assert by_device.raw["environment"]["environment_variables"] == {
+        "cpu": ["A=1"],
+        "cuda": ["A=2"],
+        "rocm": [],
+    }
+
+
+def test_an_entrypoint_is_needed_only_where_it_is_asked_for(load):
+    text = EXPERIMENT.replace("entrypoint: model_def:MyTrial\n", "")
+
+    assert load(text).entrypoint is None
+    with pytest.raises(ConfigError, match="entrypoint is not given; expected module:Class, or a command"):
+        load(text, require_entrypoint=True)
+
+
+@pytest.mark.parametrize(
+    "entrypoint",
+    [
+        "python3 -m dstrial.launch --trial model_def:NoTrial",
+        "[python3, -m, dstrial.launch, --trial=model_def:NoTrial]",
+    ],
+)
+def test_the_trial_of_a_launch_command_is_looked_up(load, entrypoint):
+    with pytest.raises(ConfigError, match=r"model_def\.py has no NoTrial"):
+        load(EXPERIMENT.replace("model_def:MyTrial", entrypoint))
+
+
+def test_an_auto_that_a_script_may_fill_in_is_only_warned_about(load):
+    deepspeed = {**DEEPSPEED, "gradient_clipping": "auto"}
+    text = EXPERIMENT.replace("model_def:MyTrial", "python3 model_def.py")
+
+    assert 'gradient_clipping is "auto", which only another tool' in load(text, deepspeed).warnings[0]

@@ -1,0 +1,95 @@
+"""What every test is held to: no variable, process, thread or process group outlives it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_SETTLE_S = 5.0
+# Set by libraries when they are first imported, once per process and for good.
+_IMPORT_TIME_VARIABLES = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "CRC32C_SW_MODE",
+    "DS_ACCELERATOR",
+}
+# Threads that a library keeps for the life of the process.
+_LIFELONG_THREADS = ("pytest_timeout", "tqdm_monitor", "asyncio_", "Thread-pool")
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_restored() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    leaked = sorted(names - _IMPORT_TIME_VARIABLES)
+    assert not leaked, f"the test left these environment variables changed: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running(_environment_is_restored: None) -> Iterator[None]:
+    children_before = _children()
+    threads_before = set(threading.enumerate())
+    yield
+    _assert_empties("child processes", lambda: _children() - children_before)
+    _assert_empties(
+        "threads",
+        lambda: {
+            thread.name
+            for thread in set(threading.enumerate()) - threads_before
+            if not thread.name.startswith(_LIFELONG_THREADS)
+        },
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left a process group initialized")
+
+
+def _assert_empties(what: str, left: object) -> None:
+    assert callable(left)
+    give_up_at_s = time.monotonic() + _SETTLE_S
+    while (rest := left()) and time.monotonic() < give_up_at_s:
+        time.sleep(0.02)
+    assert not rest, f"the test left {what} behind: {sorted(map(str, rest))}"
+
+
+def _children() -> set[int]:
+    """Return the ids of this process's children that still run; zombies do not count."""
+    found = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = [int(pid) for pid in task.read_text().split()]
+        except OSError:
+            continue
+        found.update(pid for pid in pids if _is_running(pid))
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    if b"multiprocessing.resource_tracker" in command:  # one per process, for its whole life
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,164 @@
+"""Start the ranks of a test by forking one process that has already imported DeepSpeed.
+
+Importing torch and DeepSpeed costs seconds per process; a fork costs milliseconds. Run as a program
+(``python -m forked_ranks MODULE ARGUMENT SCRATCH``), it imports MODULE and writes down what its
+``main(fork_ranks, argument)`` yields; every ``fork_ranks`` call is a fresh set of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import Self
+
+LIMIT_S = 120.0
+
+IMPORTED_AHEAD = (
+    "torch._dynamo",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
+"""What DeepSpeed imports only when an engine is made, at several seconds in every rank."""
+
+
+class RunningProgram:
+    """A program in a process of its own, whose ``main`` yields ``(name, result)`` one after the other.
+
+    Use as a context manager; the process and all its ranks are ended at the latest on leaving.
+    """
+
+    def __init__(self, module: str, argument: dict[str, Any], scratch: pathlib.Path) -> None:
+        self._scratch = scratch
+        self._log = (scratch / "program.log").open("w")
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(pathlib.Path(__file__).parent),
+            "PYTHONWARNINGS": "ignore",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "forked_ranks", module, json.dumps(argument), str(scratch)],
+            env=env,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def result(self, name: str, limit_s: float = 280.0) -> Any:
+        """Wait for the result of that name."""
+        written = self._scratch / f"{name}.json"
+        deadline = time.monotonic() + limit_s
+        while not written.exists():
+            ended = self._process.poll() is not None
+            if (ended and not written.exists()) or time.monotonic() > deadline:
+                self._log.flush()
+                log = (self._scratch / "program.log").read_text()
+                raise AssertionError(f"no result {name!r}; exit status {self._process.poll()}\n{log[-6000:]}")
+            time.sleep(0.05)
+        return json.loads(written.read_text())
+
+
+def fork_ranks(num_ranks: int, body: Callable[[int], Any], scratch: pathlib.Path) -> list[Any]:
+    """Call ``body(rank)`` on ``num_ranks`` fresh processes joined by gloo.
+
+    Returns:
+        What each rank's ``body`` returned (JSON-able), in rank order; an exception that a rank raised
+        stands there as ``{"error": <type name>, "message": <text>, "traceback": <text>}``. When one rank
+        fails the others are ended after a short grace.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    rendezvous = scratch / "rendezvous"
+    pids: dict[int, int] = {}
+    for rank in range(num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, num_ranks, body, rendezvous, scratch)
+        pids[pid] = rank
+    deadline = time.monotonic() + LIMIT_S
+    while pids and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            time.sleep(0.01)
+            continue
+        rank = pids.pop(pid, None)
+        if rank is not None and status != 0:
+            deadline = min(deadline, time.monotonic() + 5.0)
+    for pid in pids:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    results: list[Any] = []
+    for rank in range(num_ranks):
+        written = scratch / f"result{rank}.json"
+        results.append(
+            json.loads(written.read_text()) if written.exists() else {"error": "ended", "message": ""}
+        )
+    return results
+
+
+def _be_rank(
+    rank: int, num_ranks: int, body: Callable[[int], Any], rendezvous: pathlib.Path, scratch: pathlib.Path
+) -> None:
+    status = 1
+    with (scratch / f"log{rank}.txt").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks)
+        )
+        import deepspeed
+        import torch
+
+        torch.set_num_threads(1)
+        deepspeed.init_distributed(
+            dist_backend="gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=num_ranks,
+            auto_mpi_discovery=False,
+        )
+        result = body(rank)
+        status = 0
+    except BaseException as error:  # noqa: BLE001 (the boundary of a rank: whatever it is goes to the test)
+        result = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+    _write(scratch / f"result{rank}.json", result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _write(path: pathlib.Path, value: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    for ahead in IMPORTED_AHEAD:
+        importlib.import_module(ahead)
+    program = importlib.import_module(sys.argv[1])
+    for name, result in program.main(fork_ranks, json.loads(sys.argv[2])):
+        _write(pathlib.Path(sys.argv[3]) / f"{name}.json", result)

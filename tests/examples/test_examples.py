@@ -1,0 +1,190 @@
+"""Every shipped experiment config trains, checkpoints and resumes; what its README promises holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "experiment_configs").glob("*.yaml"))
+RUN_TIMEOUT_S = 280
+
+
+def context_dir_of(config: Path) -> Path:
+    """The model definition a config belongs to: the longest directory name that its file name begins with."""
+    names = [path.name for path in (ROOT / "model_defs").iterdir() if config.stem.startswith(path.name)]
+    return ROOT / "model_defs" / max(names, key=len)
+
+
+def environment(runs_dir: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "PYTHONPATH")}
+    return {**kept, "OMP_NUM_THREADS": "1", "DSTRIAL_RUNS_DIR": str(runs_dir)}
+
+
+def dstrial(*arguments: str, runs_dir: Path, expected_status: int = 0) -> str:
+    """Run the installed ``dstrial`` command from outside the checkout; return what it printed."""
+    command = [str(Path(sys.executable).with_name("dstrial")), *arguments]
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    finished = subprocess.run(
+        command,
+        cwd=runs_dir,
+        env=environment(runs_dir),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    assert finished.returncode == expected_status, (
+        f"{command} exited {finished.returncode}:\n{finished.stdout}"
+    )
+    return finished.stdout
+
+
+def overwrites(values: dict[str, Any]) -> list[str]:
+    return [
+        argument for key, value in values.items() for argument in ("--config", f"{key}={json.dumps(value)}")
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run directory says after a run."""
+
+    path: Path
+    record: dict[str, Any]
+    reports: list[dict[str, Any]]
+
+    @classmethod
+    def only_one_in(cls, runs_dir: Path) -> Outcome:
+        (record_path,) = runs_dir.glob("*/*/run.json")
+        lines = (record_path.parent / "metrics.jsonl").read_text().splitlines()
+        return cls(
+            record_path.parent, json.loads(record_path.read_text()), [json.loads(line) for line in lines]
+        )
+
+    def batches_of(self, group: str) -> list[int]:
+        return [report["steps_completed"] for report in self.reports if report["group"] == group]
+
+    def values_of(self, group: str, metric: str) -> list[float]:
+        return [report["metrics"][metric] for report in self.reports if report["group"] == group]
+
+    def num_complete_checkpoints(self) -> int:
+        return len(list(self.path.glob("checkpoints/*/COMPLETE")))
+
+    def num_superseded_reports(self) -> int:
+        path = self.path / "metrics.superseded.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_there_are_configs_for_all_model_definitions() -> None:
+    assert {context_dir_of(config) for config in CONFIGS} == {
+        path for path in (ROOT / "model_defs").iterdir() if path.is_dir()
+    }
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+def test_a_shipped_config_passes_the_check(config: Path, tmp_path: Path) -> None:
+    dstrial("check", str(config), str(context_dir_of(config)), runs_dir=tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+def test_the_check_of_a_shipped_config_notices_a_typo(config: Path, tmp_path: Path) -> None:
+    printed = dstrial(
+        "check",
+        str(config),
+        str(context_dir_of(config)),
+        *overwrites({"hyperparameters.overwrite_deepspeed_args": {"zero_optimisation": {"stage": 1}}}),
+        runs_dir=tmp_path,
+        expected_status=1,
+    )
+
+    assert "zero_optimization" in printed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+def test_a_shipped_config_trains_checkpoints_and_resumes(config: Path, tmp_path: Path) -> None:
+    searcher = yaml.safe_load(config.read_text())["searcher"]
+    periods = {
+        "scheduling_unit": 2,
+        "min_validation_period": {"batches": 3},
+        "min_checkpoint_period": {"batches": 4},
+    }
+    command = ["run", str(config), str(context_dir_of(config))]
+
+    dstrial(*command, *overwrites({**periods, "searcher.max_length": {"batches": 6}}), runs_dir=tmp_path)
+    first = Outcome.only_one_in(tmp_path)
+    dstrial(
+        *command,
+        *overwrites({**periods, "searcher.max_length": {"batches": 10}}),
+        "--resume",
+        "latest",
+        runs_dir=tmp_path,
+    )
+    second = Outcome.only_one_in(tmp_path)
+
+    assert first.record["state"] == second.record["state"] == "completed"
+    assert (first.record["num_attempts"], second.record["num_attempts"]) == (1, 2)
+    assert first.batches_of("training") == [2, 4, 6]
+    assert first.batches_of("validation") == [3, 6]
+    assert first.num_complete_checkpoints() >= 1
+    # Had the second run begun anew, or before batch 6, there would be repeated or superseded reports.
+    assert second.batches_of("training") == [2, 4, 6, 8, 10]
+    assert second.batches_of("validation") == [3, 6, 9, 10]
+    assert second.num_superseded_reports() == 0
+    assert second.reports[: len(first.reports)] == first.reports
+    for report in second.reports:
+        assert all(math.isfinite(value) for value in report["metrics"].values()), report
+    assert all(
+        any(name.endswith("loss") for name in report["metrics"])
+        for report in second.reports
+        if report["group"] == "training"
+    )
+    assert len(second.values_of("validation", searcher["metric"])) == 4
+
+
+@pytest.mark.ranks
+def test_the_digits_reach_the_accuracy_that_the_readme_promises(tmp_path: Path) -> None:
+    readme = (ROOT / "model_defs" / "digits" / "README.md").read_text()
+    promised = re.search(r"at least (\d+) % validation accuracy", readme)
+    assert promised is not None
+
+    dstrial(
+        "run",
+        str(ROOT / "experiment_configs" / "digits.yaml"),
+        str(ROOT / "model_defs" / "digits"),
+        runs_dir=tmp_path,
+    )
+
+    accuracies = Outcome.only_one_in(tmp_path).values_of("validation", "validation_accuracy")
+    assert len(accuracies) == 15
+    assert accuracies[-1] >= int(promised[1]) / 100
+
+
+@pytest.mark.ranks
+def test_both_stages_of_the_pipeline_train_on_the_same_records(tmp_path: Path) -> None:
+    # The first stage reads characters, the last one the characters that follow. Without the right
+    # pairing nothing better can be learned than how frequent each character is: 4.5 bits.
+    dstrial(
+        "run",
+        str(ROOT / "experiment_configs" / "stdlib_lm.yaml"),
+        str(ROOT / "model_defs" / "stdlib_lm"),
+        *overwrites({"searcher.max_length": {"batches": 100}, "hyperparameters.num_validation_blocks": 99}),
+        runs_dir=tmp_path,
+    )
+
+    (bits_per_char,) = Outcome.only_one_in(tmp_path).values_of("validation", "bits_per_char")
+    assert bits_per_char < 4.0

@@ -1,0 +1,77 @@
+"""Run a function on real ranks: forked processes joined by Determined's own DistributedContext."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from determined import core
+
+DEADLINE_S = 60.0
+
+
+def names_in(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _rank_main(
+    rank: int, size: int, ports: tuple[int, int], function: Callable[..., Any], args: Any, results: Any
+) -> None:
+    dist = core.DistributedContext(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        cross_rank=0,
+        cross_size=1,
+        pub_port=ports[0],
+        pull_port=ports[1],
+    )
+    try:
+        results.put((rank, function(dist, *args)))
+    except Exception as error:  # noqa: BLE001 - the test asserts on it
+        results.put((rank, error))
+    finally:
+        dist.close()
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(dist, *args)`` on every rank; its result, or the exception, by rank.
+
+    Fails if a rank has not answered within a minute, which is how a hang shows.
+    """
+    fork = multiprocessing.get_context("fork")
+    results = fork.Queue()
+    ports = (free_port(), free_port())
+    processes = [
+        fork.Process(target=_rank_main, args=(rank, size, ports, function, args, results))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    answers: dict[int, Any] = {}
+    deadline_s = time.monotonic() + DEADLINE_S
+    try:
+        while len(answers) < size:
+            try:
+                rank, answer = results.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"only ranks {sorted(answers)} of {size} have ended") from None
+            answers[rank] = answer
+    finally:
+        for process in processes:
+            if len(answers) < size:
+                process.kill()
+            process.join()
+    return [answers[rank] for rank in range(size)]

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_processes import names_in
+
+from dstrial.errors import DstrialError, TrialContractError
+from dstrial.local.json_files import (
+    JsonLinesTail,
+    append_json_line,
+    metric_number,
+    read_json,
+    read_json_lines,
+    repair_json_lines,
+    to_strict_json,
+    write_json_atomically,
+)
+
+
+def test_numbers_json_does_not_have_are_written_as_strings_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_json_line(path, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5})
+    row = read_json_lines(path)[0]
+    assert row == {"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 0.5}
+    assert math.isnan(metric_number(row["a"]) or 0)
+    assert metric_number(row["b"]) == math.inf
+    assert metric_number(row["c"]) == -math.inf
+    assert metric_number("fast") is None
+    assert metric_number(True) is None
+
+
+def test_numpy_values_and_nested_arrays_become_plain_json() -> None:
+    value = {
+        "loss": np.float32(0.5),
+        "n": np.int64(3),
+        "grid": np.array([[1.0, np.nan]]),
+        7: (np.bool_(True), None),
+    }
+    assert to_strict_json(value, "metrics") == {
+        "loss": 0.5,
+        "n": 3,
+        "grid": [[1.0, "NaN"]],
+        "7": [True, None],
+    }
+
+
+def test_a_value_without_json_form_is_named_with_its_place() -> None:
+    with pytest.raises(TrialContractError, match=r"metrics\['a'\]\[1\] is .*of type set"):
+        to_strict_json({"a": [1, {2}]}, "metrics")
+
+
+def test_the_whole_line_is_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_json_line(path, {"text": "a\nb", "x": math.nan})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["text"] == "a\nb"
+
+
+def test_a_torn_last_line_is_cut_and_whole_lines_stay(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
+    assert [row["a"] for row in read_json_lines(path)] == [1, 2]
+    assert repair_json_lines(path)
+    append_json_line(path, {"a": 3})
+    assert [row["a"] for row in read_json_lines(path)] == [1, 2, 3]
+
+
+def test_a_whole_last_line_without_its_line_break_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}')
+    assert repair_json_lines(path)
+    assert [row["a"] for row in read_json_lines(path)] == [1, 2]
+    assert not repair_json_lines(path)
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\nnonsense\n{"a": 2}\n')
+    with pytest.raises(DstrialError, match=r"rows\.jsonl:2 is 'nonsense'; expected a JSON object"):
+        read_json_lines(path)
+
+
+def test_a_row_that_does_not_fit_on_the_disk_leaves_no_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_json_line(path, {"a": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(OSError, match=r"rows\.jsonl"):
+            append_json_line(path, {"a": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == '{"a": 1}\n'
+
+
+def test_a_document_that_does_not_fit_leaves_the_old_one_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "document.json"
+    write_json_atomically(path, {"a": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))
+    try:
+        with pytest.raises(OSError):
+            write_json_atomically(path, {"a": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_json(path) == {"a": 1}
+    assert names_in(tmp_path) == ["document.json"]
+
+
+def test_a_document_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "document.json").write_text("{")
+    with pytest.raises(DstrialError, match=r"document\.json:1 is not JSON"):
+        read_json(tmp_path / "document.json")
+    assert read_json(tmp_path / "missing.json") is None
+
+
+class TestJsonLinesTail:
+    def test_it_reads_each_row_once_and_waits_for_whole_lines(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        tail = JsonLinesTail(path)
+        assert tail.poll() == (False, [])
+        append_json_line(path, {"a": 1})
+        assert tail.poll() == (False, [{"a": 1}])
+        with path.open("a") as file:
+            file.write('{"a": ')
+        assert tail.poll() == (False, [])
+        with path.open("a") as file:
+            file.write("2}\n")
+        assert tail.poll() == (False, [{"a": 2}])
+
+    def test_it_starts_over_when_the_file_is_replaced(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        tail = JsonLinesTail(path)
+        append_json_line(path, {"a": 1})
+        tail.poll()
+        append_json_line(tmp_path / "new", {"a": 5})
+        append_json_line(tmp_path / "new", {"a": 6})
+        (tmp_path / "new").replace(path)
+        assert tail.poll() == (True, [{"a": 5}, {"a": 6}])

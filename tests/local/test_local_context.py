@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import determined as det
+import pytest
+from determined import core
+from rank_processes import on_ranks
+
+from dstrial.errors import LaunchError, RankError
+from dstrial.local.context import LocalContext, init
+from dstrial.local.json_files import read_json
+from dstrial.local.preempt import LocalPreemptContext
+from dstrial.local.run_directory import RunDirectory
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
+
+
+def local_context(run_directory: RunDirectory | Path, **options: Any) -> LocalContext:
+    options = {"metric": "loss", "smaller_is_better": True} | options
+    return init(run_directory, distributed=core.DummyDistributedContext(), **options)
+
+
+def test_it_is_determineds_context_and_keeps_what_it_is_told(run_directory: RunDirectory) -> None:
+    with local_context(run_directory.path) as context:
+        assert isinstance(context, core.Context)
+        context.train.report_validation_metrics(3, {"loss": 0.25})
+        assert context.train.get_experiment_best_validation() == 0.25
+        with context.checkpoint.store_path({"steps_completed": 3}, shard=True) as (path, _):
+            (path / "state").write_text("x")
+        assert not context.preempt.should_preempt()
+        context.profiler.on()
+        context.profiler.off()
+    assert [entry.steps_completed for entry in context.checkpoint.list()] == [3]
+
+
+def test_closing_writes_the_progress_that_was_held_back(run_directory: RunDirectory) -> None:
+    with local_context(run_directory) as context:
+        for batch in range(5):
+            context.train.report_batches(batch, 100)
+    assert read_json(run_directory.progress_path)["batches_trained"] == 4
+
+
+def test_invalid_hyperparameters_are_on_record(run_directory: RunDirectory) -> None:
+    with pytest.raises(SystemExit), local_context(run_directory):
+        raise det.InvalidHP
+    assert read_json(run_directory.status_path)["early_exit"] == "INVALID_HP"
+
+
+def test_a_path_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError):
+        local_context(tmp_path)
+
+
+class TestSearcher:
+    def test_without_max_length_it_says_so_as_on_a_cluster(self, run_directory: RunDirectory) -> None:
+        with (
+            local_context(run_directory) as context,
+            pytest.raises(ValueError, match=r"searcher\.max_length"),
+        ):
+            list(context.searcher.operations())
+
+    def test_it_yields_the_configured_length_once(self, run_directory: RunDirectory) -> None:
+        with local_context(run_directory, max_length=40, max_length_unit=core.Unit.BATCHES) as context:
+            lengths = []
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                for operation in context.searcher.operations():
+                    lengths.append(operation.length)
+                    operation.report_progress(10)
+                    operation.report_completed(0.5)
+            assert lengths == [40]
+            assert context.searcher.get_configured_units() is core.Unit.BATCHES
+        assert read_json(run_directory.progress_path)["progress"] == 0.25
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_an_operation_must_be_completed(self, run_directory: RunDirectory) -> None:
+        with (
+            local_context(run_directory, max_length=1) as context,
+            pytest.raises(RankError, match=r"without op\.report_completed\(\)"),
+        ):
+            list(context.searcher.operations())
+
+
+class TestPreempt:
+    def test_it_follows_the_function(self) -> None:
+        reasons: list[str] = []
+        preempt = LocalPreemptContext(
+            core.DummyDistributedContext(), lambda: reasons[0] if reasons else None
+        ).start()
+        assert not preempt.should_preempt()
+        reasons.append("SIGTERM")
+        assert preempt.should_preempt()
+        preempt.acknowledge_preemption_signal()
+
+    def test_asking_before_the_start_is_an_error(self) -> None:
+        with pytest.raises(RankError, match="called before start"):
+            LocalPreemptContext(core.DummyDistributedContext(), lambda: None).should_preempt()
+
+    def test_a_second_start_is_an_error(self) -> None:
+        with pytest.raises(RankError, match="second time"):
+            LocalPreemptContext(core.DummyDistributedContext(), lambda: None).start().start()
+
+
+def ask_whether_to_stop(dist: core.DistributedContext, mode: core.PreemptMode) -> bool:
+    reason = "SIGTERM" if dist.rank == 1 else None
+    return LocalPreemptContext(dist, lambda: reason, mode).start().should_preempt()
+
+
+@pytest.mark.process
+def test_the_chiefs_answer_counts_for_all_ranks() -> None:
+    assert on_ranks(2, ask_whether_to_stop, core.PreemptMode.WorkersAskChief) == [False, False]
+    assert on_ranks(2, ask_whether_to_stop, core.PreemptMode.WorkersAskMaster) == [False, True]
+    chief, worker = on_ranks(2, ask_whether_to_stop, core.PreemptMode.ChiefOnly)
+    assert chief is False
+    assert isinstance(worker, RankError)
+
+
+def train_to_the_searchers_length(dist: core.DistributedContext, path: Path) -> list[int]:
+    lengths = []
+    with init(path, distributed=dist, metric=None, smaller_is_better=True, max_length=7) as context:
+        for operation in context.searcher._operations():
+            lengths.append(operation.length)
+            if dist.rank == 0:
+                operation.report_completed(1.0)
+    return lengths
+
+
+@pytest.mark.process
+def test_every_rank_gets_the_searchers_length(run_directory: RunDirectory) -> None:
+    assert on_ranks(2, train_to_the_searchers_length, run_directory.path) == [[7], [7]]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrial.errors import DstrialError, LaunchError
+from dstrial.local.run_directory import (
+    RUNS_DIR_VARIABLE,
+    RunDirectory,
+    RunState,
+    default_runs_dir,
+    experiment_slug,
+    newest_run,
+)
+
+
+def create(runs_dir: Path, name: str = "digits", context_dir: Path = Path("ctx")) -> RunDirectory:
+    return RunDirectory.create(
+        runs_dir,
+        name=name,
+        context_dir=context_dir,
+        command=["dstrial", "run"],
+        config={"name": name, "b": [1]},
+    )
+
+
+def test_a_new_run_is_recorded_as_running_with_its_config(tmp_path: Path) -> None:
+    run_directory = create(tmp_path / "my runs", "my: experiment/1")
+    assert run_directory.path.parent == tmp_path / "my runs" / "my-experiment-1"
+    record = run_directory.read_record()
+    assert (record.name, record.state, record.num_attempts) == ("my: experiment/1", RunState.RUNNING, 1)
+    assert record.context_dir == str(Path("ctx").resolve())
+    assert yaml.safe_load(run_directory.experiment_config_path.read_text()) == {
+        "name": "my: experiment/1",
+        "b": [1],
+    }
+    assert run_directory.checkpoints_path.is_dir()
+    assert run_directory.tensorboard_path.is_dir()
+    assert run_directory.attempt_logs_path(1) == run_directory.path / "logs" / "attempt_1"
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path: Path) -> None:
+    assert len({create(tmp_path).path for _ in range(20)}) == 20
+
+
+def test_attempts_are_counted_and_their_end_is_recorded(tmp_path: Path) -> None:
+    run_directory = create(tmp_path)
+    run_directory.end_attempt(RunState.FAILED, "rank 1: boom")
+    record = run_directory.read_record()
+    assert (record.state, record.failure) == (RunState.FAILED, "rank 1: boom")
+    assert record.ended is not None
+    run_directory.begin_attempt(["dstrial", "run", "--resume"])
+    record = run_directory.read_record()
+    assert (record.state, record.failure, record.ended, record.num_attempts) == (
+        RunState.RUNNING,
+        None,
+        None,
+        2,
+    )
+    assert record.command[-1] == "--resume"
+
+
+def test_the_newest_run_is_the_one_of_this_name_and_context_created_last(tmp_path: Path) -> None:
+    assert newest_run(tmp_path, "digits", tmp_path / "a") is None
+    create(tmp_path, "digits", tmp_path / "a")
+    mine = create(tmp_path, "digits", tmp_path / "a")
+    create(tmp_path, "digits", tmp_path / "b")
+    create(tmp_path, "other", tmp_path / "a")
+    found = newest_run(tmp_path, "digits", tmp_path / "b" / ".." / "a")
+    assert found == mine
+
+
+def test_names_that_share_a_directory_are_told_apart(tmp_path: Path) -> None:
+    assert experiment_slug("a b") == experiment_slug("a/b")
+    mine = create(tmp_path, "a b")
+    create(tmp_path, "a/b")
+    assert newest_run(tmp_path, "a b", Path("ctx")) == mine
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"), [("../../etc", "etc"), ("..", "experiment"), ("", "experiment"), ("a.b-c_1", "a.b-c_1")]
+)
+def test_a_name_never_leaves_the_runs_directory(name: str, slug: str) -> None:
+    assert experiment_slug(name) == slug
+
+
+def test_opening_something_else_says_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"expected a directory with a run\.json"):
+        RunDirectory.open(tmp_path)
+
+
+def test_a_foreign_run_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"name": "x"}')
+    with pytest.raises(DstrialError, match=r"run\.json is .*expected the record of a run"):
+        RunDirectory.open(tmp_path).read_record()
+
+
+def test_the_runs_directory_is_the_option_then_the_variable_then_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(RUNS_DIR_VARIABLE, raising=False)
+    assert default_runs_dir() == tmp_path / "runs"
+    monkeypatch.setenv(RUNS_DIR_VARIABLE, "elsewhere")
+    assert default_runs_dir() == tmp_path / "elsewhere"
+    assert default_runs_dir(tmp_path / "x") == tmp_path / "x"
+
+
+@pytest.mark.process
+def test_a_run_is_owned_by_one_process_until_that_process_dies(tmp_path: Path) -> None:
+    run_directory = create(tmp_path)
+    program = (
+        "import sys, time\nfrom dstrial.local.run_directory import RunDirectory\n"
+        "with RunDirectory.open(sys.argv[1]).lock():\n    print('locked', flush=True)\n    time.sleep(600)\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, str(run_directory.path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "locked\n"
+        with pytest.raises(LaunchError, match=f"in use by process {owner.pid}"), run_directory.lock():
+            pass
+    finally:
+        owner.kill()
+        owner.wait()
+        if owner.stdout is not None:
+            owner.stdout.close()
+    with run_directory.lock():
+        pass

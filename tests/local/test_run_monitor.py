@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dstrial.local.json_files import append_json_line, write_json_atomically
+from dstrial.local.run_directory import RunDirectory
+from dstrial.local.run_monitor import Report, RunMonitor, named_metric, read_validations
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
+
+
+def report(run_directory: RunDirectory, group: str, steps: int, metrics: dict[str, float], time: str) -> None:
+    row = {"group": group, "steps_completed": steps, "metrics": metrics, "time": time}
+    append_json_line(run_directory.metrics_path, row)
+
+
+def test_nothing_is_known_of_a_run_that_has_written_nothing(run_directory: RunDirectory) -> None:
+    view = RunMonitor(run_directory, metric="accuracy", since="2026").poll()
+    assert (view.batches_trained, view.batches_total, view.loss, view.new_reports) == (None, None, None, ())
+
+
+def test_it_shows_progress_loss_searcher_metric_and_speed(run_directory: RunDirectory) -> None:
+    monitor = RunMonitor(run_directory, metric="accuracy", since="2026")
+    progress = {"batches_trained": 12, "batches_total": 100, "time": "2027-01"}
+    write_json_atomically(run_directory.progress_path, progress)
+    report(
+        run_directory, "training", 10, {"grad": 9.0, "loss": math.nan, "samples_per_second": 5.0}, "2027-01"
+    )
+    report(run_directory, "validation", 10, {"loss": 0.3, "accuracy": 0.9}, "2027-02")
+    view = monitor.poll()
+    assert (view.batches_trained, view.batches_total) == (12, 100)
+    assert view.loss is not None
+    assert math.isnan(view.loss[1])
+    assert view.validation == ("accuracy", 0.9)
+    assert view.samples_per_second == 5.0
+    assert [(entry.group, entry.steps_completed) for entry in view.new_reports] == [
+        ("training", 10),
+        ("validation", 10),
+    ]
+    assert monitor.poll().new_reports == ()
+    assert monitor.poll().validation == ("accuracy", 0.9)
+
+
+def test_what_earlier_attempts_wrote_is_not_told_again(run_directory: RunDirectory) -> None:
+    write_json_atomically(
+        run_directory.progress_path, {"batches_trained": 50, "batches_total": 100, "time": "2026-01"}
+    )
+    report(run_directory, "training", 10, {"loss": 1.0}, "2026-01")
+    monitor = RunMonitor(run_directory, metric=None, since="2026-02")
+    assert monitor.poll().new_reports == ()
+    assert monitor.poll().batches_trained is None
+    report(run_directory, "training", 20, {"loss": 0.5}, "2026-03")
+    assert [entry.steps_completed for entry in monitor.poll().new_reports] == [20]
+
+
+def test_a_file_rewritten_by_a_resume_tells_nothing_twice(run_directory: RunDirectory) -> None:
+    monitor = RunMonitor(run_directory, metric=None, since="2026-01")
+    report(run_directory, "training", 10, {"loss": 1.0}, "2026-02")
+    assert len(monitor.poll().new_reports) == 1
+    copy = run_directory.path / "copy"
+    copy.write_bytes(run_directory.metrics_path.read_bytes())
+    copy.replace(run_directory.metrics_path)
+    report(run_directory, "training", 20, {"loss": 0.5}, "2026-03")
+    assert [entry.steps_completed for entry in monitor.poll().new_reports] == [20]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "preferred", "expected"),
+    [
+        ({"a": 1.0, "loss": 2.0}, "a", ("a", 1.0)),
+        ({"a": 1.0, "loss": 2.0}, None, ("loss", 2.0)),
+        ({"samples_per_second": 3.0, "generator_loss": 1.0}, "loss", ("generator_loss", 1.0)),
+        ({"batches": 3.0}, "loss", None),
+    ],
+)
+def test_the_metric_to_show_is_the_preferred_then_the_loss_then_the_first(
+    metrics: dict[str, float], preferred: str | None, expected: tuple[str, float] | None
+) -> None:
+    assert named_metric(Report("training", 1, metrics), preferred) == expected
+
+
+def test_validations_are_read_by_batch_and_the_last_report_counts(run_directory: RunDirectory) -> None:
+    report(run_directory, "validation", 10, {"accuracy": 0.1}, "2026")
+    report(run_directory, "validation", 10, {"accuracy": 0.2}, "2026")
+    report(run_directory, "validation", 20, {"other": 0.2}, "2026")
+    report(run_directory, "training", 30, {"accuracy": 0.2}, "2026")
+    assert read_validations(run_directory, "accuracy") == {10: 0.2}

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from determined import core
+
+from dstrial.errors import RankError, TrialContractError
+from dstrial.local.json_files import read_json, read_json_lines
+from dstrial.local.run_directory import RunDirectory
+from dstrial.local.train_context import LocalTrainContext, open_train_context
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
+
+
+def opened(run_directory: RunDirectory, **options: Any) -> LocalTrainContext:
+    options = {"is_chief": True, "metric": "accuracy", "smaller_is_better": False} | options
+    return open_train_context(run_directory, **options)
+
+
+def steps(run_directory: RunDirectory) -> list[tuple[str, int]]:
+    return [(row["group"], row["steps_completed"]) for row in read_json_lines(run_directory.metrics_path)]
+
+
+def test_reports_are_lines_in_the_order_of_the_calls(run_directory: RunDirectory) -> None:
+    train = opened(run_directory)
+    train.report_training_metrics(10, {"loss": np.float32(0.5), "per_class": np.array([1, 2])})
+    train.report_validation_metrics(10, {"accuracy": 0.9, "worst": math.nan})
+    train.report_metrics("system", 10, {"free": 3})
+    rows = read_json_lines(run_directory.metrics_path)
+    assert [(row["group"], row["steps_completed"], row["metrics"]) for row in rows] == [
+        ("training", 10, {"loss": 0.5, "per_class": [1, 2]}),
+        ("validation", 10, {"accuracy": 0.9, "worst": "NaN"}),
+        ("system", 10, {"free": 3}),
+    ]
+    assert all(row["time"].endswith("+00:00") for row in rows)
+
+
+def test_a_report_from_a_worker_is_refused(run_directory: RunDirectory) -> None:
+    with pytest.raises(RankError, match="expected the chief"):
+        opened(run_directory, is_chief=False).report_training_metrics(1, {"loss": 1.0})
+
+
+def test_a_group_with_a_dot_is_refused(run_directory: RunDirectory) -> None:
+    with pytest.raises(TrialContractError, match=r"metric group is 'a\.b'"):
+        opened(run_directory).report_metrics("a.b", 1, {})
+
+
+def test_bytes_are_left_out_of_a_validation_and_the_metrics_are_not_changed(
+    run_directory: RunDirectory,
+) -> None:
+    metrics = {"image": b"png", "accuracy": 0.5, "b": 1}
+    opened(run_directory).report_validation_metrics(1, metrics)
+    assert metrics == {"image": b"png", "accuracy": 0.5, "b": 1}
+    assert list(read_json_lines(run_directory.metrics_path)[0]["metrics"]) == ["accuracy", "b"]
+
+
+class TestBestValidation:
+    def test_there_is_none_before_the_first(self, run_directory: RunDirectory) -> None:
+        train = opened(run_directory)
+        assert train.get_experiment_best_validation() is None
+        assert train._get_last_validation() is None
+
+    @pytest.mark.parametrize(("smaller_is_better", "best"), [(False, 0.9), (True, 0.2)])
+    def test_it_follows_the_direction_and_skips_nan(
+        self, run_directory: RunDirectory, smaller_is_better: bool, best: float
+    ) -> None:
+        train = opened(run_directory, smaller_is_better=smaller_is_better)
+        for step, value in enumerate([0.5, 0.9, math.nan, 0.2]):
+            train.report_validation_metrics(step, {"accuracy": value, "other": -1.0})
+            train.report_training_metrics(step, {"accuracy": 100.0})
+        assert train.get_experiment_best_validation() == best
+        assert train._get_last_validation() == 3
+
+    def test_it_counts_the_attempts_before(self, run_directory: RunDirectory) -> None:
+        opened(run_directory).report_validation_metrics(10, {"accuracy": 0.9})
+        again = opened(run_directory)
+        again.report_validation_metrics(20, {"accuracy": 0.8})
+        assert again.get_experiment_best_validation() == 0.9
+        assert again._get_last_validation() == 20
+
+    def test_a_worker_sees_what_the_chief_wrote(self, run_directory: RunDirectory) -> None:
+        chief, worker = opened(run_directory), opened(run_directory, is_chief=False)
+        assert worker.get_experiment_best_validation() is None
+        chief.report_validation_metrics(10, {"accuracy": 0.4})
+        assert worker.get_experiment_best_validation() == 0.4
+
+    def test_without_a_searcher_metric_there_is_none(self, run_directory: RunDirectory) -> None:
+        train = opened(run_directory, metric=None)
+        train.report_validation_metrics(10, {"accuracy": 0.9})
+        assert train.get_experiment_best_validation() is None
+        assert train._get_last_validation() == 10
+
+
+class TestRewind:
+    def test_reports_beyond_the_checkpoint_move_aside_and_none_is_lost(
+        self, run_directory: RunDirectory
+    ) -> None:
+        train = opened(run_directory)
+        for step in (10, 20, 30):
+            train.report_training_metrics(step, {"loss": step})
+            train.report_validation_metrics(step, {"accuracy": step})
+        assert train.get_experiment_best_validation() == 30
+        again = opened(run_directory)
+        assert again.rewind_to(20) == 2
+        assert steps(run_directory) == [
+            (group, step) for step in (10, 20) for group in ("training", "validation")
+        ]
+        aside = read_json_lines(run_directory.superseded_metrics_path)
+        assert [(row["group"], row["steps_completed"]) for row in aside] == [
+            ("training", 30),
+            ("validation", 30),
+        ]
+        assert again.get_experiment_best_validation() == 20
+        assert again._get_last_validation() == 20
+
+    def test_a_second_resume_adds_to_what_moved_aside(self, run_directory: RunDirectory) -> None:
+        train = opened(run_directory)
+        for loss in (0.1, 0.2):
+            train.report_training_metrics(30, {"loss": loss})
+            train.rewind_to(0)
+        assert steps(run_directory) == []
+        aside = read_json_lines(run_directory.superseded_metrics_path)
+        assert [row["metrics"]["loss"] for row in aside] == [0.1, 0.2]
+
+    def test_nothing_beyond_changes_nothing(self, run_directory: RunDirectory) -> None:
+        train = opened(run_directory)
+        train.report_training_metrics(10, {"loss": 1})
+        assert train.rewind_to(10) == 0
+        assert not run_directory.superseded_metrics_path.exists()
+
+    def test_a_torn_line_of_the_killed_attempt_is_mended_first(self, run_directory: RunDirectory) -> None:
+        opened(run_directory).report_training_metrics(10, {"loss": 1})
+        with run_directory.metrics_path.open("a") as file:
+            file.write('{"group": "trai')
+        train = opened(run_directory)
+        train.report_training_metrics(20, {"loss": 1})
+        assert steps(run_directory) == [("training", 10), ("training", 20)]
+
+    def test_a_worker_changes_nothing(self, run_directory: RunDirectory) -> None:
+        opened(run_directory).report_training_metrics(10, {"loss": 1})
+        assert opened(run_directory, is_chief=False).rewind_to(0) == 0
+        assert steps(run_directory) == [("training", 10)]
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class TestProgress:
+    def test_it_is_written_at_most_five_times_a_second_and_at_the_end(
+        self, run_directory: RunDirectory
+    ) -> None:
+        clock = Clock()
+        train = opened(run_directory, clock=clock)
+
+        def written() -> Any:
+            return (read_json(run_directory.progress_path) or {}).get("batches_trained")
+
+        train.report_batches(1, 100)
+        assert written() == 1
+        clock.now_s = 0.1
+        train.report_batches(2, 100)
+        assert written() == 1
+        clock.now_s = 0.2
+        train.report_batches(3, 100)
+        assert written() == 3
+        train.report_batches(100, 100)
+        assert read_json(run_directory.progress_path)["progress"] == 1.0
+        assert written() == 100
+
+    def test_what_the_throttle_holds_back_is_written_on_flush(self, run_directory: RunDirectory) -> None:
+        clock = Clock()
+        train = opened(run_directory, clock=clock)
+        train.report_progress(0.1)
+        train.report_progress(0.2)
+        assert read_json(run_directory.progress_path)["progress"] == 0.1
+        train.flush_progress()
+        assert read_json(run_directory.progress_path)["progress"] == 0.2
+
+    def test_a_share_outside_of_zero_to_one_is_refused(self, run_directory: RunDirectory) -> None:
+        with pytest.raises(TrialContractError, match=r"progress is 1\.5; expected a number from 0 to 1"):
+            opened(run_directory).report_progress(1.5)
+
+    def test_a_worker_writes_nothing(self, run_directory: RunDirectory) -> None:
+        worker = opened(run_directory, is_chief=False)
+        worker.report_batches(1, 1)
+        worker.set_status("x")
+        worker.report_early_exit(core.EarlyExitReason.INVALID_HP)
+        worker.flush_progress()
+        assert not run_directory.progress_path.exists()
+        assert not run_directory.status_path.exists()
+
+
+def test_the_first_early_exit_stands_and_a_new_attempt_forgets_it(run_directory: RunDirectory) -> None:
+    train = opened(run_directory)
+    train.set_status("validating")
+    train.report_early_exit(core.EarlyExitReason.INVALID_HP)
+    train.report_early_exit(core.EarlyExitReason.USER_REQUESTED_STOP)
+    assert train.get_early_exit() == "INVALID_HP"
+    assert read_json(run_directory.status_path)["status"] == "validating"
+    assert opened(run_directory).get_early_exit() is None
+
+
+def test_metadata_is_replaced_as_a_whole(run_directory: RunDirectory) -> None:
+    train = opened(run_directory)
+    assert train.get_metadata() is None
+    assert train.set_metadata({"a": {"b": 1}}) == {"a": {"b": 1}}
+    train.set_metadata({"c": np.int64(2)})
+    assert json.loads(run_directory.metadata_path.read_text()) == {"c": 2} == train.get_metadata()
+
+
+def test_tensorboard_files_stay_in_the_run_directory(run_directory: RunDirectory) -> None:
+    train = opened(run_directory)
+    train.upload_tensorboard_files()
+    assert train.get_tensorboard_path() == run_directory.tensorboard_path

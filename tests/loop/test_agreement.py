@@ -1,0 +1,52 @@
+from determined import core
+from dstrial.loop.agreement import AgreementPoints, StopReason
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def points_at(seconds_per_batch, total, wish=lambda: None, rank_count=1):
+    clock = Clock()
+    points = AgreementPoints(core.DummyDistributedContext(), lambda: wish(clock), clock)
+    points.start(0)
+    agreed = []
+    for batches in range(1, total + 1):
+        clock.now_s += seconds_per_batch
+        if points.is_due(batches):
+            agreement = points.agree(batches)
+            agreed.append((batches, agreement.stop))
+            if agreement.stop:
+                break
+    return agreed
+
+
+def silent(_clock):
+    return None
+
+
+def test_agreements_grow_apart_to_about_five_seconds():
+    agreed = [batches for batches, _ in points_at(0.01, 3000, silent)]
+    gaps = [b - a for a, b in zip(agreed, agreed[1:], strict=False)]
+    assert agreed[0] == 1
+    assert gaps[:2] == [8, 64]
+    assert set(gaps[2:]) <= {499, 500, 501}
+
+
+def test_slow_batches_agree_after_every_one():
+    assert [batches for batches, _ in points_at(20.0, 5, silent)] == [1, 2, 3, 4, 5]
+
+
+def test_a_wish_on_a_single_rank_is_seen_after_the_same_batch():
+    wish = lambda clock: StopReason.SIGNAL if clock.now_s > 1.005 else None  # noqa: E731
+    assert points_at(0.01, 3000, wish)[-1] == (101, StopReason.SIGNAL)
+
+
+def test_shares_come_back_by_rank():
+    points = AgreementPoints(core.DummyDistributedContext(), lambda: None, Clock())
+    points.start(0)
+    assert points.agree(1, share={"a": 1}).shares == [{"a": 1}]

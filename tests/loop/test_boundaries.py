@@ -1,0 +1,70 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from determined import pytorch
+from dstrial.loop.boundaries import Boundary, Period, due, total_batches
+
+
+def positions(period, total, epoch_length=None):
+    return [n for n in range(1, total + 1) if Period.from_train_unit(period).is_due(n, epoch_length)]
+
+
+def test_a_period_in_batches_fires_at_its_multiples():
+    assert positions(pytorch.Batch(250), 1000) == [250, 500, 750, 1000]
+
+
+def test_a_list_means_exactly_these_positions():
+    assert positions(pytorch.Batch([5, 30, 45]), 100) == [5, 30, 45]
+
+
+def test_a_period_in_epochs_fires_at_epoch_ends_only():
+    assert positions(pytorch.Epoch(2), 50, epoch_length=10) == [20, 40]
+    assert positions(pytorch.Epoch([1, 3]), 50, epoch_length=10) == [10, 30]
+
+
+def test_a_period_in_epochs_never_fires_when_the_epoch_length_is_unknown():
+    assert positions(pytorch.Epoch(1), 50) == []
+
+
+def test_a_number_without_a_unit_is_refused():
+    with pytest.raises(TypeError, match=r"expected Batch\(\.\.\.\) or Epoch"):
+        Period.from_train_unit(100)
+    with pytest.raises(TypeError, match="expected an int or a list"):
+        Period.from_train_unit(pytorch.Batch("ten"))
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 30), st.integers(1, 200))
+def test_each_boundary_fires_at_its_own_period_whatever_the_others_are(report, validate, checkpoint, total):
+    periods = {
+        Boundary.REPORT: Period("batches", every=report),
+        Boundary.VALIDATE: Period("batches", every=validate),
+        Boundary.CHECKPOINT: Period("batches", every=checkpoint),
+    }
+    fired = {boundary: [] for boundary in Boundary}
+    for batches in range(1, total + 1):
+        for boundary in due(periods, batches, total, None):
+            fired[boundary].append(batches)
+    assert fired[Boundary.REPORT] == list(range(report, total + 1, report))
+    assert fired[Boundary.VALIDATE] == list(range(validate, total + 1, validate))
+    assert fired[Boundary.CHECKPOINT] == list(range(checkpoint, total + 1, checkpoint))
+    assert fired[Boundary.END] == [total]
+
+
+def test_the_length_of_a_run_is_counted_in_batches():
+    assert total_batches(pytorch.Batch(7), None) == 7
+    assert total_batches(pytorch.Epoch(3), 40) == 120
+
+
+@pytest.mark.parametrize(
+    ("length", "epoch_length", "error"),
+    [
+        (pytorch.Batch(0), 10, "at least 1"),
+        (pytorch.Epoch(1), None, "no length"),
+        (pytorch.Batch([1, 2]), 10, r"Batch\(int\)"),
+        (10, 10, r"Batch\(int\)"),
+    ],
+)
+def test_a_length_that_says_nothing_is_refused(length, epoch_length, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        total_batches(length, epoch_length)

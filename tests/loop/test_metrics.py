@@ -1,0 +1,113 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from determined import pytorch
+from dstrial.errors import TrialContractError
+from dstrial.loop.metrics import MetricWindow, as_mapping, combine
+
+
+def window_of(*sets, **options):
+    window = MetricWindow("train_batch", **options)
+    for metrics in sets:
+        window.add(metrics)
+    return window
+
+
+def test_a_bare_tensor_is_the_loss():
+    assert as_mapping(torch.tensor(2.0), "train_batch").keys() == {"loss"}
+
+
+def test_anything_else_is_refused():
+    with pytest.raises(TrialContractError, match=r"train_batch returned 3\.0 of type float; expected a dict"):
+        as_mapping(3.0, "train_batch")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(1.0, 5.0), (np.float32(1), np.float64(5)), (np.array(1.0), np.array([5.0])), (torch.tensor(1.0), torch.tensor([4.0, 6.0]))],
+)
+def test_losses_1_and_5_are_reported_as_3(values):
+    totals = window_of({"loss": values[0]}, {"loss": values[1]}).totals()
+    assert combine([totals], "train_batch") == {"loss": 3.0}
+
+
+def test_two_ranks_with_losses_1_and_5_report_3():
+    shares = [window_of({"loss": torch.tensor(1.0)}).totals(), window_of({"loss": torch.tensor(5.0)}).totals()]
+    assert combine(shares, "train_batch") == {"loss": 3.0}
+
+
+def test_nested_lists_count_with_their_mean_and_words_are_kept_as_none():
+    totals = window_of({"a": [[1, 2], [3, 4]], "word": "x", "ragged": [[1], [2, 3]]}).totals()
+    assert combine([totals], "train_batch") == {"a": 2.5, "word": None, "ragged": None}
+
+
+def test_nan_is_reported_not_hidden():
+    totals = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(math.nan)}).totals()
+    assert math.isnan(combine([totals], "train_batch")["loss"])
+
+
+def test_what_was_added_is_not_changed_by_later_writes_to_the_tensor():
+    loss = torch.tensor(1.0)
+    window = window_of({"loss": loss})
+    loss.fill_(100.0)
+    window.add({"loss": torch.tensor(3.0)})
+    assert combine([window.totals()], "train_batch") == {"loss": 2.0}
+
+
+def test_a_graph_is_not_kept_alive():
+    weight = torch.ones(1, requires_grad=True)
+    window = window_of({"loss": (weight * 2).sum()})
+    assert not any(total.requires_grad for total in window.state_dict()["totals"].values())
+
+
+def test_low_precision_losses_are_summed_in_double():
+    window = window_of(*[{"loss": torch.tensor(0.1, dtype=torch.bfloat16)}] * 1000)
+    expected = float(torch.tensor(0.1, dtype=torch.bfloat16))
+    assert combine([window.totals()], "train_batch")["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_mean_is_weighted():
+    window = MetricWindow("evaluate_batch")
+    window.add({"loss": torch.tensor(1.0)}, weight=30)
+    window.add({"loss": 5.0 * torch.ones(())}, weight=10)
+    assert combine([window.totals()], "evaluate_batch") == {"loss": 2.0}
+
+
+def test_reducers_other_than_the_mean_ignore_weights():
+    chosen = {"s": pytorch.Reducer.SUM, "hi": pytorch.Reducer.MAX, "lo": pytorch.Reducer.MIN}
+    windows = [MetricWindow("evaluate_batch", chosen.__getitem__) for _ in range(2)]
+    for window, values in zip(windows, [(1.0, 4.0), (2.0, -3.0)], strict=True):
+        for value in values:
+            window.add({"s": value, "hi": torch.tensor(value), "lo": value}, weight=7)
+    combined = combine([window.totals() for window in windows], "evaluate_batch", chosen.__getitem__)
+    assert combined == {"s": 4.0, "hi": 4.0, "lo": -3.0}
+
+
+def test_names_may_not_change_from_call_to_call():
+    with pytest.raises(TrialContractError, match=r"returned the metrics \['accuracy'\]; expected \['loss'\]"):
+        window_of({"loss": 1.0}, {"accuracy": 1.0})
+
+
+def test_names_may_not_differ_between_ranks_and_ranks_that_do_not_report_are_left_out():
+    shares = [window_of({"loss": 1.0}).totals(), None, window_of({"acc": 1.0}).totals()]
+    with pytest.raises(TrialContractError, match=r"\['acc'\] on rank 2 and \['loss'\] on rank 0"):
+        combine(shares, "train_batch")
+    assert combine([None, shares[0]], "train_batch") == {"loss": 1.0}
+
+
+def test_an_open_window_survives_a_checkpoint():
+    window = window_of({"loss": torch.tensor(1.0), "host": 2.0})
+    restored = MetricWindow("train_batch")
+    restored.load_state_dict(window.state_dict(), torch.device("cpu"))
+    for held in (window, restored):
+        held.add({"loss": torch.tensor(2.0), "host": 4.0})
+    assert combine([window.totals()], "t") == combine([restored.totals()], "t") == {"loss": 1.5, "host": 3.0}
+
+
+def test_sets_are_kept_only_when_asked():
+    assert window_of({"loss": 1.0}).batches() == []
+    kept = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(2.0)}, keep_batches=True)
+    assert [float(batch["loss"]) for batch in kept.batches()] == [1.0, 2.0]

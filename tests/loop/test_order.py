@@ -1,0 +1,145 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils import data
+
+from dstrial.errors import DataError
+from dstrial.loop.order import (
+    BatchGeometry,
+    GlobalBatches,
+    ReplicaSampler,
+    SamplerOrder,
+    ShuffledOrder,
+    epoch_order,
+    forked_random_state,
+    record_seed,
+)
+
+SPLITS = [(1, 12, 1), (2, 6, 1), (3, 2, 2), (4, 3, 1), (1, 4, 3), (12, 1, 1), (2, 3, 2)]
+
+
+def all_micro_batches(num_records, split, batch_idx, seed=3, keep_tail=True):
+    micro, accumulation, replicas = split
+    batches = GlobalBatches(
+        ShuffledOrder(num_records, seed), num_records, BatchGeometry(micro, accumulation, replicas), keep_tail
+    )
+    return batches, [
+        batches.micro_batch(batch_idx, m, replica) for m in range(accumulation) for replica in range(replicas)
+    ]
+
+
+@settings(max_examples=40)
+@given(st.integers(12, 100), st.integers(0, 20), st.sampled_from(SPLITS))
+def test_the_records_of_a_batch_do_not_depend_on_how_it_is_cut_up(num_records, batch_idx, split):
+    one, whole = all_micro_batches(num_records, (12, 1, 1), batch_idx)
+    other, parts = all_micro_batches(num_records, split, batch_idx)
+    assert one.epoch_length == other.epoch_length
+    assert set(whole[0]) == {record for part in parts for record in part}
+
+
+@settings(max_examples=40)
+@given(st.integers(12, 100), st.sampled_from(SPLITS))
+def test_every_record_is_seen_once_in_an_epoch(num_records, split):
+    batches, _ = all_micro_batches(num_records, split, 0)
+    seen = []
+    for batch_idx in range(batches.epoch_length):
+        _, parts = all_micro_batches(num_records, split, batch_idx)
+        if batches.num_records(batch_idx) >= batches.geometry.num_slices:
+            seen += [record for part in parts for record in part]
+        else:
+            seen += sorted({record for part in parts for record in part})
+    assert sorted(seen) == list(range(num_records))
+
+
+def test_full_micro_batches_hold_exactly_the_micro_batch_size():
+    _, parts = all_micro_batches(24, (3, 2, 2), 1)
+    assert [len(part) for part in parts] == [3, 3, 3, 3]
+
+
+def test_the_tail_is_dealt_out_evenly_and_no_micro_batch_is_empty():
+    _, parts = all_micro_batches(12 + 7, (3, 2, 2), 1)
+    assert sorted(len(part) for part in parts) == [1, 2, 2, 2]
+    _, parts = all_micro_batches(12 + 2, (3, 2, 2), 1)
+    assert [len(part) for part in parts] == [1, 1, 1, 1]
+    assert len({record for part in parts for record in part}) == 2
+
+
+def test_without_a_tail_the_epoch_ends_with_its_last_full_batch():
+    batches, _ = all_micro_batches(19, (3, 2, 2), 0, keep_tail=False)
+    assert (batches.epoch_length, batches.num_tail_records, batches.keeps_tail) == (1, 7, False)
+
+
+def test_too_few_records_for_one_batch_are_refused_with_the_arithmetic():
+    with pytest.raises(DataError, match=r"has 5 records; expected at least one batch of 12 \(3 per micro batch x 2"):
+        GlobalBatches(ShuffledOrder(5, 0), 5, BatchGeometry(3, 2, 2), keep_tail=False)
+    with pytest.raises(DataError, match="has 0 records"):
+        GlobalBatches(ShuffledOrder(0, 0), 0, BatchGeometry(3, 2, 2), keep_tail=True)
+
+
+def test_epochs_and_seeds_are_shuffled_differently_and_reproducibly():
+    orders = {tuple(ShuffledOrder(50, seed)(epoch)[:]) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(orders) == 4
+    assert ShuffledOrder(50, 1)(7)[:] == ShuffledOrder(50, 1)(7)[:]
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 11, 12, 29])
+def test_a_sampler_started_in_the_middle_goes_on_where_the_first_would_be(start):
+    batches = GlobalBatches(ShuffledOrder(30, 1), 30, BatchGeometry(2, 3, 2), keep_tail=True)
+    whole, rest = iter(ReplicaSampler(batches, 1, 0, True)), iter(ReplicaSampler(batches, 1, start, True))
+    for _ in range(start):
+        next(whole)
+    assert [next(whole) for _ in range(20)] == [next(rest) for _ in range(20)]
+
+
+def test_a_user_sampler_is_replayed_to_its_epoch_without_touching_the_random_state():
+    class Stateful(data.Sampler):
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(5)
+
+        def __iter__(self):
+            return iter(torch.randperm(10, generator=self.generator).tolist())
+
+        def __len__(self):
+            return 10
+
+    straight = SamplerOrder(Stateful(), 0)
+    epochs = [list(straight(epoch)) for epoch in range(3)]
+    before = torch.random.get_rng_state()
+    assert list(SamplerOrder(Stateful(), 0)(2)) == epochs[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+    with pytest.raises(DataError, match="epochs in order"):
+        straight(0)
+
+
+def test_samplers_that_draw_from_the_global_random_state_are_reproducible():
+    weighted = data.WeightedRandomSampler([1.0] * 20, 20)
+    assert list(epoch_order(weighted, 20, 4)(1)) == list(epoch_order(weighted, 20, 4)(1))
+
+
+def test_plain_loaders_are_recognised():
+    records = list(range(10))
+    assert list(epoch_order(data.SequentialSampler(records), 10, 0)(3)) == records
+    assert isinstance(epoch_order(data.RandomSampler(records), 10, 0), ShuffledOrder)
+    assert isinstance(epoch_order(data.RandomSampler(records, replacement=True), 10, 0), SamplerOrder)
+
+
+def test_a_generator_of_the_user_changes_the_order():
+    records = list(range(30))
+    seeded = data.RandomSampler(records, generator=torch.Generator().manual_seed(9))
+    assert epoch_order(seeded, 30, 0)(0)[:] != epoch_order(data.RandomSampler(records), 30, 0)(0)[:]
+
+
+def test_record_seeds_differ_by_seed_epoch_and_record():
+    seeds = {record_seed(s, e, r) for s in range(8) for e in range(8) for r in range(200)}
+    assert len(seeds) == 8 * 8 * 200
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_forking_puts_every_generator_back():
+    before = torch.rand(1)
+    with forked_random_state(1):
+        inside = torch.rand(1)
+    with forked_random_state(1):
+        assert torch.equal(torch.rand(1), inside)
+    assert not torch.equal(before, inside)

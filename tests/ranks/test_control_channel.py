@@ -1,0 +1,197 @@
+"""The control channel between real gloo ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.testing.ranks import run_function
+
+pytestmark = pytest.mark.process
+
+
+def _channel(timeout_s: float = 60.0) -> Any:
+    import torch.distributed
+
+    from dstrial.ranks import ControlChannel, identify
+
+    torch.distributed.init_process_group("gloo")
+    return ControlChannel(identify(os.environ), timeout_s=timeout_s)
+
+
+def exchange() -> dict[str, Any]:
+    channel = _channel()
+    rank = channel.rank
+    long_text = "x" * (5_000 * (rank + 1))
+    seen = {
+        "allgather": channel.allgather({"rank": rank}),
+        "mixed": channel.allgather(long_text if rank == 1 else None),
+        "gather": channel.gather(rank),
+        "broadcast": channel.broadcast("from chief" if rank == 0 else "not me"),
+        "broadcast_long": channel.broadcast(long_text),
+        "local": (channel.allgather_local(rank), channel.gather_local(rank), channel.broadcast_local(rank)),
+        "attributes": (channel.size, channel.local_size, channel.cross_size, channel._is_chief),
+        "limit": channel.allgather("y" * 1003),
+    }
+    channel.close()
+    channel.close()
+    return seen
+
+
+def test_values_of_any_length_reach_all_ranks() -> None:
+    results = [result.value for result in run_function(exchange, 2)]
+    for rank, seen in enumerate(results):
+        assert seen["allgather"] == [{"rank": 0}, {"rank": 1}]
+        assert seen["mixed"] == [None, "x" * 10_000]
+        assert seen["gather"] == ([0, 1] if rank == 0 else None)
+        assert seen["broadcast"] == "from chief"
+        assert seen["broadcast_long"] == "x" * 5_000
+        assert seen["local"] == ([0, 1], [0, 1] if rank == 0 else None, 0)
+        assert seen["attributes"] == (2, 2, 1, rank == 0)
+        assert seen["limit"] == ["y" * 1003] * 2
+
+
+def exchange_over_two_machines() -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2" if rank < 2 else "1")
+    os.environ.update(GROUP_RANK=str(rank // 2), GROUP_WORLD_SIZE="2")
+    channel = _channel()
+    seen = {
+        "local": channel.allgather_local(rank),
+        "gathered": channel.gather_local(rank),
+        "broadcast": channel.broadcast_local(rank),
+        "all": channel.allgather(rank),
+    }
+    channel.close()
+    return seen
+
+
+def test_local_operations_stay_on_their_machine() -> None:
+    results = [result.value for result in run_function(exchange_over_two_machines, 3)]
+    assert [seen["local"] for seen in results] == [[0, 1], [0, 1], [2]]
+    assert [seen["gathered"] for seen in results] == [[0, 1], None, [2]]
+    assert [seen["broadcast"] for seen in results] == [0, 0, 2]
+    assert [seen["all"] for seen in results] == [[0, 1, 2]] * 3
+
+
+def claim_the_same_place() -> str:
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", GROUP_WORLD_SIZE="2")
+    from dstrial.errors import RankIdentityError
+
+    try:
+        _channel()
+    except RankIdentityError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_claim_the_same_place_are_told_which() -> None:
+    for result in run_function(claim_the_same_place, 2):
+        assert "rank 1 of 2: local rank 0 of 1 on machine 0 of 2" in result.value
+
+
+def miss_a_rank(missing: int) -> str:
+    from dstrial.errors import RankTimeoutError
+
+    channel = _channel(timeout_s=3.0)
+    channel.allgather("all are here")
+    if channel.rank == missing:
+        time.sleep(12)
+        os._exit(0)
+    try:
+        channel.allgather("where are you")
+    except RankTimeoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_does_not_come_is_named_by_all_that_wait(missing: int) -> None:
+    results = run_function(miss_a_rank, 3, missing)
+    for result in results:
+        if result.rank != missing:
+            assert f"is still without rank {missing} after 3 s" in result.value
+            assert "expected all 3 ranks" in result.value
+
+
+def call_different_operations() -> str:
+    from dstrial.errors import RankTimeoutError
+
+    channel = _channel(timeout_s=3.0)
+    operation = channel.allgather if channel.rank == 0 else channel.broadcast
+    try:
+        operation("a value")
+    except RankTimeoutError as error:
+        time.sleep(3)
+        return str(error)
+    return "completed"
+
+
+def test_ranks_in_different_calls_are_told_so() -> None:
+    values = [result.value for result in run_function(call_different_operations, 2)]
+    assert any("rank 0 in allgather, rank 1 in broadcast" in value for value in values)
+
+
+def lose_a_peer() -> str:
+    from dstrial.errors import RankError
+    from dstrial.ranks.peer_loss import is_peer_loss
+
+    channel = _channel()
+    if channel.rank == 1:
+        os._exit(3)
+    try:
+        channel.allgather("still there?")
+    except RankError as error:
+        assert is_peer_loss(str(error))
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_dead_peer_is_told_from_a_late_one() -> None:
+    survivor, dead = run_function(lose_a_peer, 2, check=False)
+    assert dead.exit_code == 3
+    assert survivor.value.startswith("RankError: allgather is broken on rank 0")
+    assert "Look for the traceback of the rank that failed first." in survivor.value
+
+
+def use_as_determineds_context(directory: str) -> list[Any]:
+    from determined import core
+
+    channel = _channel()
+    with core.init(distributed=channel, checkpoint_storage=directory) as context:
+        with context.checkpoint.store_path({"steps_completed": 1}, shard=True) as (path, uuid):
+            (Path(path) / f"rank{channel.rank}").write_text("here")
+        assert not context.preempt.should_preempt()
+        stored = Path(directory) / uuid
+        return [context.distributed.allgather(channel.rank), sorted(p.name for p in stored.glob("rank*"))]
+
+
+def test_determineds_core_api_works_on_it(tmp_path: Path) -> None:
+    results = run_function(use_as_determineds_context, 2, str(tmp_path))
+    assert [result.value for result in results] == [[[0, 1], ["rank0", "rank1"]]] * 2
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    from dstrial.ranks import ControlChannel, identify
+
+    channel = ControlChannel(identify({}))
+    assert channel.allgather(1) == channel.gather(1) == channel.allgather_local(1) == channel.gather_local(1) == [1]
+    assert (channel.broadcast(2), channel.broadcast_local(3)) == (2, 3)
+    assert channel.get_size() == channel.get_num_agents() == 1
+    channel.close()
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1"])
+def test_a_timeout_that_is_no_positive_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dstrial.errors import RankError
+    from dstrial.ranks import timeout_from_environ
+
+    monkeypatch.setenv("DSTRIAL_TIMEOUT_S", text)
+    with pytest.raises(RankError, match=f"DSTRIAL_TIMEOUT_S is '{text}'"):
+        timeout_from_environ()
+    monkeypatch.setenv("DSTRIAL_TIMEOUT_S", "2.5")
+    assert timeout_from_environ() == 2.5

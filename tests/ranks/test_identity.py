@@ -1,0 +1,234 @@
+"""Recorded environments of every launcher, trimmed to the variables that identify a rank."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.errors import RankIdentityError
+from dstrial.ranks.identity import RankIdentity, identify
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+DEEPSPEED = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "0",
+    "CROSS_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+DETERMINED_TORCH = {**TORCHRUN, "USE_TORCH_DISTRIBUTED": "True", "DET_CHIEF_IP": "10.0.0.5"}
+DETERMINED_DEEPSPEED = {**DEEPSPEED, "USE_DEEPSPEED": "1", "DET_CHIEF_IP": "10.0.0.5"}
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_NNODES": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+# Open MPI 5.0.11 and 4.1.8, MPICH 5.0.2 and Intel MPI, each started with -n 2 on one machine.
+OPENMPI_5 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-vm-8276@1",
+    "PMIX_RANK": "1",
+}
+OPENMPI_4 = {
+    "OMPI_APP_CTX_NUM_PROCS": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "1320550401",
+    "OMPI_MCA_orte_num_nodes": "1",
+    "PMIX_NAMESPACE": "1320550401",
+    "PMIX_RANK": "1",
+}
+MPICH = {
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "11",
+    "PMI_HOSTNAME": "vm",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MASTER_PORT": "20123",
+}
+INTEL_MPI = {
+    "HYDRA_BSTRAP_NODE_ID": "0",
+    "I_MPI_HYDRA_UUID": "54220000-7be6-1485-bd60-0600f1fc631b",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "11",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+
+
+def test_no_launcher_is_a_single_rank_that_picks_its_own_port() -> None:
+    assert identify({"PATH": "/bin"}) == RankIdentity(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none")
+
+
+def test_torchrun_on_two_machines() -> None:
+    assert identify(TORCHRUN) == RankIdentity(3, 4, 1, 2, 1, 2, "node0", 29400, "torchrun")
+
+
+def test_deepspeeds_launcher() -> None:
+    assert identify(DEEPSPEED) == RankIdentity(1, 2, 1, 2, 0, 1, "127.0.0.1", 29500, "deepspeed")
+
+
+def test_determineds_launch_layers_are_the_launchers_they_wrap() -> None:
+    assert identify(DETERMINED_TORCH) == identify(TORCHRUN)
+    assert identify(DETERMINED_DEEPSPEED) == identify(DEEPSPEED)
+
+
+def test_torchruns_own_local_size_wins_over_a_local_size_exported_for_deepspeed() -> None:
+    assert identify({**TORCHRUN, "LOCAL_SIZE": "7"}).local_world_size == 2
+
+
+def test_determineds_chief_serves_as_the_master_address() -> None:
+    environ = {name: value for name, value in DETERMINED_TORCH.items() if name != "MASTER_ADDR"}
+    assert identify(environ).master_addr == "10.0.0.5"
+
+
+def test_explicit_variables_win_over_the_slurm_step_around_them() -> None:
+    assert identify({**SRUN, **TORCHRUN}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize("environ", [SRUN, OPENMPI_5, OPENMPI_4, INTEL_MPI], ids=lambda e: sorted(e)[0])
+def test_a_job_on_one_machine_needs_no_address_and_gives_all_ranks_one_port(environ: dict[str, str]) -> None:
+    rank_1 = identify(environ)
+    other_names = ("SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    other_names += ("OMPI_COMM_WORLD_NODE_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID")
+    rank_0 = identify({**environ, **{name: "0" for name in other_names if name in environ}})
+    assert (rank_1.rank, rank_1.world_size, rank_1.local_rank, rank_1.local_world_size) == (1, 2, 1, 2)
+    assert (rank_0.rank, rank_0.local_rank, rank_0.is_chief) == (0, 0, True)
+    assert (rank_0.num_nodes, rank_0.master_addr) == (1, "127.0.0.1")
+    assert rank_0.master_port == rank_1.master_port
+    assert 15_000 <= rank_0.master_port < 29_000
+
+
+def test_two_jobs_get_ports_of_their_own() -> None:
+    ports = {identify({**SRUN, "SLURM_JOB_ID": str(job)}).master_port for job in range(50)}
+    assert len(ports) > 45
+
+
+def test_mpich_takes_the_given_port() -> None:
+    assert identify(MPICH) == RankIdentity(1, 2, 1, 2, 0, 1, "127.0.0.1", 20123, "mpich")
+
+
+def test_srun_on_uneven_machines() -> None:
+    environ = {
+        **SRUN,
+        "SLURM_PROCID": "9",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+        "SLURM_STEP_NUM_TASKS": "10",
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+        "MASTER_ADDR": "node0",
+    }
+    identity = identify(environ)
+    assert (identity.local_world_size, identity.node_rank, identity.num_nodes) == (2, 2, 3)
+    assert identify({**environ, "SLURM_NODEID": "1"}).local_world_size == 4
+
+
+def test_an_inner_step_counts_its_own_tasks_not_the_allocations() -> None:
+    assert identify({**SRUN, "SLURM_NTASKS": "64"}).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_NTASKS": "8"},
+        {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"},
+    ],
+    ids=["sbatch script", "interactive step of salloc", "salloc shell"],
+)
+def test_an_allocation_without_srun_is_a_single_rank(environ: dict[str, str]) -> None:
+    assert identify(environ).world_size == 1
+
+
+def test_world_size_exported_in_an_sbatch_script_agrees_with_srun() -> None:
+    assert identify({**SRUN, "WORLD_SIZE": "2"}).launcher == "slurm"
+    with pytest.raises(RankIdentityError, match="WORLD_SIZE is '3'; expected 2, as slurm says"):
+        identify({**SRUN, "WORLD_SIZE": "3"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({**TORCHRUN, "RANK": "4"}, "the rank is 4 of 4"),
+        ({**TORCHRUN, "RANK": "-1"}, "the rank is -1 of 4"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "the local rank is 2 of 2"),
+        ({**TORCHRUN, "WORLD_SIZE": "four"}, "WORLD_SIZE is 'four'; expected an integer"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+        ({"RANK": "0"}, "WORLD_SIZE is unset although RANK is set"),
+        ({"WORLD_SIZE": "2"}, "RANK is unset although WORLD_SIZE is set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK is unset"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is unset"),
+        ({**DEEPSPEED, "MASTER_PORT": ""}, "MASTER_PORT is unset"),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "MASTER_ADDR is unset"),
+        ({**OPENMPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR is unset"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "SLURM_STEP_TASKS_PER_NODE is '2,2'"),
+    ],
+)
+def test_a_contradiction_names_the_variable_and_shows_what_was_seen(
+    environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(RankIdentityError, match=re.escape(message)) as caught:
+        identify(environ)
+    assert "Seen in the environment: " in str(caught.value)
+
+
+def test_the_environment_is_not_changed() -> None:
+    environ = dict(SRUN)
+    identify(environ)
+    assert environ == SRUN
+    assert identify(os.environ).world_size >= 1
+
+
+@given(num_nodes=st.integers(1, 8), per_node=st.integers(1, 8), data=st.data())
+def test_torchruns_variables_are_taken_as_they_are(num_nodes: int, per_node: int, data: st.DataObject) -> None:
+    node = data.draw(st.integers(0, num_nodes - 1))
+    local = data.draw(st.integers(0, per_node - 1))
+    environ = {
+        "RANK": str(node * per_node + local),
+        "WORLD_SIZE": str(num_nodes * per_node),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "MASTER_ADDR": "head",
+        "MASTER_PORT": "1234",
+    }
+    identity = identify(environ)
+    assert (identity.rank, identity.node_rank, identity.num_nodes) == (node * per_node + local, node, num_nodes)
+    assert (identity.local_rank, identity.local_world_size) == (local, per_node)

@@ -1,0 +1,63 @@
+"""Signals become a flag, and handlers come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from dstrial.ranks.stop import StopSignals
+
+
+def test_sigterm_sets_the_flag_and_the_handler_is_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignals() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.requested == "SIGTERM"
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_the_first_ctrl_c_asks_and_the_second_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSTRIAL_LAUNCHED", raising=False)
+    with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested == "SIGINT"
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_launched_rank_leaves_ctrl_c_to_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSTRIAL_LAUNCHED", "1")
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested is None
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def use() -> None:
+        with StopSignals() as stop:
+            seen.append((signal.getsignal(signal.SIGTERM), stop.requested))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert seen == [(before, None)]
+
+
+@pytest.mark.process
+def test_a_forked_child_still_dies_of_sigterm() -> None:
+    with StopSignals() as stop:
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        assert stop.requested is None
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM

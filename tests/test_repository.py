@@ -1,0 +1,154 @@
+"""The repository keeps its own promises: everything public is documented, everything shipped is complete."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import dstrial
+from dstrial.cli.app import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL_DEFS = sorted(path for path in (ROOT / "model_defs").iterdir() if (path / "model_def.py").exists())
+CONFIGS = sorted((ROOT / "experiment_configs").glob("*.yaml"))
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def printed_by(*command: str) -> str:
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def dstrial_help(*arguments: str) -> str:
+    return printed_by(str(Path(sys.executable).with_name("dstrial")), *arguments, "--help")
+
+
+def test_the_readme_mentions_every_subcommand() -> None:
+    missing = [name for name in COMMANDS if f"dstrial {name}" not in text_of("README.md")]
+
+    assert not missing
+
+
+@pytest.mark.process
+def test_the_readme_mentions_every_option_of_every_subcommand() -> None:
+    missing = {
+        f"dstrial {name} {option}"
+        for name in COMMANDS
+        for option in re.findall(r"--[a-z][a-z-]*", dstrial_help(name))
+        if option != "--help" and option not in text_of("README.md")
+    }
+
+    assert not missing
+
+
+@pytest.mark.parametrize("name", [name for name in dstrial.__all__ if not name.startswith("__")])
+def test_a_public_name_is_documented_and_mentioned(name: str) -> None:
+    public = getattr(dstrial, name)
+
+    if inspect.isclass(public) or inspect.isroutine(public):
+        assert inspect.getdoc(public), f"dstrial.{name} has no docstring"
+    mentions = [document for document in ("README.md", "ARCHITECTURE.md") if f"`{name}`" in text_of(document)]
+    assert mentions, f"`{name}` is neither in README.md nor in ARCHITECTURE.md"
+
+
+def test_importing_the_package_imports_neither_torch_nor_deepspeed() -> None:
+    code = "import sys, dstrial; print([m for m in ('torch', 'deepspeed', 'determined') if m in sys.modules])"
+
+    assert printed_by(sys.executable, "-c", code).strip() == "[]"
+
+
+def test_every_package_has_a_line_in_the_architecture() -> None:
+    packages = [
+        path.name
+        for path in (ROOT / "dstrial").iterdir()
+        if (path / "__init__.py").exists() and path.is_dir()
+    ]
+    modules = [path.name for path in (ROOT / "dstrial").glob("*.py")]
+
+    missing = [
+        name
+        for name in packages + modules
+        if not re.search(rf"`(dstrial[./])?{re.escape(name)}/?`", text_of("ARCHITECTURE.md"))
+    ]
+
+    assert not missing
+
+
+@pytest.mark.parametrize("model_def", MODEL_DEFS, ids=lambda path: path.name)
+def test_a_model_definition_has_a_readme_and_a_config_that_names_its_files(model_def: Path) -> None:
+    config_path = ROOT / "experiment_configs" / f"{model_def.name}.yaml"
+    config = yaml.safe_load(config_path.read_text())
+
+    assert f"dstrial run experiment_configs/{config_path.name} model_defs/{model_def.name}" in (
+        model_def / "README.md"
+    ).read_text(encoding="utf-8")
+    class_name = re.fullmatch(r"python3 -m dstrial\.launch --trial model_def:(\w+)", config["entrypoint"])
+    assert class_name is not None
+    assert f"class {class_name[1]}(DeepSpeedTrial):" in (model_def / "model_def.py").read_text()
+    hyperparameters = config["hyperparameters"]
+    named = [value for key, value in hyperparameters.items() if key.endswith("deepspeed_config")]
+    assert sorted(named) == sorted(path.name for path in model_def.glob("*.json"))
+    for file_name in named:
+        json.loads((model_def / file_name).read_text())
+
+
+@pytest.mark.parametrize("config_path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_sets_what_a_reader_looks_for(config_path: Path) -> None:
+    config = yaml.safe_load(config_path.read_text())
+
+    assert config["name"] == config_path.stem
+    assert {
+        "entrypoint",
+        "hyperparameters",
+        "searcher",
+        "resources",
+        "scheduling_unit",
+        "min_validation_period",
+        "min_checkpoint_period",
+        "max_restarts",
+        "reproducibility",
+    } <= config.keys()
+    assert {"metric", "smaller_is_better", "max_length"} <= config["searcher"].keys()
+    assert config_path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_links_of_a_document_lead_to_files(document: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", text_of(document))
+
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+
+    assert not missing
+
+
+def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
+    targets = set(re.findall(r"^([a-z]+):", text_of("Makefile"), flags=re.MULTILINE))
+
+    for document in DOCUMENTS:
+        commands = re.findall(
+            r"(?:^    |`)make ([a-z ]+?)(?=$| {2}| [A-Z#]|`)", text_of(document), flags=re.MULTILINE
+        )
+        named = {target for command in commands for target in command.split()}
+        assert named <= targets, document
+
+
+def test_the_license_is_apache_2() -> None:
+    license_text = text_of("LICENSE")
+
+    assert "Apache License" in license_text
+    assert "Version 2.0, January 2004" in license_text
+    assert "END OF TERMS AND CONDITIONS" in license_text

@@ -1,0 +1,143 @@
+"""Small real trials for the loop's tests: a network with dropout on generated records, and a pipeline of it."""
+
+import os
+import pathlib
+import random
+import signal
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+import dstrial
+from dstrial import Batch, DataLoader, DeepSpeedTrial, PyTorchCallback, overwrite_deepspeed_config  # noqa: F401
+
+
+class Records(torch.utils.data.Dataset):
+    """Records whose features carry noise drawn at reading time, so that seeding of workers matters."""
+
+    def __init__(self, count, seed, noise=0.0):
+        generator = torch.Generator().manual_seed(seed)
+        self.features = torch.randn(count, 8, generator=generator)
+        self.targets = self.features[:, :4].cumsum(1) * 0.5
+        self.noise = noise
+
+    def __len__(self):
+        return len(self.features)
+
+    def __getitem__(self, record_idx):
+        features = self.features[record_idx]
+        if self.noise:
+            features = features + self.noise * (torch.randn(8) + random.random() + float(np.random.rand()))
+        return features, self.targets[record_idx]
+
+
+def kill_if_asked(rank, batch_idx):
+    """End this rank with SIGKILL at the batch named in KILL_AT, once, where KILL_ONCE says it has not been done."""
+    marker = pathlib.Path(os.environ.get("KILL_MARKER", "/nonexistent"))
+    if os.environ.get("KILL_AT") == f"{rank}:{batch_idx}" and not marker.exists():
+        marker.write_text("killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class EpochLog(PyTorchCallback):
+    """Writes down every epoch that begins or ends on the chief."""
+
+    def __init__(self, path, is_chief):
+        self.path = path
+        self.is_chief = is_chief
+
+    def note(self, text):
+        if self.is_chief and self.path:
+            with open(self.path, "a") as file:
+                file.write(text + "\n")
+
+    def on_training_epoch_start(self, epoch_idx):
+        self.note(f"start {epoch_idx}")
+
+    def on_training_epoch_end(self, epoch_idx):
+        self.note(f"end {epoch_idx}")
+
+
+class Common(DeepSpeedTrial):
+    def __init__(self, context):
+        self.context = context
+        self.hparams = context.get_hparams()
+        self.model_engine = context.wrap_model_engine(self.build_engine())
+        self.batches_seen = []
+
+    def ds_config(self):
+        return overwrite_deepspeed_config(
+            self.hparams["deepspeed_config"], self.hparams.get("overwrite_deepspeed_args") or {}
+        )
+
+    def build_training_data_loader(self):
+        workers = self.hparams.get("num_workers", 0)
+        return DataLoader(
+            Records(self.hparams.get("num_records", 64), 1, self.hparams.get("noise", 0.0)),
+            batch_size=self.context.get_train_micro_batch_size_per_gpu(),
+            shuffle=True,
+            num_workers=workers,
+            drop_last=self.hparams.get("drop_last", False),
+        )
+
+    def build_validation_data_loader(self):
+        return DataLoader(
+            Records(self.hparams.get("num_validation_records", 21), 2),
+            batch_size=self.context.get_train_micro_batch_size_per_gpu(),
+        )
+
+    def build_callbacks(self):
+        return {"epochs": EpochLog(self.hparams.get("epoch_log"), self.context.distributed.get_rank() == 0)}
+
+
+class DataParallelTrial(Common):
+    def build_engine(self):
+        torch.manual_seed(11)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 4))
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=self.ds_config()
+        )
+        return engine
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        features, targets = self.context.to_device(next(dataloader_iter))
+        kill_if_asked(self.context.distributed.get_rank(), batch_idx)
+        loss = nn.functional.mse_loss(self.model_engine(features), targets)
+        self.model_engine.backward(loss)
+        self.model_engine.step()
+        return {"loss": loss, "batch_idx": batch_idx, "epoch_idx": epoch_idx}
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        features, targets = self.context.to_device(next(dataloader_iter))
+        loss = nn.functional.mse_loss(self.model_engine(features), targets)
+        return {"validation_loss": loss, "mean_size": float(len(features))}
+
+
+def pipeline_loss(outputs, targets):
+    return nn.functional.mse_loss(outputs, targets)
+
+
+class PipelineTrial(Common):
+    def build_engine(self):
+        torch.manual_seed(11)
+        layers = [
+            LayerSpec(nn.Linear, 8, 16),
+            LayerSpec(nn.Dropout, 0.2),
+            LayerSpec(nn.Tanh),
+            LayerSpec(nn.Linear, 16, 4),
+        ]
+        module = PipelineModule(layers=layers, num_stages=2, loss_fn=pipeline_loss, partition_method="uniform")
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=self.ds_config()
+        )
+        return engine
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        kill_if_asked(self.context.distributed.get_rank(), batch_idx)
+        return {"loss": self.model_engine.train_batch(), "batch_idx": batch_idx, "epoch_idx": epoch_idx}
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"validation_loss": self.model_engine.eval_batch()}

@@ -1,0 +1,85 @@
+"""Train the small trials for real: an experiment config, N ranks through ``python -m dstrial.launch``, a run directory."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import yaml
+
+from dstrial.local.run_directory import RunDirectory
+
+DEFINITIONS = pathlib.Path(__file__).parent / "definitions"
+TIMINGS = {"batches_per_second", "samples_per_second"}
+
+
+@dataclasses.dataclass
+class Run:
+    directory: RunDirectory
+    output: str
+    returncode: int
+
+    def rows(self, group):
+        lines = self.directory.metrics_path.read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["group"] == group]
+
+    def reports(self, group):
+        """Batches -> metrics without timings, in the order of the file."""
+        return {
+            row["steps_completed"]: {k: v for k, v in row["metrics"].items() if k not in TIMINGS}
+            for row in self.rows(group)
+        }
+
+    def checkpoints(self):
+        marks = self.directory.checkpoints_path.glob("*/COMPLETE")
+        return sorted(json.loads(mark.read_text())["steps_completed"] for mark in marks)
+
+
+def deepspeed_config(stage=0, **sections):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "zero_optimization": {"stage": stage},
+        **sections,
+    }
+
+
+def experiment(hyperparameters, batches, report=7, validate=8, checkpoint=5, **fields):
+    return {
+        "name": "small",
+        "entrypoint": "small_trials:DataParallelTrial",
+        "hyperparameters": hyperparameters,
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": batches}},
+        "scheduling_unit": report,
+        "min_validation_period": {"batches": validate},
+        "min_checkpoint_period": {"batches": checkpoint},
+        "reproducibility": {"experiment_seed": 3},
+        **fields,
+    }
+
+
+def train(tmp_path, trial, config, ranks=1, run=None, env=None, timeout_s=200, context_dir=DEFINITIONS):
+    """Train; with ``run`` given, resume it from its newest checkpoint."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    config_path = tmp_path / "experiment.yaml"
+    config_path.write_text(yaml.safe_dump(config))
+    directory = run.directory if run else RunDirectory.create(
+        tmp_path / "runs", name="small", context_dir=context_dir, command=["test"], config=config
+    )
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "DSTRIAL_RUN_DIR": str(directory.path),
+        "DSTRIAL_TIMEOUT_S": "100",
+        **({"DSTRIAL_RESUME": "latest"} if run else {}),
+        **(env or {}),
+    }
+    command = [sys.executable, "-m", "dstrial.launch", "--slots", str(ranks), "--config", str(config_path)]
+    command += ["--context-dir", str(context_dir), "--trial", f"small_trials:{trial}"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s)
+    return Run(directory, done.stdout + done.stderr, done.returncode)
