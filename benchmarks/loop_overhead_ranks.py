@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -110,6 +111,7 @@ class _TrialMethods:
 
     step: Step
     num_records: int
+    metric_names: tuple[str, ...]
 
     def build_training_data_loader(self) -> dstrial.DataLoader:
         """Return the training records."""
@@ -123,7 +125,8 @@ class _TrialMethods:
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:  # noqa: ARG002
         """Train one micro batch."""
-        return {"loss": self.step(dataloader_iter)}
+        loss = self.step(dataloader_iter)
+        return dict.fromkeys(self.metric_names, loss)
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:  # noqa: ARG002
         """Evaluate one micro batch."""
@@ -135,16 +138,18 @@ class _TrialMethods:
 class DstrialTrial(_TrialMethods, dstrial.DeepSpeedTrial):
     """The trial under dstrial's loop."""
 
-    def __init__(self, context: Any, step: Step, num_records: int) -> None:
+    def __init__(self, context: Any, step: Step, num_records: int, plan: Plan) -> None:
         self.step, self.num_records = step, num_records
+        self.metric_names = plan.metric_names
         context.wrap_model_engine(step.engine)
 
 
 class DeterminedTrial(_TrialMethods, determined_deepspeed.DeepSpeedTrial):  # type: ignore[misc]
     """The trial under Determined's loop."""
 
-    def __init__(self, context: Any, step: Step, num_records: int) -> None:
+    def __init__(self, context: Any, step: Step, num_records: int, plan: Plan) -> None:
         self.step, self.num_records = step, num_records
+        self.metric_names = plan.metric_names
         context.wrap_model_engine(step.engine)
 
 
@@ -172,7 +177,7 @@ def bare_loop(step: Step, num_records: int, plan: Plan) -> Callable[[], None]:
 
 def dstrial_loop(context: Any, step: Step, num_records: int, plan: Plan) -> Callable[[], None]:
     """Return dstrial's loop, in the context that ``dstrial.init`` made. Ranks: all, collectively."""
-    trainer = dstrial.Trainer(DstrialTrial(context, step, num_records), context)
+    trainer = dstrial.Trainer(DstrialTrial(context, step, num_records, plan), context)
 
     def run() -> None:
         trainer.fit(
@@ -219,7 +224,7 @@ def determined_loop(
         exp_conf=None,
         steps_completed=0,
     )
-    trainer = determined_deepspeed.Trainer(DeterminedTrial(context, step, num_records), context)
+    trainer = determined_deepspeed.Trainer(DeterminedTrial(context, step, num_records, plan), context)
 
     def run() -> None:
         trainer.fit(
@@ -292,7 +297,7 @@ def main() -> None:
             "backend": dist.get_backend(),
             "torch": torch.__version__,
             "deepspeed": deepspeed.__version__,
-            "blocks": [block.as_json() for block in blocks],
+            "blocks": [dataclasses.asdict(block) for block in blocks],
         }
         (arguments.scratch / "blocks.json").write_text(json.dumps(result))
     dist.barrier()

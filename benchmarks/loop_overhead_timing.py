@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 LOOPS = ("bare", "dstrial", "determined")
 
@@ -24,11 +23,13 @@ class Plan:
         report_every: batches between two reports.
         num_reports: reports inside the window.
         micro_batches_per_batch: gradient accumulation steps.
+        num_metrics: tensors that each step returns as metrics.
     """
 
     report_every: int
     num_reports: int
     micro_batches_per_batch: int
+    num_metrics: int
 
     @property
     def num_batches(self) -> int:
@@ -46,6 +47,11 @@ class Plan:
         start = self.report_every + self.report_every // 2
         stop = start + self.num_reports * self.report_every
         return range(start * self.micro_batches_per_batch, stop * self.micro_batches_per_batch)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics that each step returns."""
+        return ("loss", *(f"metric_{idx}" for idx in range(1, self.num_metrics)))
 
     def is_report(self, micro_batch_idx: int) -> bool:
         """Whether a loop reports after this micro batch."""
@@ -79,7 +85,8 @@ class Block:
         draw_us: of that, waiting for the records.
         between_us: of that, between the end of the step and the start of the next: the loop itself.
         report_us: what one report adds to the time between; 0 for the bare loop.
-        whole_us: ``step_us`` plus the report's share.
+        report_share_us: that, per micro batch.
+        whole_us: ``step_us`` plus ``report_share_us``.
     """
 
     loop: str
@@ -89,6 +96,7 @@ class Block:
     draw_us: float
     between_us: float
     report_us: float
+    report_share_us: float
     whole_us: float
 
     @classmethod
@@ -125,6 +133,7 @@ class Block:
             )
             reports_ns = statistics.median(entered[idx + 1] - left[idx] for idx in reporting)
             report_us = (reports_ns - usual_ns) / NS_PER_US
+        report_share_us = report_us / (plan.report_every * plan.micro_batches_per_batch)
         window = plan.window
         return cls(
             loop=loop,
@@ -134,9 +143,83 @@ class Block:
             draw_us=typical({idx: drawn[idx] - entered[idx] for idx in quiet}),
             between_us=typical(between_ns),
             report_us=report_us,
-            whole_us=step_us + report_us / (plan.report_every * plan.micro_batches_per_batch),
+            report_share_us=report_share_us,
+            whole_us=step_us + report_share_us,
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return dataclasses.asdict(self)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """A number measured in several blocks, microseconds: its median, quartiles and extremes."""
+
+    median: float
+    low: float
+    high: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Sum up at least one value."""
+        low, high = (values[0], values[0])
+        if len(values) > 1:
+            low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(statistics.median(values), low, high, min(values), max(values))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """One loop over all its blocks, microseconds per micro batch. Differences are taken within each repeat.
+
+    Attributes:
+        loop: which loop.
+        whole: start of a micro batch to start of the next, reports included.
+        added: the difference of that to the bare loop: all the loop costs, and the noise of the training step.
+        direct: what the loop does on this rank outside of the training step, beyond what the bare loop does
+            there: ``draw`` + ``between`` + ``report_share``. The training step's noise is not in it.
+        draw: drawing records, difference to bare.
+        between: between two steps without a report, difference to bare.
+        report_share: reports, per micro batch.
+        report: one report, microseconds.
+    """
+
+    loop: str
+    whole: Spread
+    added: Spread
+    direct: Spread
+    draw: Spread
+    between: Spread
+    report_share: Spread
+    report: Spread
+
+
+def summarize(blocks: Sequence[Block]) -> dict[str, Summary]:
+    """Sum up each loop.
+
+    Args:
+        blocks: the same number of each loop, at least one, numbered by ``repeat_idx``.
+
+    Returns:
+        Loop name -> summary, in the order of ``LOOPS``.
+    """
+    by_loop = {
+        loop: sorted((block for block in blocks if block.loop == loop), key=lambda block: block.repeat_idx)
+        for loop in LOOPS
+    }
+    summaries = {}
+    for loop, own in by_loop.items():
+        pairs = list(zip(own, by_loop["bare"], strict=True))
+        draw = [block.draw_us - bare.draw_us for block, bare in pairs]
+        between = [block.between_us - bare.between_us for block, bare in pairs]
+        share = [block.report_share_us for block in own]
+        summaries[loop] = Summary(
+            loop=loop,
+            whole=Spread.of([block.whole_us for block in own]),
+            added=Spread.of([block.whole_us - bare.whole_us for block, bare in pairs]),
+            direct=Spread.of([sum(parts) for parts in zip(draw, between, share, strict=True)]),
+            draw=Spread.of(draw),
+            between=Spread.of(between),
+            report_share=Spread.of(share),
+            report=Spread.of([block.report_us for block in own]),
+        )
+    return summaries

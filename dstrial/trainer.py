@@ -77,10 +77,11 @@ def init(
     """
     info = _cluster_info()
     identity = identify(os.environ)
-    process_group.init_process_group(identity, timeout_s=timeout_from_environ())
-    device = process_group.device(identity)
-    channel = distributed if distributed is not None else ControlChannel(identity)
     with contextlib.ExitStack() as stack:
+        stack.callback(process_group.shutdown)
+        process_group.init_process_group(identity, timeout_s=timeout_from_environ())
+        device = process_group.device(identity)
+        channel = distributed if distributed is not None else ControlChannel(identity)
         signals = stack.enter_context(StopSignals())
         own_run: RunDirectory | None = None
         if info is not None:
@@ -117,9 +118,8 @@ def init(
         )
         context._stop_signals = signals
         context._own_run = own_run
+        stack.callback(context._close_tensorboard_writer)
         yield context
-        if context._tensorboard_writer is not None:
-            context._tensorboard_writer.close()
 
 
 def seed_everything(seed: int) -> None:

@@ -90,8 +90,8 @@ def _loss_scale(s: Settings) -> None:
         for key in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
             if s.value(key) < 1:
                 s.problem(key, "an integer of at least 1 with dynamic loss scaling", "Set it to 1 or more.")
-    if s.optimizer == "lamb" and not (s.value("fp16.enabled") and scale == 0):
-        s.problem("optimizer.type", "another optimizer, or fp16 with fp16.loss_scale 0 (LAMB)", "Use AdamW.")
+    if s.optimizer == "lamb" and scale != 0:
+        s.problem("fp16.loss_scale", "0 (dynamic) with LAMB", "Remove fp16.loss_scale.")
 
 
 def _zero_stage(s: Settings) -> None:

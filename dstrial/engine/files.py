@@ -33,6 +33,9 @@ class EngineFiles:
 def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     """Return the files that this rank writes and reads.
 
+    Where the model is cut into model-parallel parts or stages, DeepSpeed reads the first part's file on
+    every rank to see how many parts there are.
+
     Experts of a mixture-of-experts layer and tensors offloaded to NVMe are not named; they are files of
     the checkpoint like any other, but who reads them is not known.
 
@@ -40,8 +43,9 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name``,
         ``PipelineModule.ckpt_layer_path``.
     """
-    read = [] if engine.has_moe_layers else [_relative(engine._get_ckpt_name("", tag))]
-    written = list(read) if engine.save_non_zero_checkpoint else []
+    own_model = [] if engine.has_moe_layers else [_relative(engine._get_ckpt_name("", tag))]
+    written = list(own_model) if engine.save_non_zero_checkpoint else []
+    read = [_relative(engine._get_ckpt_name("", tag, mp_placeholder="00")), *own_model] if own_model else []
     if engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer):
         own = _relative(engine._get_zero_ckpt_name("", tag))
         read.append(own)
@@ -53,6 +57,8 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
             for idx, layer in enumerate(engine.module.forward_funcs)
             if hasattr(layer, "state_dict")
         }
+        model_part = f"model_{engine.grid.get_slice_parallel_rank():02d}"
+        read += [path.replace(model_part, "model_00") for path in layers.values()]
         read += layers.values()
         mine = _written_layers(engine)
         written += [path for idx, path in layers.items() if idx in mine]

@@ -239,6 +239,9 @@ class _Binding:
             self.weights = served.micro_batch_records if served.records else (0,) * num_micro_batches
             self._hold_shape(None if served.is_ragged else _VALIDATION_SHAPE)
         kept = _Kept.of(self.engine)
+        # DeepSpeed 0.19.8 sums the losses of evaluations here too, on top of one another, whatever their shape.
+        self.engine.total_loss = None
+        self.engine.total_additional_losses = None
         try:
             output = type(self.engine).eval_batch(
                 self.engine,

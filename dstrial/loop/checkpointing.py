@@ -179,7 +179,8 @@ class Checkpointing:
             "random_states": random_states(context.device),
         }
         self._callbacks.call("on_checkpoint_save_start", state)
-        torch.save(state, path / rank_state_name(rank))
+        with (path / rank_state_name(rank)).open("wb") as file:  # torch's own writer hides the cause of a failure
+            torch.save(state, file)
         self._trial.save(context, path)
         if rank == 0:
             self._write_configuration(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
@@ -16,7 +17,7 @@ from dstrial.errors import RankError, RankTimeoutError
 from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 MANUAL_INIT_VARIABLE = "DET_MANUAL_INIT_DISTRIBUTED"
 
@@ -114,12 +115,13 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     accelerator = get_accelerator()
     device(identity)
     try:
-        deepspeed.init_distributed(
-            dist_backend=accelerator.communication_backend_name(),
-            auto_mpi_discovery=False,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            verbose=False,
-        )
+        with _without_compiled_collectives(is_cpu=accelerator.device_name() == "cpu"):
+            deepspeed.init_distributed(
+                dist_backend=accelerator.communication_backend_name(),
+                auto_mpi_discovery=False,
+                timeout=datetime.timedelta(seconds=timeout_s),
+                verbose=False,
+            )
     except torch.distributed.DistStoreError as error:
         raise RankTimeoutError(
             f"the rendezvous at {addr}:{port} has waited {timeout_s:g} s for all {identity.world_size} ranks "
@@ -183,6 +185,31 @@ def shutdown() -> None:
         deepspeed.comm.destroy_process_group()
     for name in created.variables_set:
         os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
+    """Keep DeepSpeed from compiling its shared-memory collective while it sets up a group on CPU.
+
+    It serves inference only (``inference_all_reduce``; gloo does it otherwise), yet 0.19.8 builds it on
+    every CPU rank: that needs a C++ compiler, takes most of a minute the first time, and a rank killed
+    meanwhile leaves a lock file on which all later runs wait for ever.
+    """
+    from deepspeed import ops
+
+    if not is_cpu:
+        yield
+        return
+    name = "__compatible_ops__"
+    probed = vars(ops).get(name)
+    vars(ops)[name] = {}
+    try:
+        yield
+    finally:
+        # Where nothing was probed yet, the attribute is DeepSpeed's lazy one again.
+        del vars(ops)[name]
+        if probed is not None:
+            vars(ops)[name] = probed
 
 
 def _free_port() -> int:

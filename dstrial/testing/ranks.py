@@ -66,7 +66,8 @@ class RanksFailedError(AssertionError):
     def __init__(self, problem: str, results: Sequence[RankResult]) -> None:
         self.results = tuple(results)
         parts = [
-            f"--- rank {r.rank}, exit code {r.exit_code} ---\n{r.stdout}{r.stderr}".rstrip() for r in self.results
+            f"--- rank {r.rank}, exit code {r.exit_code} ---\n{r.stdout}{r.stderr}".rstrip()
+            for r in self.results
         ]
         super().__init__("\n".join([problem, *parts]))
 
@@ -103,7 +104,14 @@ def run_function(
     with tempfile.TemporaryDirectory(prefix="dstrial-ranks-") as directory:
         call = Path(directory) / "call.pickle"
         call.write_bytes(pickle.dumps(args))
-        command = [sys.executable, "-m", __name__, str(Path(source).resolve()), function.__qualname__, directory]
+        command = [
+            sys.executable,
+            "-m",
+            __name__,
+            str(Path(source).resolve()),
+            function.__qualname__,
+            directory,
+        ]
         return _run(command, num_ranks, Path(directory), deadline_s, env or {}, check)
 
 
@@ -224,8 +232,8 @@ def _call_in_rank(source: Path, qualname: str, directory: Path) -> None:
     for name in qualname.split("."):
         function = getattr(function, name)
     args = pickle.loads((directory / "call.pickle").read_bytes())  # noqa: S301  # our own
-    value = function(*args)
-    (directory / f"{os.environ['RANK']}.value").write_bytes(pickle.dumps(value))
+    value_path = directory / f"{os.environ['RANK']}.value"
+    value_path.write_bytes(pickle.dumps(function(*args)))
 
 
 if __name__ == "__main__":

@@ -369,6 +369,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             self._tensorboard_writer = SummaryWriter(self.get_tensorboard_path())
         return self._tensorboard_writer
 
+    def _close_tensorboard_writer(self) -> None:
+        if self._tensorboard_writer is not None:
+            self._tensorboard_writer.close()
+            self._tensorboard_writer = None
+
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
         """Switch the writing of reported metrics for TensorBoard on or off."""
         if not isinstance(enable_tensorboard_logging, bool):

@@ -37,7 +37,7 @@ def test_everything_is_on_the_disk_before_the_mark_appears(
     fsync = os.fsync
 
     def recorded(descriptor: int) -> None:
-        path = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        path = pathlib.Path(f"/proc/self/fd/{descriptor}").readlink()
         events.append(f"{path.name}{'' if is_complete(tmp_path) else ' (unmarked)'}")
         fsync(descriptor)
 

@@ -20,8 +20,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from typing_extensions import Self
-
 LIMIT_S = 120.0
 
 IMPORTED_AHEAD = (
@@ -58,7 +56,7 @@ class RunningProgram:
             start_new_session=True,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RunningProgram:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -179,7 +179,13 @@ def test_one_rank_needs_no_process_group() -> None:
     from dstrial.ranks import ControlChannel, identify
 
     channel = ControlChannel(identify({}))
-    assert channel.allgather(1) == channel.gather(1) == channel.allgather_local(1) == channel.gather_local(1) == [1]
+    assert (
+        channel.allgather(1)
+        == channel.gather(1)
+        == channel.allgather_local(1)
+        == channel.gather_local(1)
+        == [1]
+    )
     assert (channel.broadcast(2), channel.broadcast_local(3)) == (2, 3)
     assert channel.get_size() == channel.get_num_agents() == 1
     channel.close()

@@ -216,7 +216,9 @@ def test_the_environment_is_not_changed() -> None:
 
 
 @given(num_nodes=st.integers(1, 8), per_node=st.integers(1, 8), data=st.data())
-def test_torchruns_variables_are_taken_as_they_are(num_nodes: int, per_node: int, data: st.DataObject) -> None:
+def test_torchruns_variables_are_taken_as_they_are(
+    num_nodes: int, per_node: int, data: st.DataObject
+) -> None:
     node = data.draw(st.integers(0, num_nodes - 1))
     local = data.draw(st.integers(0, per_node - 1))
     environ = {
@@ -230,5 +232,9 @@ def test_torchruns_variables_are_taken_as_they_are(num_nodes: int, per_node: int
         "MASTER_PORT": "1234",
     }
     identity = identify(environ)
-    assert (identity.rank, identity.node_rank, identity.num_nodes) == (node * per_node + local, node, num_nodes)
+    assert (identity.rank, identity.node_rank, identity.num_nodes) == (
+        node * per_node + local,
+        node,
+        num_nodes,
+    )
     assert (identity.local_rank, identity.local_world_size) == (local, per_node)

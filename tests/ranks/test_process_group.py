@@ -14,7 +14,9 @@ pytestmark = pytest.mark.process
 
 
 def start_alone() -> dict[str, Any]:
-    for name in [n for n in os.environ if n.startswith(("RANK", "WORLD", "LOCAL_", "GROUP_", "MASTER_", "DS_"))]:
+    for name in [
+        n for n in os.environ if n.startswith(("RANK", "WORLD", "LOCAL_", "GROUP_", "MASTER_", "DS_"))
+    ]:
         del os.environ[name]
     before = dict(os.environ)
     import torch.distributed as dist
@@ -30,7 +32,9 @@ def start_alone() -> dict[str, Any]:
         shutdown()
         shutdown()
         assert not dist.is_initialized()
-    left = {name for name in os.environ.keys() - before.keys() if name.startswith(("RANK", "MASTER", "LOCAL_"))}
+    left = {
+        name for name in os.environ.keys() - before.keys() if name.startswith(("RANK", "MASTER", "LOCAL_"))
+    }
     return {"seen": seen, "left": left, "accelerator": os.environ["DS_ACCELERATOR"]}
 
 

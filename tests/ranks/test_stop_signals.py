@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -55,7 +56,8 @@ def test_a_forked_child_still_dies_of_sigterm() -> None:
     with StopSignals() as stop:
         pid = os.fork()
         if pid == 0:
-            signal.pause()
+            for _ in range(600):
+                time.sleep(0.05)
             os._exit(0)
         os.kill(pid, signal.SIGTERM)
         _, status = os.waitpid(pid, 0)

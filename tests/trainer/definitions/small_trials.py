@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import signal
+import time
 
 import deepspeed
 import numpy as np
@@ -11,8 +12,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-import dstrial
-from dstrial import Batch, DataLoader, DeepSpeedTrial, PyTorchCallback, overwrite_deepspeed_config  # noqa: F401
+from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback, overwrite_deepspeed_config
 
 
 class Records(torch.utils.data.Dataset):
@@ -68,6 +68,13 @@ class Common(DeepSpeedTrial):
         self.model_engine = context.wrap_model_engine(self.build_engine())
         self.batches_seen = []
 
+    def disturb(self, batch_idx):
+        rank = self.context.distributed.get_rank()
+        kill_if_asked(rank, batch_idx)
+        time.sleep(self.hparams.get("batch_sleep_s", 0.0))
+        if self.hparams.get("request_stop_at") == f"{rank}:{batch_idx}":
+            self.context.set_stop_requested(True)
+
     def ds_config(self):
         return overwrite_deepspeed_config(
             self.hparams["deepspeed_config"], self.hparams.get("overwrite_deepspeed_args") or {}
@@ -104,7 +111,7 @@ class DataParallelTrial(Common):
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         features, targets = self.context.to_device(next(dataloader_iter))
-        kill_if_asked(self.context.distributed.get_rank(), batch_idx)
+        self.disturb(batch_idx)
         loss = nn.functional.mse_loss(self.model_engine(features), targets)
         self.model_engine.backward(loss)
         self.model_engine.step()
@@ -136,7 +143,7 @@ class PipelineTrial(Common):
         return engine
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        kill_if_asked(self.context.distributed.get_rank(), batch_idx)
+        self.disturb(batch_idx)
         return {"loss": self.model_engine.train_batch(), "batch_idx": batch_idx, "epoch_idx": epoch_idx}
 
     def evaluate_batch(self, dataloader_iter, batch_idx):

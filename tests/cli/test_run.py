@@ -1,0 +1,382 @@
+"""``dstrial run`` as a user starts it: a real command, real ranks, signals and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dstrial.local.checkpoint_directory import list_checkpoints
+from dstrial.local.json_files import read_json_lines
+from dstrial.local.run_directory import RunDirectory, RunState
+
+DEADLINE_S = 240
+
+CONFIG = """
+name: {name}
+entrypoint: {entrypoint}
+searcher: {{name: single, metric: accuracy, smaller_is_better: false, max_length: {{batches: 10}}}}
+environment: {{environment_variables: ["FROM_CONFIG=yes"]}}
+"""
+
+CORE_API_SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from determined import core
+from dstrial.local.context import init
+from dstrial.ranks.stop import StopSignals
+
+rank = int(os.environ["RANK"])
+if rank:
+    sys.exit()
+resume = os.environ.get("DSTRIAL_RESUME")
+with StopSignals() as signals, init(
+    Path(os.environ["DSTRIAL_RUN_DIR"]),
+    distributed=core.DummyDistributedContext(),
+    metric="accuracy",
+    smaller_is_better=False,
+    stop_requested=lambda: signals.requested,
+) as context:
+    first = 0
+    if resume:
+        with context.checkpoint.restore_path(resume) as path:
+            first = int((path / "state").read_text())
+    context.train.rewind_to(first)
+    print("variables", os.environ["FROM_CONFIG"], Path.cwd().name, sys.argv[1:])
+    for batch in range(first + 1, 11):
+        context.train.report_training_metrics(batch, {"loss": 1 / batch, "samples_per_second": 10.0})
+        context.train.report_batches(batch, 10)
+        is_stopping = False
+        if batch == 5 and "wait" in sys.argv and not resume:
+            print("waiting for a signal", flush=True)
+            while not context.preempt.should_preempt():
+                time.sleep(0.01)
+            is_stopping = True
+        if is_stopping or batch == 10:
+            context.train.report_validation_metrics(batch, {"accuracy": batch / 10})
+            with context.checkpoint.store_path({"steps_completed": batch}) as (path, _):
+                (path / "state").write_text(str(batch))
+        if is_stopping:
+            break
+"""
+
+FAILING_SCRIPT = """
+import os, sys
+print("about to fail")
+if os.environ["RANK"] == "1":
+    raise RuntimeError("the reason")
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Project:
+    directory: Path
+    config: Path
+    runs_dir: Path
+
+    def command(self, *arguments: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "dstrial.cli", "run", str(self.config), str(self.directory)),
+            *("--runs-dir", str(self.runs_dir), *arguments),
+        ]
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, env=environment()
+        )
+
+    def run_directories(self) -> list[RunDirectory]:
+        return [RunDirectory(path.parent) for path in sorted(self.runs_dir.glob("*/*/run.json"))]
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DSTRIAL_")}
+    return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+MakeProject = Callable[..., Project]
+
+
+@pytest.fixture
+def make_project(tmp_path: Path) -> MakeProject:
+    def make(script: str, entrypoint: str = "python3 train.py", name: str = "my experiment") -> Project:
+        directory = tmp_path / "context dir"
+        directory.mkdir()
+        (directory / "train.py").write_text(script)
+        config = tmp_path / "exp file.yaml"
+        config.write_text(CONFIG.format(name=name, entrypoint=entrypoint))
+        return Project(directory, config, tmp_path / "all runs")
+
+    return make
+
+
+@pytest.mark.process
+class TestScripts:
+    def test_a_run_reports_ends_with_where_its_files_are_and_exits_0(self, make_project: MakeProject) -> None:
+        project = make_project(CORE_API_SCRIPT, "python3 -m dstrial.launch train.py 'an argument'")
+        ended = project.run("--slots", "2")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "[rank 0] variables yes context dir ['an argument']" in ended.stdout
+        assert "batch 10/10  loss 0.1  10 samples/s" in ended.stdout
+        assert "batch 10/10  validation  accuracy 1" in ended.stdout
+        (run_directory,) = project.run_directories()
+        record = run_directory.read_record()
+        assert (record.name, record.state, record.num_attempts) == ("my experiment", RunState.COMPLETED, 1)
+        assert "state:         completed at batch 10 of 10" in ended.stdout
+        (checkpoint,) = list_checkpoints(run_directory.checkpoints_path)
+        for path in (
+            run_directory.path,
+            checkpoint.path,
+            run_directory.metrics_path,
+            run_directory.tensorboard_path,
+        ):
+            assert str(path) in ended.stdout
+        log = run_directory.attempt_logs_path(1) / "rank_0" / "stdout.log"
+        assert "variables yes" in log.read_text()
+
+    def test_a_failing_rank_is_named_with_its_traceback_last(self, make_project: MakeProject) -> None:
+        project = make_project(FAILING_SCRIPT)
+        ended = project.run("--slots", "2")
+        assert ended.returncode == 1
+        assert "[rank 0] about to fail" in ended.stdout
+        assert "rank 1 failed first (exit code 1" in ended.stderr
+        assert ended.stderr.rstrip().endswith("RuntimeError: the reason")
+        (run_directory,) = project.run_directories()
+        record = run_directory.read_record()
+        assert record.state is RunState.FAILED
+        assert record.failure is not None
+        assert "rank 1" in record.failure
+
+    @pytest.mark.parametrize(("signal_", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_latest_goes_on(
+        self, make_project: MakeProject, signal_: signal.Signals, exit_code: int
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
+        code, output = run_and_signal(project.command(), "waiting for a signal", [signal_])
+        assert code == exit_code, output
+        assert (
+            "stopping all ranks at the same batch, saving a checkpoint (Ctrl-C again to end at once)"
+            in output
+        )
+        assert f"stopped at batch 5 of 10 ({signal_.name})" in output
+        assert re.search(r"resume with: .*--resume latest", output)
+        (run_directory,) = project.run_directories()
+        assert run_directory.read_record().state is RunState.STOPPED
+        ended = project.run("--resume", "latest")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "batch 5/10" not in ended.stdout
+        (run_directory,) = project.run_directories()
+        record = run_directory.read_record()
+        assert (record.state, record.num_attempts) == (RunState.COMPLETED, 2)
+        rows = read_json_lines(run_directory.metrics_path)
+        assert [row["steps_completed"] for row in rows if row["group"] == "training"] == list(range(1, 11))
+        assert run_directory.attempt_logs_path(1).is_dir()
+
+    def test_a_second_ctrl_c_ends_the_run_at_once(self, make_project: MakeProject) -> None:
+        script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(600)"
+        project = make_project(script)
+        code, output = run_and_signal(project.command(), "up", [signal.SIGINT, signal.SIGINT])
+        assert code == 130
+        assert "state:         stopped" in output
+
+    def test_resume_goes_on_from_a_checkpoint_that_is_named_and_keeps_what_came_after(
+        self, make_project: MakeProject
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
+        run_and_signal(project.command(), "waiting for a signal", [signal.SIGINT])
+        (run_directory,) = project.run_directories()
+        (checkpoint,) = list_checkpoints(run_directory.checkpoints_path)
+        for resume in (str(checkpoint.path), str(checkpoint.path), str(run_directory.path)):
+            ended = project.run("--resume", resume)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert project.run_directories() == [run_directory]
+        superseded = read_json_lines(run_directory.superseded_metrics_path)
+        assert [row["steps_completed"] for row in superseded] == [6, 7, 8, 9, 10, 10]
+        assert len(list_checkpoints(run_directory.checkpoints_path)) == 3
+
+    @pytest.mark.parametrize(
+        ("resume", "message"),
+        [
+            ("latest", "has no run of 'my experiment' with the context directory"),
+            ("nowhere", "expected 'latest', a run directory, or the directory of a complete checkpoint"),
+        ],
+    )
+    def test_asked_to_resume_from_nothing_is_an_error(
+        self, make_project: MakeProject, resume: str, message: str
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT)
+        ended = project.run("--resume", resume)
+        assert ended.returncode == 1
+        assert message in ended.stderr
+        assert project.run_directories() == []
+
+    def test_a_run_without_a_checkpoint_is_not_started_anew_by_resume(
+        self, make_project: MakeProject
+    ) -> None:
+        project = make_project("raise SystemExit(7)")
+        assert project.run().returncode == 7
+        ended = project.run("--resume", "latest")
+        assert ended.returncode == 1
+        assert "has no complete checkpoint; expected one to resume from" in ended.stderr
+
+    def test_a_wrong_config_starts_nothing_and_leaves_nothing(self, make_project: MakeProject) -> None:
+        project = make_project(CORE_API_SCRIPT)
+        ended = project.run("--config", "searcher.name=none")
+        assert ended.returncode == 1
+        assert "searcher.name" in ended.stderr
+        assert project.run_directories() == []
+
+    def test_a_script_cannot_be_tested(self, make_project: MakeProject) -> None:
+        ended = make_project(CORE_API_SCRIPT).run("--test")
+        assert ended.returncode == 1
+        assert "expected a trial class" in ended.stderr
+
+    def test_on_a_terminal_there_is_a_progress_bar(self, make_project: MakeProject) -> None:
+        project = make_project(CORE_API_SCRIPT)
+        screen, output = on_terminal(project.command())
+        assert screen == 0, output
+        assert re.search(r"10/10 batches", output), output
+        assert "time left" in output
+        assert "state:         completed" in output
+
+    def test_on_a_terminal_without_progress_there_are_plain_lines(self, make_project: MakeProject) -> None:
+        project = make_project(CORE_API_SCRIPT)
+        code, output = on_terminal(project.command("--no-progress"))
+        assert code == 0, output
+        assert "batch 10/10  loss 0.1" in output
+        assert "time left" not in output
+
+
+def run_and_signal(command: list[str], line: str, signals: list[signal.Signals]) -> tuple[int, str]:
+    """Run a command, send it signals once a line has appeared, each after the answer to the one before."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    )
+    output = []
+    waiting = list(signals)
+    try:
+        assert process.stdout is not None
+        for shown in process.stdout:
+            output.append(shown)
+            if waiting and (line in shown or "stopping all ranks" in shown):
+                process.send_signal(waiting.pop(0))
+        return process.wait(DEADLINE_S), "".join(output)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def on_terminal(command: list[str]) -> tuple[int, str]:
+    """Run a command whose standard output is a terminal; its exit status and everything it drew."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, env={**environment(), "COLUMNS": "200", "TERM": "xterm"}
+    )
+    os.close(theirs)
+    output = b"".join(_read_until_closed(ours))
+    os.close(ours)
+    return process.wait(DEADLINE_S), output.decode(errors="replace")
+
+
+def _read_until_closed(descriptor: int) -> Iterator[bytes]:
+    while True:
+        try:
+            chunk = os.read(descriptor, 4096)
+        except OSError:
+            return
+        if not chunk:
+            return
+        yield chunk
+
+
+TRIAL = """
+import torch, deepspeed
+from dstrial import DataLoader, DeepSpeedTrial
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, idx):
+        x = torch.tensor([float(idx % 7)])
+        return x, 2 * x
+
+class LineTrial(DeepSpeedTrial):
+    def __init__(self, context):
+        self.context = context
+        model = torch.nn.Linear(1, 1)
+        config = context.get_hparam("deepspeed_config")
+        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self.engine = context.wrap_model_engine(engine)
+    def build_training_data_loader(self):
+        return DataLoader(Data(), batch_size=self.context.get_train_micro_batch_size_per_gpu(), shuffle=True)
+    def build_validation_data_loader(self):
+        return DataLoader(Data(), batch_size=8)
+    def _loss(self, batch):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.engine(x), y)
+    def train_batch(self, iterator, epoch_idx, batch_idx):
+        loss = self._loss(self.context.to_device(next(iterator)))
+        self.engine.backward(loss)
+        self.engine.step()
+        return {"loss": loss}
+    def evaluate_batch(self, iterator, batch_idx):
+        return {"accuracy": -self._loss(self.context.to_device(next(iterator)))}
+"""
+
+TRIAL_CONFIG = """
+name: line
+entrypoint: train:LineTrial
+searcher: {name: single, metric: accuracy, smaller_is_better: false, max_length: {batches: 4000}}
+scheduling_unit: 5
+resources: {slots_per_trial: 2}
+checkpoint_policy: none
+hyperparameters: {deepspeed_config: ds_config.json}
+"""
+
+
+DEEPSPEED_CONFIG = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
+}
+
+
+@pytest.mark.ranks
+def test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed(
+    make_project: MakeProject,
+) -> None:
+    project = make_project(TRIAL)
+    project.config.write_text(TRIAL_CONFIG)
+    (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
+    tested = project.run("--test")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert "test passed: 2 batches, one validation, one checkpoint written and loaded again" in tested.stdout
+    assert project.run_directories() == []
+
+    code, output = run_and_signal(project.command(), "batch 10/4000", [signal.SIGINT])
+    assert code == 130, output
+    (run_directory,) = project.run_directories()
+    stopped_at = list_checkpoints(run_directory.checkpoints_path)[-1].steps_completed
+    assert 10 <= stopped_at < 4000
+    assert f"stopped at batch {stopped_at} of 4000 (SIGINT)" in output
+
+    length = stopped_at + 7
+    ended = project.run("--resume", "latest", "--config", f"searcher.max_length={{batches: {length}}}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"completed at batch {length} of {length}" in ended.stdout
+    reported = [
+        row["steps_completed"]
+        for row in read_json_lines(run_directory.metrics_path)
+        if row["group"] == "training"
+    ]
+    assert reported == [*range(5, length, 5), length] if length % 5 else list(range(5, length + 1, 5))
+    assert list((run_directory.tensorboard_path).glob("events*"))
+    assert json.loads(run_directory.record_path.read_text())["num_attempts"] == 2

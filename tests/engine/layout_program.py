@@ -1,0 +1,179 @@
+"""Hold the layout and the file table of real engines against the engines themselves; see ``test_engine_layout``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import small_models
+import torch
+from deepspeed import comm
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import nn
+
+from dstrial.engine.adapt import adapt
+from dstrial.engine.files import engine_files, expected_files
+from dstrial.engine.layout import Layout, compatible
+from dstrial.engine.state import load_engine, save_engine
+
+
+class Shared(nn.Module):
+    """Odd sizes, two parameter groups, a frozen parameter and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.frozen = nn.Linear(7, 7)
+        self.norm = nn.LayerNorm(7)
+        self.last = nn.Linear(5, 7, bias=False)
+        self.last.weight = self.first.weight
+        for param in self.frozen.parameters():
+            param.requires_grad = False
+
+    def groups(self) -> list[dict[str, Any]]:
+        decayed = [self.first.weight]
+        rest = [self.norm.weight, self.first.bias, self.norm.bias]
+        return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+def allgather(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * comm.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def build(options: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    config = small_models.ds_config(options["stage"], **options.get("more", {}))
+    config["zero_optimization"].update(options.get("zero", {}))
+    if "pipeline" in options:
+        engine, *_ = deepspeed.initialize(
+            model=small_models.pipeline(kind=options["pipeline"]), config=config
+        )
+    else:
+        model = Shared()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.groups(), config=config)
+    return adapt(engine)
+
+
+def master_partitions(engine: Any, buffer_idx: int) -> torch.Tensor:
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        return optimizer.fp32_groups_flat_partition[buffer_idx]
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return optimizer.fp32_partitioned_groups_flat[buffer_idx]
+    return optimizer.single_partition_of_fp32_groups[buffer_idx]
+
+
+def rebuilt(engine: Any, layout: Layout) -> dict[str, bool]:
+    """Put every parameter of this rank's part together from the partitions, by the table alone, and compare."""
+    part = engine.checkpoint_mp_rank
+    group = engine.seq_data_parallel_group
+    partitions: dict[int, list[torch.Tensor]] = {}
+    for buffer in (buffer for buffer in layout.buffers if buffer.model_part == part):
+        mine = master_partitions(engine, buffer.index).detach().float().contiguous()
+        assert mine.numel() == buffer.partition_numel, (mine.numel(), buffer)
+        pieces = [torch.empty_like(mine) for _ in range(buffer.num_partitions)]
+        comm.all_gather(pieces, mine, group=group)
+        partitions[buffer.index] = pieces
+    same = {}
+    for place in (place for place in layout.parameters if place.model_part == part):
+        if place.buffer_idx is None:
+            continue
+        param = engine.module.get_parameter(place.name)
+        pieces, numel = partitions[place.buffer_idx], torch.Size(place.shape).numel()
+        if place.is_cut:
+            size = place.partition_numel
+            flat = torch.cat([piece[place.offset : place.offset + size] for piece in pieces])[:numel]
+            with deepspeed.zero.GatheredParameters([param]):
+                actual = param.detach().clone()
+        else:
+            flat = torch.cat(pieces)[place.offset : place.offset + numel]
+            actual = param.detach()
+        same[place.name] = torch.equal(flat.to(actual.dtype).view(place.shape), actual)
+    return same
+
+
+def describe(options: dict[str, Any], path: pathlib.Path, rank: int) -> dict[str, Any]:
+    adapter = build(options)
+    engine = adapter.engine
+    layout = adapter.layout(allgather)
+    same = rebuilt(engine, layout)
+    save_engine(engine, path, "model0")
+    readers = expected_files(engine, "model0", allgather)
+    return {
+        "layout": layout.to_json(),
+        "survives_json": Layout.from_json(layout.to_json()) == layout,
+        "differences": compatible(layout, layout.to_json()),
+        "same": same,
+        "readers": readers,
+        "all_readers": allgather(readers),
+        "written": engine_files(engine, "model0").written,
+        "on_disk": sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()),
+    }
+
+
+def load(options: dict[str, Any], path: pathlib.Path, rank: int) -> dict[str, Any]:
+    """Load, and record which files of the checkpoint Python opens meanwhile."""
+    adapter = build(options)
+    opened: set[str] = set()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str | os.PathLike):
+            file = pathlib.Path(arguments[0])
+            if file.is_relative_to(path) and file.is_file():
+                opened.add(str(file.relative_to(path)))
+
+    sys.addaudithook(hook)
+    load_engine(adapter.engine, path, "model0")
+    return {"opened": sorted(opened), "read": sorted(engine_files(adapter.engine, "model0").read)}
+
+
+def load_damaged(options: dict[str, Any], path: pathlib.Path, rank: int) -> str:
+    load_engine(build(options).engine, path, "model0")
+    return "loaded"
+
+
+BF16 = {"bf16": {"enabled": True}}
+CASES: dict[str, dict[str, Any]] = {
+    "zero 0": {"stage": 0},
+    "zero 1": {"stage": 1},
+    "zero 2, round robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
+    "zero 2, aligned": {"stage": 2, "zero": {"parameter_alignment": True}},
+    "zero 3": {"stage": 3},
+    "zero 3, sub groups": {"stage": 3, "zero": {"sub_group_size": 10}},
+    "bf16, fp32 accumulation": {
+        "stage": 1,
+        "more": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    },
+    "pipeline, tied": {"stage": 1, "pipeline": "tied"},
+    "two pipelines": {"stage": 1, "pipeline": "plain", "ranks": 4},
+    "two pipelines, bf16": {"stage": 0, "pipeline": "plain", "ranks": 4, "more": BF16},
+}
+
+
+def main(fork_ranks: Any, argument: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    scratch = pathlib.Path(argument["scratch"])
+    number = itertools.count()
+
+    def run(num_ranks: int, body: Any) -> list[Any]:
+        return fork_ranks(num_ranks, body, scratch / str(next(number)))
+
+    for name, options in CASES.items():
+        num_ranks, path = options.get("ranks", 2), scratch / f"checkpoint {name}"
+        yield (
+            name,
+            {
+                "described": run(num_ranks, functools.partial(describe, options, path)),
+                "loaded": run(num_ranks, functools.partial(load, options, path)),
+            },
+        )
+    options, path = CASES["zero 1"], scratch / "checkpoint zero 1"
+    (path / "model0" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    yield "damaged", run(2, functools.partial(load_damaged, options, path))

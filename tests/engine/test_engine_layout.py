@@ -1,0 +1,167 @@
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import forked_ranks
+import pytest
+
+from dstrial.engine.layout import FlatBuffer, Layout, ParameterPlace, compatible
+
+CASES = [
+    "zero 0",
+    "zero 1",
+    "zero 2, round robin",
+    "zero 2, aligned",
+    "zero 3",
+    "zero 3, sub groups",
+    "bf16, fp32 accumulation",
+    "pipeline, tied",
+    "two pipelines",
+    "two pipelines, bf16",
+]
+SCRIPTS = {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked_ranks.RunningProgram]:
+    scratch = tmp_path_factory.mktemp("layout")
+    with forked_ranks.RunningProgram("layout_program", {"scratch": str(scratch)}, scratch) as running:
+        yield running
+
+
+def of_all_ranks(results: list[Any]) -> list[Any]:
+    for rank, result in enumerate(results):
+        assert not (isinstance(result, dict) and "error" in result), f"rank {rank}: {result}"
+    return results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_can_be_put_together_from_the_table(
+    program: forked_ranks.RunningProgram, case: str
+) -> None:
+    for described in of_all_ranks(program.result(case)["described"]):
+        assert all(described["same"].values()), described["same"]
+        assert len(described["same"]) >= (0 if case == "zero 0" else 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_a_layout_is_the_same_on_all_ranks_and_survives_the_manifest(
+    program: forked_ranks.RunningProgram, case: str
+) -> None:
+    ranks = of_all_ranks(program.result(case)["described"])
+    for described in ranks:
+        assert described["layout"] == ranks[0]["layout"]
+        assert described["survives_json"]
+        assert described["differences"] == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_of_an_engine_are_those_it_writes_and_reads(
+    program: forked_ranks.RunningProgram, case: str
+) -> None:
+    result = program.result(case)
+    described, loaded = of_all_ranks(result["described"]), of_all_ranks(result["loaded"])
+    on_disk = set(described[0]["on_disk"]) | set(described[-1]["on_disk"])
+    assert {file for rank in described for file in rank["written"]} == on_disk - SCRIPTS
+    assert set(described[0]["readers"]) == on_disk - SCRIPTS
+    for rank, (saved, read) in enumerate(zip(described, loaded, strict=True)):
+        assert read["opened"] == read["read"]
+        assert read["read"] == [file for file, ranks in described[0]["readers"].items() if rank in ranks]
+        assert saved["all_readers"] == [described[0]["readers"]] * len(described)
+
+
+@pytest.mark.ranks
+def test_the_table_knows_groups_ties_and_frozen_parameters(program: forked_ranks.RunningProgram) -> None:
+    layout = Layout.from_json(of_all_ranks(program.result("zero 2, aligned")["described"])[0]["layout"])
+    places = {place.name: place for place in layout.parameters}
+    assert (places["first.weight"].group_idx, places["first.bias"].group_idx) == (0, 1)
+    assert places["last.weight"].tied_to == "first.weight"
+    assert (places["frozen.weight"].trainable, places["frozen.weight"].buffer_idx) == (False, None)
+    assert places["first.weight"].shape == (7, 5)
+    assert (layout.zero_stage, layout.data_parallel_size, layout.optimizer) == (2, 2, "AdamW")
+    assert (layout.engine_kind, layout.wrapper) == ("data_parallel", "DeepSpeedZeroOptimizer")
+
+
+@pytest.mark.ranks
+def test_a_layer_tied_across_stages_is_marked_on_the_later_one(program: forked_ranks.RunningProgram) -> None:
+    layout = Layout.from_json(of_all_ranks(program.result("pipeline, tied")["described"])[0]["layout"])
+    tied = [place for place in layout.parameters if place.name == "tied_modules.shared.weight"]
+    assert [(place.stage, place.tied_to) for place in tied] == [(0, None), (1, "tied_modules.shared.weight")]
+    assert (layout.engine_kind, layout.pipeline_stages, layout.data_parallel_size) == ("pipeline", 2, 1)
+
+
+@pytest.mark.ranks
+def test_a_missing_engine_file_is_named_with_the_rank_that_reads_it(
+    program: forked_ranks.RunningProgram,
+) -> None:
+    results = program.result("damaged")
+    assert results[1]["error"] == "CheckpointError"
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in results[1]["message"]
+    assert "rank 1" in results[1]["message"]
+
+
+def a_layout() -> Layout:
+    return Layout(
+        engine_kind="data_parallel",
+        world_size=2,
+        data_parallel_size=2,
+        pipeline_stages=1,
+        model_parallel_size=1,
+        zero_stage=1,
+        offload_optimizer="none",
+        offload_parameters="none",
+        precision="fp32",
+        optimizer="Adam",
+        wrapper="DeepSpeedZeroOptimizer",
+        lr_scheduler="",
+        train_batch_size=16,
+        micro_batch_size=4,
+        micro_batches_per_batch=2,
+        versions={"deepspeed": "0.19.8"},
+        buffers=(FlatBuffer(0, 0, 0, 12, 6, 2),),
+        parameters=(ParameterPlace("weight", (3, 4), "float32", True, 0, None, 0, 0, False, 0, 0, None),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"world_size": 4}, "number of ranks was 2, is 4"),
+        ({"data_parallel_size": 1}, "number of data-parallel replicas was 2, is 1"),
+        ({"pipeline_stages": 2}, "number of pipeline stages was 1, is 2"),
+        ({"zero_stage": 3}, "ZeRO stage was 1, is 3"),
+        ({"offload_optimizer": "cpu"}, "optimizer offload was 'none', is 'cpu'"),
+        ({"precision": "bf16"}, "precision was 'fp32', is 'bf16'"),
+        ({"optimizer": "SGD"}, "optimizer was 'Adam', is 'SGD'"),
+        ({"parameters": ()}, "parameter weight is gone"),
+        ({"buffers": ()}, "the flat buffers are cut differently"),
+    ],
+)
+def test_what_keeps_a_checkpoint_from_loading_is_said_in_words(change: dict[str, Any], words: str) -> None:
+    (difference,) = compatible(a_layout(), dataclasses.replace(a_layout(), **change))
+    assert difference.startswith(words)
+
+
+def test_a_changed_parameter_is_named() -> None:
+    place = dataclasses.replace(a_layout().parameters[0], shape=(4, 4))
+    more = dataclasses.replace(place, name="bias", shape=(4,))
+    now = dataclasses.replace(a_layout(), parameters=(place, more))
+    assert compatible(a_layout(), now) == [
+        "parameter weight: shape was (3, 4), is (4, 4)",
+        "parameter bias is new",
+    ]
+
+
+def test_batch_sizes_and_versions_do_not_keep_a_checkpoint_from_loading() -> None:
+    now = dataclasses.replace(a_layout(), train_batch_size=32, micro_batches_per_batch=4, versions={})
+    assert compatible(a_layout(), now) == []
+
+
+def test_a_layout_of_another_release_is_no_crash() -> None:
+    values = a_layout().to_json()
+    del values["zero_stage"]
+    (difference,) = compatible(values, a_layout())
+    assert "another release" in difference

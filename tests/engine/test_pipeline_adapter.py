@@ -1,0 +1,110 @@
+from collections.abc import Iterator
+from typing import Any
+
+import forked_ranks
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+NUM_RECORDS = {
+    "one pipeline": 23,
+    "one pipeline, seeded layers": 10,
+    "two pipelines": 21,
+    "two pipelines, one record left": 17,
+    "two pipelines of one stage": 21,
+    "fewer records than replicas": 1,
+}
+ROUNDS = {
+    "one pipeline": [[8], [8], [4], [3]],
+    "one pipeline, seeded layers": [[8], [2]],
+    "two pipelines": [[8, 8], [3, 2]],
+    "two pipelines, one record left": [[8, 8], [1, 0]],
+    "two pipelines of one stage": [[8, 8], [3, 2]],
+    "fewer records than replicas": [[1, 0]],
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked_ranks.RunningProgram]:
+    scratch = tmp_path_factory.mktemp("pipeline")
+    with forked_ranks.RunningProgram("pipeline_program", {"scratch": str(scratch)}, scratch) as running:
+        yield running
+
+
+def of_all_ranks(results: list[Any]) -> list[Any]:
+    for rank, result in enumerate(results):
+        assert not (isinstance(result, dict) and "error" in result), f"rank {rank}: {result}"
+    return results
+
+
+@pytest.mark.parametrize("arrangement", NUM_RECORDS)
+def test_validating_in_between_leaves_training_as_it_was_to_the_last_bit(
+    program: forked_ranks.RunningProgram, arrangement: str
+) -> None:
+    result = program.result(arrangement)
+    undisturbed = of_all_ranks(result.pop("none"))
+    for how, ranks in result.items():
+        for rank, (without, validated) in enumerate(zip(undisturbed, of_all_ranks(ranks), strict=True)):
+            assert validated["losses"] == without["losses"], (how, rank)
+            assert validated["digest"] == without["digest"], (how, rank)
+
+
+@pytest.mark.parametrize("arrangement", NUM_RECORDS)
+def test_every_record_counts_once_and_alike(program: forked_ranks.RunningProgram, arrangement: str) -> None:
+    result = program.result(arrangement)
+    for how in result.keys() - {"none"}:
+        ranks = of_all_ranks(result[how])
+        reporting = [rank for rank in ranks if rank["reports_metrics"]]
+        for idx, reference in enumerate(ranks[0]["references"]):
+            mine = [rank["validations"][idx] for rank in reporting]
+            assert sum(one["records"] for one in mine) == NUM_RECORDS[arrangement]
+            assert [list(sizes) for sizes in zip(*(one["sizes"] for one in mine), strict=True)] == ROUNDS[
+                arrangement
+            ]
+            mean = sum(one["sum"] for one in mine) / NUM_RECORDS[arrangement]
+            assert mean == pytest.approx(reference, rel=2e-6)
+        for rank in ranks:
+            assert {tuple(shape) for one in rank["validations"] for shape in one["shapes"]} == {()}
+            same_replica = [other for other in reporting if other["replica"] == rank["replica"]]
+            assert rank["validations"] == same_replica[0]["validations"]
+
+
+def test_the_engine_stays_a_pipeline_engine(program: forked_ranks.RunningProgram) -> None:
+    first, last = of_all_ranks(program.result("one pipeline")["implicit"])
+    assert first["is_pipeline_engine"]
+    assert last["is_pipeline_engine"]
+    assert (first["reports_metrics"], last["reports_metrics"]) == (False, True)
+    assert (first["needs_loader"], last["needs_loader"], first["calls"]) == (True, True, 1)
+
+
+def test_explicit_arguments_get_what_deepspeed_gives(program: forked_ranks.RunningProgram) -> None:
+    first, last = of_all_ranks(program.result("pass through"))
+    assert last["mean"] == pytest.approx(sum(last["each"]) / 2)
+    assert last["loss"] == pytest.approx(last["mean"])
+    assert first["loss"] == pytest.approx(last["mean"])
+    assert first["of_one"] == last["of_one"] == pytest.approx(last["each"][0])
+    assert (first["logits"], last["logits"]) == (None, [4, 3])
+    assert last["unreduced"] == [[4, 3], [4, 3]]
+    assert first["each"] is None
+
+
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+def test_a_rank_that_runs_out_of_data_says_so(program: forked_ranks.RunningProgram, call: str) -> None:
+    results = program.result(call)
+    named = [result for result in results if result["error"] == "DataError"]
+    assert named
+    assert named[0]["message"].startswith(f"{call}() on rank ")
+    assert "ran out of data; expected 2 micro batches" in named[0]["message"]
+
+
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+def test_a_call_without_any_data_is_refused(program: forked_ranks.RunningProgram, call: str) -> None:
+    for result in program.result(f"{call} without data"):
+        assert result["error"] == "TrialContractError"
+        assert "has no data" in result["message"]
+
+
+def test_deepspeeds_monitor_gets_the_weighted_loss(program: forked_ranks.RunningProgram) -> None:
+    first, last = of_all_ranks(program.result("monitored"))
+    assert first[0] == last[0]
+    assert any("eval_loss" in text for text in first[1:])

@@ -1,0 +1,64 @@
+"""A request to stop ends all ranks after the same batch, with a checkpoint; resuming goes on exactly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+
+from dstrial.local.run_directory import RunDirectory
+from small_runs import DEFINITIONS, Run, deepspeed_config, experiment, train
+
+pytestmark = pytest.mark.ranks
+
+
+def wait_for(condition, process, deadline_s=120):
+    end_s = time.monotonic() + deadline_s
+    while time.monotonic() < end_s:
+        if condition():
+            return
+        assert process.poll() is None, f"ended early with {process.returncode}"
+        time.sleep(0.05)
+    raise AssertionError("the run did not get there in time")
+
+
+def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactly(tmp_path):
+    hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "batch_sleep_s": 0.02}
+    config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)
+    config_path = tmp_path / "experiment.yaml"
+    config_path.write_text(yaml.safe_dump(config))
+    directory = RunDirectory.create(
+        tmp_path / "runs", name="small", context_dir=DEFINITIONS, command=["test"], config=config
+    )
+    command = [sys.executable, "-m", "dstrial.launch", "--slots", "2", "--config", str(config_path)]
+    command += ["--context-dir", str(DEFINITIONS), "--trial", "small_trials:DataParallelTrial"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DSTRIAL_RUN_DIR": str(directory.path)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_for(lambda: directory.metrics_path.exists() and directory.metrics_path.read_text(), process)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    stopped = Run(directory, output, process.returncode)
+    (at,) = stopped.checkpoints()
+    assert 10 <= at < 120
+    (mark,) = directory.checkpoints_path.glob("*/COMPLETE")
+    states = [torch.load(path, weights_only=False) for path in sorted(mark.parent.glob("dstrial_rank*.pt"))]
+    assert [state["progress"]["batches_trained"] for state in states] == [at, at]
+    assert json.loads(directory.status_path.read_text())["status"] == "stopped: signal"
+    resumed = train(tmp_path, "DataParallelTrial", config, ranks=2, run=stopped)
+    assert resumed.returncode == 0, resumed.output
+    whole = train(tmp_path / "whole", "DataParallelTrial", config, ranks=2)
+    assert resumed.reports("training") == whole.reports("training")
+    assert resumed.reports("validation") == whole.reports("validation")
+
+
+def test_a_stop_requested_by_user_code_on_one_rank_stops_all(tmp_path):
+    hyperparameters = {"deepspeed_config": deepspeed_config(0), "request_stop_at": "1:9"}
+    config = experiment(hyperparameters, batches=500, report=10, validate=1000, checkpoint=1000)
+    run = train(tmp_path, "DataParallelTrial", config, ranks=2)
+    assert run.returncode == 0, run.output
+    assert run.checkpoints() == [10]

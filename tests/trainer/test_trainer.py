@@ -1,0 +1,364 @@
+"""Trainer.fit on one rank in this process: the arguments and semantics that users of Determined know."""
+
+import json
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+import dstrial
+from dstrial import Batch, DataLoader, Epoch, MetricReducer, PyTorchCallback, Reducer, Trainer, init
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
+from dstrial.errors import ConfigError, DataError, TrialContractError
+from small_runs import DEFINITIONS, TIMINGS, deepspeed_config
+
+pytestmark = pytest.mark.ranks
+
+EXP_CONF = {
+    "name": "in process",
+    "searcher": {"name": "single", "metric": "validation_loss", "smaller_is_better": True},
+    "reproducibility": {"experiment_seed": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _definitions_and_runs(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(DEFINITIONS))
+    monkeypatch.setenv("DSTRIAL_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+
+
+def trial_class(**overrides):
+    """The small data-parallel trial with methods replaced, as a user's subclass would."""
+    import small_trials
+
+    return type("MyTrial", (small_trials.DataParallelTrial,), overrides)
+
+
+class Outcome:
+    def __init__(self, context, result):
+        self.directory = context._core.run_directory
+        self.result = result
+
+    def rows(self, group):
+        rows = map(json.loads, self.directory.metrics_path.read_text().splitlines())
+        return {row["steps_completed"]: row["metrics"] for row in rows if row["group"] == group}
+
+    def checkpoints(self):
+        return sorted(
+            json.loads(mark.read_text())["steps_completed"]
+            for mark in self.directory.checkpoints_path.glob("*/COMPLETE")
+        )
+
+
+def fit(trial=None, hparams=None, exp_conf=EXP_CONF, run_dir=None, **arguments):
+    arguments.setdefault("max_length", Batch(4))
+    all_hparams = {"deepspeed_config": deepspeed_config(), **(hparams or {})}
+    with init(hparams=all_hparams, exp_conf=exp_conf, run_dir=run_dir) as context:
+        result = Trainer((trial or trial_class())(context), context).fit(**arguments)
+        return Outcome(context, result)
+
+
+def values(rows):
+    return {steps: {k: v for k, v in row.items() if k not in TIMINGS} for steps, row in rows.items()}
+
+
+def test_a_fit_reports_validates_checkpoints_and_ends():
+    done = fit(reporting_period=Batch(3), validation_period=Epoch(1), checkpoint_period=Batch([2]), checkpoint_policy="none", max_length=Epoch(1))
+    assert done.result == dstrial.FitResult(8, 8, None, done.result.checkpoint_uuid)
+    assert list(done.rows("training")) == [3, 6, 8]
+    assert list(done.rows("validation")) == [8]
+    assert done.checkpoints() == [2, 8]
+    assert done.rows("training")[3].keys() >= {"loss", *TIMINGS}
+    assert done.rows("validation")[8]["epochs"] == 1
+    assert json.loads(done.directory.record_path.read_text())["state"] == "completed"
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("all", [2, 4, 6]), ("none", [6]), ("best", [2, 6])])
+def test_checkpoint_policies_off_a_cluster(policy, expected):
+    losses = iter([1.0, 2.0, 0.5])
+
+    def evaluate_full_dataset(self, data_loader):
+        return {"validation_loss": next(losses), "records": sum(len(features) for features, _ in data_loader)}
+
+    done = fit(trial_class(evaluate_full_dataset=evaluate_full_dataset), validation_period=Batch(2), max_length=Batch(6), checkpoint_policy=policy)
+    assert done.checkpoints() == expected
+    assert done.rows("validation")[6]["records"] == 21
+
+
+def test_the_searcher_metric_must_be_among_the_validation_metrics():
+    with pytest.raises(TrialContractError, match="searcher's metric is 'validation_loss', but validation returned"):
+        fit(trial_class(evaluate_batch=lambda self, items, idx: {"other": float(len(next(items)))}))
+
+
+def test_validation_is_weighted_by_records_and_reducers_see_each_record_once():
+    seen = []
+
+    class Count(MetricReducer):
+        def __init__(self):
+            self.reset()
+
+        def reset(self):
+            self.count = 0
+
+        def update(self, n):
+            self.count += n
+
+        def per_slot_reduce(self):
+            return self.count
+
+        def cross_slot_reduce(self, per_slot):
+            return sum(per_slot)
+
+    def __init__(self, context):  # noqa: N807
+        base.__init__(self, context)
+        self.count = context.wrap_reducer(Count(), "count")
+
+    def train_batch(self, items, epoch_idx, batch_idx):
+        features, targets = next(items)
+        self.count.update(len(features))
+        loss = nn.functional.mse_loss(self.model_engine(features), targets)
+        self.model_engine.backward(loss)
+        self.model_engine.step()
+        return loss
+
+    def evaluate_batch(self, items):
+        features, _ = next(items)
+        self.count.update(len(features))
+        seen.append(len(features))
+        return {"validation_loss": features.sum(1).mean()}
+
+    base = trial_class()
+    trial = type("Counting", (base,), {"__init__": __init__, "train_batch": train_batch, "evaluate_batch": evaluate_batch})
+    done = fit(trial, validation_period=Batch(3), reporting_period=Batch(4), max_length=Batch(8))
+    import small_trials
+
+    expected = float(small_trials.Records(21, 2).features.sum(1).mean())
+    assert done.rows("validation")[3]["validation_loss"] == pytest.approx(expected, rel=1e-5)
+    assert seen[:6] == [4, 4, 4, 4, 4, 1]
+    assert done.rows("validation")[3]["count"] == 21
+    assert {steps: row["count"] for steps, row in done.rows("training").items()} == {4: 32, 8: 32}
+
+
+def test_a_run_continues_from_its_latest_checkpoint_as_if_it_had_not_stopped():
+    arguments = {"reporting_period": Batch(5), "validation_period": Batch(4), "checkpoint_period": Batch(3), "checkpoint_policy": "none"}
+    whole = fit(max_length=Batch(12), **arguments)
+    first = fit(max_length=Batch(3), **arguments)
+    rest = fit(max_length=Batch(12), run_dir=first.directory.path, latest_checkpoint="latest", **arguments)
+    assert rest.result.batches_trained == 12
+    assert values(rest.rows("training"))[10] == values(whole.rows("training"))[10]
+    assert values(rest.rows("validation"))[12] == values(whole.rows("validation"))[12]
+
+
+def test_initial_validation_comes_before_the_first_batch_and_only_once():
+    first = fit(step_zero_validation=True)
+    assert list(first.rows("validation")) == [0, 4]
+    again = fit(step_zero_validation=True, max_length=Batch(6), run_dir=first.directory.path, latest_checkpoint="latest")
+    assert list(again.rows("validation")) == [0, 4, 6]
+
+
+def test_test_mode_trains_one_batch():
+    done = fit(test_mode=True, max_length=Batch(100))
+    assert done.result.batches_trained == 1
+    assert list(done.rows("validation")) == [1]
+
+
+def test_callbacks_are_called_and_their_state_is_restored():
+    calls = []
+
+    def recorded(name):
+        return lambda self, *args: calls.append(name)
+
+    methods = {name: recorded(name) for name in dir(PyTorchCallback) if name.startswith("on_") and name != "on_checkpoint_end"}
+
+    class Recording(type("Recorded", (PyTorchCallback,), methods)):
+        count = 0
+
+        def on_training_workload_end(self, avg_metrics, batch_metrics):
+            calls.append("on_training_workload_end")
+            self.count += len(batch_metrics)
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    made = []
+
+    def build_callbacks(self):
+        made.append(Recording())
+        calls.clear()
+        return {"recording": made[-1]}
+
+    trial = trial_class(build_callbacks=build_callbacks)
+    first = fit(trial, reporting_period=Batch(2))
+    order = ["on_trial_startup", "on_training_start", "on_training_epoch_start", "on_training_workload_end"]
+    order += ["on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"]
+    order += ["on_checkpoint_save_start", "on_checkpoint_write_end", "on_checkpoint_upload_end", "on_trial_shutdown"]
+    positions = [calls.index(name) for name in order if name in calls]
+    assert len(positions) == len(order)
+    assert positions == sorted(positions)
+    fit(trial, reporting_period=Batch(2), max_length=Batch(6), run_dir=first.directory.path, latest_checkpoint="latest")
+    assert "on_checkpoint_load_start" in calls
+    assert made[-1].count == 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        ({"train_batch": lambda self, items, e, b: next(items) and 3}, TrialContractError, "train_batch returned 3 of type int; expected a dict"),
+        ({"evaluate_batch": lambda self, items, b: [1]}, TrialContractError, r"evaluate_batch returned \[1\] of type list"),
+        ({"evaluate_batch": lambda self, items, b: {"validation_loss": "low"}}, TrialContractError, r"no numbers: \['validation_loss'\]"),
+        ({"evaluation_reducer": lambda self: "mean"}, TrialContractError, "expected a determined.pytorch.Reducer"),
+        ({"build_training_data_loader": lambda self: None}, DataError, "returned None on every rank"),
+        ({"build_training_data_loader": lambda self: DataLoader([], batch_size=4)}, DataError, "has 0 records"),
+        ({"build_validation_data_loader": lambda self: DataLoader([], batch_size=4)}, DataError, "validation loader of rank 0 is empty"),
+        ({"build_training_data_loader": lambda self: [1, 2, 3]}, TrialContractError, "returned a builtins.list; expected dstrial.DataLoader"),
+    ],
+)
+def test_a_trial_that_breaks_its_contract_is_told_so(overrides, error, message):
+    with pytest.raises(error, match=message):
+        fit(trial_class(**overrides))
+
+
+def test_a_trial_without_an_engine_is_told_so():
+    def __init__(self, context):  # noqa: N807
+        self.context = context
+
+    with pytest.raises(TrialContractError, match="has no wrapped model engine; expected at least one"):
+        fit(trial_class(__init__=__init__))
+
+
+def test_wrapping_repeats_the_configuration_check_with_the_real_sizes():
+    with pytest.raises(ConfigError, match="zero_optimisation"):
+        fit(hparams={"deepspeed_config": deepspeed_config(zero_optimisation={"stage": 2})})
+
+
+def test_a_length_is_required():
+    with pytest.raises(ValueError, match=r"Pass fit\(max_length"):
+        fit(max_length=None)
+    with pytest.raises(ValueError, match="expected 'best', 'all' or 'none'"):
+        fit(checkpoint_policy="newest")
+
+
+def user_loader(disable=True, **options):
+    import small_trials
+
+    def __init__(self, context):  # noqa: N807
+        small_trials.DataParallelTrial.__init__(self, context)
+        context.disable_dataset_reproducibility_checks()
+
+    def build_training_data_loader(self):
+        return options["training"]()
+
+    return trial_class(__init__=__init__, build_training_data_loader=build_training_data_loader)
+
+
+def test_a_loader_of_the_users_own_is_repeated():
+    import small_trials
+
+    done = fit(user_loader(training=lambda: torch.utils.data.DataLoader(small_trials.Records(16, 1), batch_size=4)), max_length=Batch(5))
+    assert done.rows("validation")[5]["epochs"] == 2
+
+
+def test_a_loader_without_a_length_that_ends_names_rank_and_position():
+    import small_trials
+
+    def training():
+        return iter(torch.utils.data.DataLoader(small_trials.Records(16, 1), batch_size=4))
+
+    class NoLength(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            records = small_trials.Records(16, 1)
+            return (records[i] for i in range(16))
+
+    with pytest.raises(DataError, match="training loader of rank 0 ended after 4 micro batches"):
+        fit(user_loader(training=lambda: torch.utils.data.DataLoader(NoLength(), batch_size=4)), max_length=Batch(5))
+
+
+def newest(done):
+    (checkpoint,) = done.directory.checkpoints_path.glob("*/COMPLETE")
+    return checkpoint.parent
+
+
+def test_a_damaged_file_is_named_with_the_rank_that_reads_it():
+    done = fit()
+    victim = newest(done) / "model0" / "mp_rank_00_model_states.pt"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(CheckpointDamagedError, match=r"model0/mp_rank_00_model_states\.pt is of checksum .*read by rank 0"):
+        fit(run_dir=done.directory.path, latest_checkpoint="latest")
+
+
+def test_a_missing_file_is_named():
+    done = fit()
+    (newest(done) / "dstrial_rank0.pt").unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"dstrial_rank0\.pt is missing.*rank 0"):
+        fit(run_dir=done.directory.path, latest_checkpoint="latest")
+
+
+def test_asked_to_resume_without_a_checkpoint_fails(tmp_path):
+    done = fit()
+    with pytest.raises(CheckpointNotFoundError, match="00000000-0000"):
+        fit(run_dir=done.directory.path, latest_checkpoint="00000000-0000-0000-0000-000000000000")
+    (newest(done) / "COMPLETE").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint; expected one to resume"):
+        fit(run_dir=done.directory.path, latest_checkpoint="latest")
+
+
+def test_another_zero_stage_is_refused_with_both_stages():
+    done = fit()
+    with pytest.raises(CheckpointLayoutError, match="ZeRO stage was 0, is 1"):
+        fit(hparams={"deepspeed_config": deepspeed_config(1)}, run_dir=done.directory.path, latest_checkpoint="latest")
+
+
+def test_other_records_are_refused():
+    done = fit()
+    with pytest.raises(CheckpointError, match="epochs of 8 batches, and the training loader now has 4"):
+        fit(hparams={"num_records": 32}, run_dir=done.directory.path, latest_checkpoint="latest")
+
+
+def test_a_write_that_fails_leaves_the_checkpoint_before_it_usable():
+    import resource
+    import signal
+
+    def on_checkpoint_save_start(self, checkpoint):
+        if self.limited:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        self.limited = True
+
+    callback = type("Limit", (PyTorchCallback,), {"limited": False, "on_checkpoint_save_start": on_checkpoint_save_start})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    trial = trial_class(build_callbacks=lambda self: {"limit": callback()})
+    try:
+        with pytest.raises(CheckpointError, match="checkpoint"):
+            fit(trial, checkpoint_period=Batch(2), checkpoint_policy="none")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old_handler)
+    from dstrial.local.run_directory import RunDirectory
+
+    (record,) = pathlib.Path("runs").glob("*/*/run.json")
+    directory = RunDirectory.open(record.parent)
+    marks = list(directory.checkpoints_path.glob("*/COMPLETE"))
+    assert [json.loads(mark.read_text())["steps_completed"] for mark in marks] == [2]
+    rest = fit(max_length=Batch(4), run_dir=directory.path, latest_checkpoint="latest")
+    assert rest.result.batches_trained == 4
+
+
+def test_nothing_given_is_mutated():
+    hparams = {"deepspeed_config": deepspeed_config()}
+    before = json.dumps(hparams)
+    with init(hparams=hparams, exp_conf=EXP_CONF) as context:
+        context.get_hparams()["new"] = 1
+        trial_class()(context)
+    assert json.dumps(hparams) == before
+
+
+def test_the_reducer_enum_chooses_how_validation_metrics_combine():
+    done = fit(trial_class(evaluation_reducer=lambda self: {"validation_loss": Reducer.MAX, "mean_size": Reducer.SUM}))
+    assert done.rows("validation")[4]["mean_size"] == 21.0
