@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from loop_overhead_timing import LOOPS, Block, Plan, Spread, Summary, summarize
+from loop_overhead_timing import Block, Plan, Spread, Summary, summarize
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -72,7 +72,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metrics", type=int, default=1, help="tensors each step returns (default: 1)")
     parser.add_argument("--json", type=pathlib.Path, help="also write every block's timings to this file")
     parsed = parser.parse_args(arguments)
-    for name in ("batches", "repeats", "gas", "metrics"):
+    for name in ("batches", "gas", "metrics"):
         if getattr(parsed, name) < 1:
             parser.error(f"--{name} is {getattr(parsed, name)}; expected at least 1")
     if min(parsed.ranks) < 1:
@@ -100,15 +100,15 @@ def environment(num_ranks: int, scratch: pathlib.Path) -> dict[str, str]:
     return variables
 
 
-def measure(num_ranks: int, plan: Plan, repeats: int, progress: Progress) -> Measured:
+def measure(num_ranks: int, plan: Plan, progress: Progress) -> Measured:
     """Start the ranks, follow them, and read what they measured.
 
     Raises:
         RanksFailedError: they exited with a failure.
     """
-    task = progress.add_task(
-        f"{num_ranks} rank{'s' * (num_ranks > 1)}: starting", total=(repeats + 1) * len(LOOPS)
-    )
+    name = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+    num_periods = plan.num_blocks + 2
+    task = progress.add_task(f"{name}: starting", total=num_periods)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="loop_overhead_") as directory:
         scratch = pathlib.Path(directory)
@@ -122,17 +122,18 @@ def measure(num_ranks: int, plan: Plan, repeats: int, progress: Progress) -> Mea
             "--standalone",
             f"--nproc-per-node={num_ranks}",
         ]
-        command += [str(RANK_PROGRAM), "--scratch", directory, "--repeats", str(repeats)]
+        command += [str(RANK_PROGRAM), "--scratch", directory]
         command += ["--plan", json.dumps(dataclasses.asdict(plan))]
-        for loop in run_ranks(command, working_directory, environment(num_ranks, scratch)):
-            progress.update(task, advance=1, description=f"{num_ranks} rank{'s' * (num_ranks > 1)}: {loop}")
+        for period_idx in run_ranks(command, working_directory, environment(num_ranks, scratch)):
+            progress.update(task, completed=period_idx, description=f"{name}: reporting periods")
+        progress.update(task, completed=num_periods)
         result = json.loads((scratch / "blocks.json").read_text())
     blocks = [Block(**block) for block in result.pop("blocks")]
     return Measured(num_ranks, result, (load_before, os.getloadavg()[0]), blocks)
 
 
-def run_ranks(command: list[str], cwd: pathlib.Path, env: Mapping[str, str]) -> Iterator[str]:
-    """Run a command, yielding the loop of each block it says is done.
+def run_ranks(command: list[str], cwd: pathlib.Path, env: Mapping[str, str]) -> Iterator[int]:
+    """Run a command, yielding how many reporting periods it says are done.
 
     Raises:
         RanksFailedError: it exited with a failure.
@@ -144,8 +145,8 @@ def run_ranks(command: list[str], cwd: pathlib.Path, env: Mapping[str, str]) -> 
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if line.startswith("@done "):
-                yield line.split()[1]
+            if line.startswith("@period "):
+                yield int(line.split()[1])
             else:
                 tail.append(line)
         status = process.wait()
@@ -159,7 +160,7 @@ def run_ranks(command: list[str], cwd: pathlib.Path, env: Mapping[str, str]) -> 
         )
 
 
-def table(measured: Measured, plan: Plan, repeats: int) -> str:
+def table(measured: Measured, plan: Plan) -> str:
     """Return one number of ranks as Markdown."""
     summaries = summarize(measured.blocks)
     machine = measured.machine
@@ -168,9 +169,9 @@ def table(measured: Measured, plan: Plan, repeats: int) -> str:
         f"### {measured.num_ranks} rank{'s' * (measured.num_ranks > 1)} on {machine['device']} "
         f"({machine['backend']}), torch {machine['torch']}, deepspeed {machine['deepspeed']}",
         "",
-        f"{repeats} blocks of {len(plan.window)} micro batches per loop, {plan.micro_batches_per_batch} per batch, a "
-        f"report every {plan.report_every} batches, {plan.num_metrics} metric{'s' * (plan.num_metrics > 1)}; load "
-        f"average {before:.1f} before, {after:.1f} after, on {os.cpu_count()} cores. All numbers in µs.",
+        f"{plan.num_blocks} blocks per loop, each of {plan.report_every} batches with one report; gradient "
+        f"accumulation {plan.micro_batches_per_batch}; metrics {plan.num_metrics}; load average {before:.1f} before, "
+        f"{after:.1f} after, on {os.cpu_count()} cores. All numbers in µs.",
         "",
         "| loop | micro batch: median (min) | added: median [quartiles] | added, seen directly: median [quartiles] (min) "
         "| draw | between steps | report share | one report |",
@@ -224,7 +225,7 @@ def main() -> int:
     arguments = parse_arguments()
     plan = Plan(
         report_every=arguments.report_every,
-        num_reports=-(-arguments.batches // arguments.report_every),
+        num_blocks=-(-arguments.batches // arguments.report_every),
         micro_batches_per_batch=arguments.gas,
         num_metrics=arguments.metrics,
     )
@@ -233,23 +234,22 @@ def main() -> int:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for num_ranks in arguments.ranks:
             try:
-                results.append(measure(num_ranks, plan, arguments.repeats, progress))
+                results.append(measure(num_ranks, plan, progress))
             except RanksFailedError as error:
                 progress.stop()
                 print(error, file=sys.stderr)
                 return 1
     for measured in results:
-        print(table(measured, plan, arguments.repeats), end="\n\n")
+        print(table(measured, plan), end="\n\n")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(as_json(results, plan, arguments.repeats), indent=2) + "\n")
+        arguments.json.write_text(json.dumps(as_json(results, plan), indent=2) + "\n")
     return 0
 
 
-def as_json(results: list[Measured], plan: Plan, repeats: int) -> dict[str, Any]:
+def as_json(results: list[Measured], plan: Plan) -> dict[str, Any]:
     """Return the plan, and per number of ranks the machine, every block and the summaries."""
     return {
         "plan": dataclasses.asdict(plan),
-        "repeats": repeats,
         "results": [
             {
                 **dataclasses.asdict(measured),

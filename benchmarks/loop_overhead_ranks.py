@@ -1,7 +1,7 @@
 """One rank of the loop-overhead benchmark: trains blocks of micro batches under three loops and times them.
 
 Started by ``loop_overhead.py`` through torchrun. One engine, one process group and one data set serve all
-three loops, which take turns, block by block:
+three loops, each in a thread of its own, which take turns every few micro batches, never running at the same time:
 
 * ``bare``: DeepSpeed's own loop: draw, forward, backward, step, nothing else;
 * ``dstrial``: ``dstrial.Trainer.fit``;
@@ -24,14 +24,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import pathlib
 import socket
+import sys
+import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import deepspeed
@@ -40,7 +45,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from determined import core
 from determined.pytorch import deepspeed as determined_deepspeed
-from loop_overhead_timing import Block, Plan, Stamps
+from loop_overhead_timing import LOOPS, Block, Plan, Stamps
 from torch import nn
 from torch.utils import data
 
@@ -80,29 +85,72 @@ def records(count: int, seed: int) -> data.TensorDataset:
     return data.TensorDataset(features, features[:, :NUM_TARGETS] * 0.5)
 
 
-class Step:
-    """Trains one micro batch and notes when.
+class Turns:
+    """Lets one of several threads run at a time, round and round.
 
     Args:
-        engine: the engine.
-        device: where records go.
+        count: how many threads take part.
     """
 
-    def __init__(self, engine: Any, device: torch.device) -> None:
+    def __init__(self, count: int) -> None:
+        self._may_run = [threading.Semaphore(int(idx == 0)) for idx in range(count)]
+        self._present = [True] * count
+
+    def wait(self, own_idx: int) -> None:
+        """Wait for this thread's turn."""
+        self._may_run[own_idx].acquire()
+
+    def leave(self, own_idx: int) -> None:
+        """End this thread's turn, its last."""
+        self._present[own_idx] = False
+        self._start_next(own_idx)
+
+    def pass_on(self, own_idx: int) -> None:
+        """End this thread's turn and wait for the next."""
+        self._start_next(own_idx)
+        self.wait(own_idx)
+
+    def _start_next(self, own_idx: int) -> None:
+        count = len(self._present)
+        for next_idx in ((own_idx + offset) % count for offset in range(1, count + 1)):
+            if self._present[next_idx]:
+                self._may_run[next_idx].release()
+                return
+
+
+class Step:
+    """Trains one micro batch for one of the loops and notes when.
+
+    Args:
+        engine: the engine, the same for all loops.
+        device: where records go.
+        plan: where the loop's turns end.
+        turn_over: called between two micro batches where they do.
+    """
+
+    def __init__(
+        self, engine: Any, device: torch.device, plan: Plan, turn_over: Callable[[int], None]
+    ) -> None:
         self.engine = engine
         self.device = device
         self.stamps = Stamps()
+        self._period, self._turn_starts = plan.period, plan.turn_starts
+        self._turn_over = turn_over
 
     def __call__(self, iterator: Iterator[Any]) -> torch.Tensor:
         """Draw, forward, backward, step. Ranks: all, collectively."""
-        self.stamps.entered.append(time.perf_counter_ns())
+        stamps = self.stamps
+        micro_batch_idx = len(stamps.entered)
+        if micro_batch_idx % self._period in self._turn_starts:
+            self._turn_over(micro_batch_idx)
+        stamps.entered.append(time.perf_counter_ns())
         features, targets = next(iterator)
-        self.stamps.drawn.append(time.perf_counter_ns())
+        stamps.drawn.append(time.perf_counter_ns())
         features, targets = features.to(self.device), targets.to(self.device)
         loss = nn.functional.mse_loss(self.engine(features), targets)
         self.engine.backward(loss)
         self.engine.step()
-        self.stamps.left.append(time.perf_counter_ns())
+        stamps.left.append(time.perf_counter_ns())
         return loss
 
 
@@ -245,63 +293,88 @@ def free_ports(count: int) -> list[int]:
         return [int(listener.getsockname()[1]) for listener in sockets]
 
 
-def measure(plan: Plan, scratch: pathlib.Path, repeats: int) -> list[Block]:
-    """Run every loop ``repeats`` times, in turns. Ranks: all, collectively.
+def measure(plan: Plan, scratch: pathlib.Path) -> tuple[dict[str, str], list[Block]]:
+    """Run the three loops, turn by turn. Ranks: all, collectively.
 
     Args:
-        plan: the shape of one block.
+        plan: what each trains.
         scratch: an existing directory for what the loops write.
-        repeats: blocks per loop that count; one more of each warms up.
 
     Returns:
-        The timings of each block that counts, as seen by this rank.
+        What was measured on, and the timings of each block of each loop, as seen by this rank.
     """
-    blocks: list[Block] = []
     num_records = 2 * plan.num_micro_batches * MICRO_BATCH_SIZE * int(os.environ["WORLD_SIZE"])
     with contextlib.ExitStack() as stack:
         context = stack.enter_context(dstrial.init(exp_conf={"name": "loop_overhead"}))
-        step = Step(build_engine(plan.micro_batches_per_batch), context.device)
-        loops = {
-            "bare": bare_loop(step, num_records, plan),
-            "dstrial": dstrial_loop(context, step, num_records, plan),
-            "determined": determined_loop(stack, step, num_records, plan, scratch / "determined"),
+        machine = {
+            "device": get_accelerator().device_name(),
+            "backend": dist.get_backend(),
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
         }
-        names = list(loops)
-        for repeat_idx in range(repeats + 1):
-            turn = repeat_idx % len(names)
-            for name in names[turn:] + names[:turn]:
-                step.stamps = Stamps()
-                loops[name]()
-                if repeat_idx > 0:
-                    blocks.append(Block.from_stamps(name, repeat_idx - 1, step.stamps, plan))
-                if dist.get_rank() == 0:
-                    print(f"@done {name}", flush=True)
-    return blocks
+        engine = build_engine(plan.micro_batches_per_batch)
+        turns = Turns(len(LOOPS))
+        steps = {
+            loop: Step(
+                engine, context.device, plan, functools.partial(_turn_over, turns, own_idx, plan.period)
+            )
+            for own_idx, loop in enumerate(LOOPS)
+        }
+        loops = {
+            "bare": bare_loop(steps["bare"], num_records, plan),
+            "dstrial": dstrial_loop(context, steps["dstrial"], num_records, plan),
+            "determined": determined_loop(
+                stack, steps["determined"], num_records, plan, scratch / "determined"
+            ),
+        }
+        pool = stack.enter_context(futures.ThreadPoolExecutor(len(LOOPS)))
+        running = [
+            pool.submit(_run_in_turns, turns, own_idx, loops[loop], context.device)
+            for own_idx, loop in enumerate(LOOPS)
+        ]
+        for ended in futures.as_completed(running):
+            error = ended.exception()
+            if error is not None:
+                # The other threads and ranks wait for this one, so nothing can be wound up.
+                traceback.print_exception(error)
+                sys.stderr.flush()
+                os._exit(1)
+    blocks = [
+        Block.from_stamps(loop, block_idx, steps[loop].stamps, plan)
+        for loop in LOOPS
+        for block_idx in range(plan.num_blocks)
+    ]
+    return machine, blocks
+
+
+def _turn_over(turns: Turns, own_idx: int, period: int, micro_batch_idx: int) -> None:
+    if own_idx == 0 and dist.get_rank() == 0:
+        print(f"@period {micro_batch_idx // period}", flush=True)
+    turns.pass_on(own_idx)
+
+
+def _run_in_turns(turns: Turns, own_idx: int, loop: Callable[[], None], device: torch.device) -> None:
+    turns.wait(own_idx)
+    if device.index is not None:
+        get_accelerator().set_device(device.index)
+    loop()
+    turns.leave(own_idx)
 
 
 def main() -> None:
     """Measure, and write the blocks that rank 0 saw as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plan", type=json.loads, required=True)
-    parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--scratch", type=pathlib.Path, required=True)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     plan = Plan(**arguments.plan)
-    blocks = measure(plan, arguments.scratch, arguments.repeats)
-    if dist.get_rank() == 0:
-        result = {
-            "device": get_accelerator().device_name(),
-            "backend": dist.get_backend(),
-            "torch": torch.__version__,
-            "deepspeed": deepspeed.__version__,
-            "blocks": [dataclasses.asdict(block) for block in blocks],
-        }
+    machine, blocks = measure(plan, arguments.scratch)
+    if os.environ["RANK"] == "0":
+        result = {**machine, "blocks": [dataclasses.asdict(block) for block in blocks]}
         (arguments.scratch / "blocks.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,42 +11,52 @@ LOOPS = ("bare", "dstrial", "determined")
 NS_PER_US = 1000.0
 
 
+TURN_LENGTH = 25
+"""About how many micro batches a loop trains before the next one has its turn."""
+
+SETTLING = 2
+"""Micro batches after a change of turns that do not count."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The shape of one block: one call of a loop, of which the middle is measured.
+    """Which micro batches each loop trains, where the loops take turns, and what counts.
 
-    The window starts half a reporting period after the first report, when every loop has settled, and ends
-    half a period before the last one, so that it holds exactly ``num_reports`` reports and neither start nor
-    end of a run.
+    A block is one reporting period, shifted by half a turn so that its report is inside. One period before
+    the first block and the rest of one after the last do not count: every loop starts and ends there.
 
     Attributes:
-        report_every: batches between two reports.
-        num_reports: reports inside the window.
+        report_every: batches between two reports, at least 2.
+        num_blocks: blocks that count.
         micro_batches_per_batch: gradient accumulation steps.
         num_metrics: tensors that each step returns as metrics.
     """
 
     report_every: int
-    num_reports: int
+    num_blocks: int
     micro_batches_per_batch: int
     num_metrics: int
 
     @property
     def num_batches(self) -> int:
-        """Batches in one block."""
-        return (self.num_reports + 2) * self.report_every
+        """Batches that each loop trains."""
+        return (self.num_blocks + 2) * self.report_every
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro batches in one block."""
+        """Micro batches that each loop trains."""
         return self.num_batches * self.micro_batches_per_batch
 
     @property
-    def window(self) -> range:
-        """Micro batches whose time counts, each from its own start to the start of the next."""
-        start = self.report_every + self.report_every // 2
-        stop = start + self.num_reports * self.report_every
-        return range(start * self.micro_batches_per_batch, stop * self.micro_batches_per_batch)
+    def period(self) -> int:
+        """Micro batches between two reports."""
+        return self.report_every * self.micro_batches_per_batch
+
+    @property
+    def turn_starts(self) -> frozenset[int]:
+        """Places in a reporting period before which the next loop has its turn; never right after a report."""
+        num_turns = max(1, self.period // TURN_LENGTH)
+        return frozenset((2 * turn_idx + 1) * self.period // (2 * num_turns) for turn_idx in range(num_turns))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -55,7 +65,18 @@ class Plan:
 
     def is_report(self, micro_batch_idx: int) -> bool:
         """Whether a loop reports after this micro batch."""
-        return (micro_batch_idx + 1) % (self.report_every * self.micro_batches_per_batch) == 0
+        return (micro_batch_idx + 1) % self.period == 0
+
+    def counted(self, block_idx: int) -> list[int]:
+        """Return the micro batches of one block whose time counts, from their start to that of the next."""
+        starts = self.turn_starts
+        first = (1 + block_idx) * self.period + min(starts)
+        disturbed = {
+            (start + offset) % self.period
+            for start in starts
+            for offset in range(-1, min(SETTLING, self.period // 2 - 1))
+        }
+        return [idx for idx in range(first, first + self.period) if idx % self.period not in disturbed]
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,18 +100,18 @@ class Block:
 
     Attributes:
         loop: which loop.
-        repeat_idx: which repeat, from 0.
-        mean_us: the whole window divided by its micro batches; a disturbed machine shows in it.
+        block_idx: which block, from 0; blocks of the same number ran at the same time, turn by turn.
+        mean_us: start to start, the mean with nothing left out; a disturbed machine shows in it.
         step_us: a micro batch without a report, start to start: the median at each place in a batch, averaged.
         draw_us: of that, waiting for the records.
         between_us: of that, between the end of the step and the start of the next: the loop itself.
-        report_us: what one report adds to the time between; 0 for the bare loop.
+        report_us: what the report adds to the time between; 0 for the bare loop.
         report_share_us: that, per micro batch.
         whole_us: ``step_us`` plus ``report_share_us``.
     """
 
     loop: str
-    repeat_idx: int
+    block_idx: int
     mean_us: float
     step_us: float
     draw_us: float
@@ -100,7 +121,7 @@ class Block:
     whole_us: float
 
     @classmethod
-    def from_stamps(cls, loop: str, repeat_idx: int, stamps: Stamps, plan: Plan) -> Block:
+    def from_stamps(cls, loop: str, block_idx: int, stamps: Stamps, plan: Plan) -> Block:
         """Sum up one block.
 
         Raises:
@@ -112,39 +133,32 @@ class Block:
                 "Choose periods under which all loops train equally many."
             )
         entered, drawn, left = stamps.entered, stamps.drawn, stamps.left
-        quiet = [idx for idx in plan.window if not plan.is_report(idx)]
-        reporting = [idx for idx in plan.window if plan.is_report(idx)]
+        counted = plan.counted(block_idx)
+        quiet = [idx for idx in counted if not plan.is_report(idx)]
+        places = plan.micro_batches_per_batch
 
         def typical(durations_ns: dict[int, int]) -> float:
-            places = plan.micro_batches_per_batch
-            medians = [
-                statistics.median(ns for idx, ns in durations_ns.items() if idx % places == place)
-                for place in range(places)
-            ]
-            return statistics.fmean(medians) / NS_PER_US
+            by_place: dict[int, list[int]] = {}
+            for idx, duration_ns in durations_ns.items():
+                by_place.setdefault(idx % places, []).append(duration_ns)
+            return statistics.fmean(map(statistics.median, by_place.values())) / NS_PER_US
 
+        between_us = typical({idx: entered[idx + 1] - left[idx] for idx in quiet})
         step_us = typical({idx: entered[idx + 1] - entered[idx] for idx in quiet})
-        between_ns = {idx: entered[idx + 1] - left[idx] for idx in quiet}
         report_us = 0.0
         if loop != "bare":
-            last_place = plan.micro_batches_per_batch - 1
-            usual_ns = statistics.median(
-                ns for idx, ns in between_ns.items() if idx % plan.micro_batches_per_batch == last_place
-            )
-            reports_ns = statistics.median(entered[idx + 1] - left[idx] for idx in reporting)
-            report_us = (reports_ns - usual_ns) / NS_PER_US
-        report_share_us = report_us / (plan.report_every * plan.micro_batches_per_batch)
-        window = plan.window
+            report = next(idx for idx in counted if plan.is_report(idx))
+            report_us = (entered[report + 1] - left[report]) / NS_PER_US - between_us
         return cls(
             loop=loop,
-            repeat_idx=repeat_idx,
-            mean_us=(entered[window.stop] - entered[window.start]) / len(window) / NS_PER_US,
+            block_idx=block_idx,
+            mean_us=statistics.fmean(entered[idx + 1] - entered[idx] for idx in counted) / NS_PER_US,
             step_us=step_us,
             draw_us=typical({idx: drawn[idx] - entered[idx] for idx in quiet}),
-            between_us=typical(between_ns),
+            between_us=between_us,
             report_us=report_us,
-            report_share_us=report_share_us,
-            whole_us=step_us + report_share_us,
+            report_share_us=report_us / plan.period,
+            whole_us=step_us + report_us / plan.period,
         )
 
 
@@ -169,7 +183,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """One loop over all its blocks, microseconds per micro batch. Differences are taken within each repeat.
+    """One loop over all its blocks, microseconds per micro batch. Differences are taken within each block.
 
     Attributes:
         loop: which loop.
@@ -197,13 +211,13 @@ def summarize(blocks: Sequence[Block]) -> dict[str, Summary]:
     """Sum up each loop.
 
     Args:
-        blocks: the same number of each loop, at least one, numbered by ``repeat_idx``.
+        blocks: the same number of each loop, at least one, numbered by ``block_idx``.
 
     Returns:
         Loop name -> summary, in the order of ``LOOPS``.
     """
     by_loop = {
-        loop: sorted((block for block in blocks if block.loop == loop), key=lambda block: block.repeat_idx)
+        loop: sorted((block for block in blocks if block.loop == loop), key=lambda block: block.block_idx)
         for loop in LOOPS
     }
     summaries = {}

@@ -24,7 +24,13 @@ from dstrial import local
 from dstrial.config import ExperimentConfig, Length
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.local.context import LocalContext
-from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir
+from dstrial.local.run_directory import (
+    RESUME_VARIABLE,
+    RUN_DIR_VARIABLE,
+    RunDirectory,
+    RunState,
+    default_runs_dir,
+)
 from dstrial.loop.agreement import StopReason
 from dstrial.loop.loop import FitResult, LoopSettings, TrainingLoop
 from dstrial.ranks import process_group
@@ -35,9 +41,6 @@ from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.trainer")
-
-RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"
-RESUME_VARIABLE = "DSTRIAL_RESUME"
 
 _TEST_BATCHES = 2
 

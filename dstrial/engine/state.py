@@ -7,6 +7,7 @@ them, one small dictionary per rank, see ``engine_extra_state``.
 from __future__ import annotations
 
 import pathlib
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,8 +39,9 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
         engine.save_checkpoint(str(path), tag=tag)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"checkpoint {path} could not be written by {describe_rank(engine)}: {error}. "
-            "Make room or choose another directory, and resume from the previous checkpoint."
+            f"checkpoint {path} could not be written by {describe_rank(engine)}: {error} "
+            f"({_free_space(path)}). Make room or choose another directory, "
+            "and resume from the previous checkpoint."
         ) from error
     missing = missing_files(path, engine_files(engine, tag).written)
     if missing:
@@ -221,6 +223,13 @@ def _grad_scalers(engine: DeepSpeedEngine) -> dict[str, Any]:
         "optimizer": getattr(engine.optimizer, "torch_autocast_gradscaler", None),
     }
     return {name: scaler for name, scaler in found.items() if scaler is not None}
+
+
+def _free_space(path: str | pathlib.Path) -> str:
+    existing = pathlib.Path(path).absolute()
+    while not existing.is_dir():
+        existing = existing.parent
+    return f"{shutil.disk_usage(existing).free:,} bytes free in {existing}"
 
 
 def _on_cpu(value: Any) -> Any:

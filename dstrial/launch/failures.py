@@ -142,7 +142,7 @@ def read_record(path: Path) -> ErrorRecord | None:
         if isinstance(message, str):
             return ErrorRecord(message, message, path.stat().st_mtime)
         extra = message["extraInfo"]
-        time_s = float(extra.get("time_s", extra["timestamp"]))
+        time_s = float(extra["time_s"] if "time_s" in extra else extra["timestamp"])
         return ErrorRecord(str(message["message"]), str(extra["py_callstack"]), time_s)
     except (OSError, ValueError, KeyError, TypeError):
         return None

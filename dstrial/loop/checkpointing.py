@@ -137,18 +137,15 @@ class Checkpointing:
         previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
         try:
             with context._core.checkpoint.store_path(metadata, shard=True) as (path, uuid):
+                self._write_rank_states_together(pathlib.Path(path), loop_state)
                 try:
-                    self._write(pathlib.Path(path), loop_state)
+                    self._write_engines(pathlib.Path(path))
                 except Exception as error:
                     if context.distributed.size > 1:
                         raise _LeaveAtOnce from error
                     raise
         except _LeaveAtOnce as left:
-            progress.last_checkpoint = previous
             raise self._cannot_write(path, left.__cause__) from left.__cause__
-        except OSError as error:
-            progress.last_checkpoint = previous
-            raise self._cannot_write(path, error) from error
         except BaseException:
             progress.last_checkpoint = previous
             raise
@@ -164,9 +161,26 @@ class Checkpointing:
             "resume: the checkpoints before it are complete."
         )
 
-    def _write(self, path: pathlib.Path, loop_state: Mapping[str, Any]) -> None:
+    def _write_rank_states_together(self, path: pathlib.Path, loop_state: Mapping[str, Any]) -> None:
+        """Write this rank's own state; the failure of one rank is the failure of all. Ranks: all, collectively."""
+        distributed = self._context.distributed
+        error: OSError | None = None
+        try:
+            self._write_rank_state(path, loop_state)
+        except OSError as caught:
+            error = caught
+        failures = distributed.allgather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise CheckpointError(
+                    f"checkpoint {path} cannot be written by rank {rank}: {failure}; expected a writable directory with "
+                    "enough room. Make room, then resume: the checkpoints before it are complete."
+                )
+
+    def _write_rank_state(self, path: pathlib.Path, loop_state: Mapping[str, Any]) -> None:
         context = self._context
-        rank = context.distributed.rank
         path.mkdir(parents=True, exist_ok=True)
         state = {
             "trial_id": self._trial_id,
@@ -179,30 +193,31 @@ class Checkpointing:
             "random_states": random_states(context.device),
         }
         self._callbacks.call("on_checkpoint_save_start", state)
-        with (path / rank_state_name(rank)).open("wb") as file:  # torch's own writer hides the cause of a failure
+        # Through a Python file: torch's own writer hides why a write failed.
+        with (path / rank_state_name(context.distributed.rank)).open("wb") as file:
             torch.save(state, file)
+
+    def _write_engines(self, path: pathlib.Path) -> None:
+        """Write the engines and the manifest over everything. Ranks: all, collectively."""
+        context = self._context
         self._trial.save(context, path)
-        if rank == 0:
+        if context.distributed.rank == 0:
             self._write_configuration(path)
         layouts = self._current_layouts()
         context.distributed.allgather(None)
         mine = share_of(_files_in(path), context.distributed.local_rank, context.distributed.local_size)
         gathered = context.distributed.gather((hash_files(path, mine), self._files_i_read()))
-        if rank == 0:
+        if gathered is not None:
             files = {name: entry for part, _ in gathered for name, entry in part.items()}
             readers: dict[str, list[int]] = {}
             for reader, (_, names) in enumerate(gathered):
                 for name in names:
                     readers.setdefault(name, []).append(reader)
-            write_manifest(
-                path,
-                Manifest.build(
-                    steps_completed=self._progress.batches_trained,
-                    layouts=layouts,
-                    files=files,
-                    readers=readers,
-                ),
+            batches_trained = self._progress.batches_trained
+            manifest = Manifest.build(
+                steps_completed=batches_trained, layouts=layouts, files=files, readers=readers
             )
+            write_manifest(path, manifest)
         self._callbacks.call("on_checkpoint_end", str(path))
         self._callbacks.call("on_checkpoint_write_end", str(path))
 
@@ -266,7 +281,7 @@ class Checkpointing:
             missing = [name for name in needed if name not in manifest.files]
             if missing:
                 raise CheckpointLayoutError(
-                    f"checkpoint {path} has no {missing[0]}; expected the state of {context.distributed.size} ranks, and it holds "
+                    f"checkpoint {path} has no {missing[0]}; expected the state of {len(needed)} ranks, and it holds "
                     f"{sum(name.startswith('dstrial_rank') for name in manifest.files)}. Resume it with as many ranks as it was "
                     "written with."
                 )

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-LIMIT_S = 120.0
+LIMIT_S = 200.0
 
 IMPORTED_AHEAD = (
     "torch._dynamo",

@@ -140,6 +140,11 @@ def load_damaged(options: dict[str, Any], path: pathlib.Path, rank: int) -> str:
     return "loaded"
 
 
+def save_onto_a_file(options: dict[str, Any], path: pathlib.Path, rank: int) -> str:
+    save_engine(build(options).engine, path / "no directory", "model0")
+    return "saved"
+
+
 BF16 = {"bf16": {"enabled": True}}
 CASES: dict[str, dict[str, Any]] = {
     "zero 0": {"stage": 0},
@@ -177,3 +182,6 @@ def main(fork_ranks: Any, argument: dict[str, Any]) -> Iterator[tuple[str, Any]]
     options, path = CASES["zero 1"], scratch / "checkpoint zero 1"
     (path / "model0" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     yield "damaged", run(2, functools.partial(load_damaged, options, path))
+    blocked = scratch / "blocked"
+    blocked.write_text("a file where the checkpoint should be")
+    yield "blocked", run(2, functools.partial(save_onto_a_file, options, blocked))

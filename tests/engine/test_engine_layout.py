@@ -103,6 +103,17 @@ def test_a_missing_engine_file_is_named_with_the_rank_that_reads_it(
     assert "rank 1" in results[1]["message"]
 
 
+@pytest.mark.ranks
+def test_a_checkpoint_that_cannot_be_written_says_by_whom_and_why(
+    program: forked_ranks.RunningProgram,
+) -> None:
+    named = [result for result in program.result("blocked") if result["error"] == "CheckpointError"]
+    assert named
+    assert "could not be written by rank 0" in named[0]["message"]
+    assert "Not a directory" in named[0]["message"]
+    assert "bytes free in" in named[0]["message"]
+
+
 def a_layout() -> Layout:
     return Layout(
         engine_kind="data_parallel",

@@ -13,7 +13,7 @@ from determined import core
 from determined.common import storage
 from rank_processes import names_in
 
-from dstrial.errors import CheckpointError, CheckpointNotFoundError, DstrialError
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, DstrialError
 from dstrial.local.checkpoint_directory import newest_checkpoint, remove_incomplete_checkpoints
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
 from dstrial.local.retention import KeepPolicy
@@ -159,6 +159,25 @@ def test_a_checkpoint_of_another_run_is_restored_by_its_path(tmp_path: Path) -> 
     storage_id = save(local_store(tmp_path / "a"), 7)
     with local_store(tmp_path / "b").restore_path(str(tmp_path / "a" / storage_id)) as path:
         assert (path / "state").read_text() == "7"
+
+
+def test_a_checkpoint_downloaded_from_a_cluster_is_restored_by_its_path(tmp_path: Path) -> None:
+    downloaded = tmp_path / "downloaded"
+    downloaded.mkdir()
+    store = local_store(tmp_path / "store")
+    with pytest.raises(CheckpointNotFoundError), store.restore_path(str(downloaded)):
+        pass
+    (downloaded / "manifest.json").write_text("{}")
+    with store.restore_path(str(downloaded)) as path:
+        assert path == downloaded
+
+
+def test_a_completion_mark_of_something_else_is_named(tmp_path: Path) -> None:
+    store = local_store(tmp_path)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "COMPLETE").write_text('{"a": 1}')
+    with pytest.raises(CheckpointDamagedError, match="expected one with steps_completed and time"):
+        store.list()
 
 
 def test_metadata_without_steps_completed_leaves_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 from determined import core
+
 from dstrial.loop.agreement import AgreementPoints, StopReason
 
 

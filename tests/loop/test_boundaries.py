@@ -1,8 +1,8 @@
 import pytest
+from determined import pytorch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from determined import pytorch
 from dstrial.loop.boundaries import Boundary, Period, due, total_batches
 
 

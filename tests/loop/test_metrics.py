@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from determined import pytorch
+
 from dstrial.errors import TrialContractError
 from dstrial.loop.metrics import MetricWindow, as_mapping, combine
 
@@ -27,7 +27,12 @@ def test_anything_else_is_refused():
 
 @pytest.mark.parametrize(
     "values",
-    [(1.0, 5.0), (np.float32(1), np.float64(5)), (np.array(1.0), np.array([5.0])), (torch.tensor(1.0), torch.tensor([4.0, 6.0]))],
+    [
+        (1.0, 5.0),
+        (np.float32(1), np.float64(5)),
+        (np.array(1.0), np.array([5.0])),
+        (torch.tensor(1.0), torch.tensor([4.0, 6.0])),
+    ],
 )
 def test_losses_1_and_5_are_reported_as_3(values):
     totals = window_of({"loss": values[0]}, {"loss": values[1]}).totals()
@@ -35,7 +40,10 @@ def test_losses_1_and_5_are_reported_as_3(values):
 
 
 def test_two_ranks_with_losses_1_and_5_report_3():
-    shares = [window_of({"loss": torch.tensor(1.0)}).totals(), window_of({"loss": torch.tensor(5.0)}).totals()]
+    shares = [
+        window_of({"loss": torch.tensor(1.0)}).totals(),
+        window_of({"loss": torch.tensor(5.0)}).totals(),
+    ]
     assert combine(shares, "train_batch") == {"loss": 3.0}
 
 

@@ -71,7 +71,9 @@ def test_without_a_tail_the_epoch_ends_with_its_last_full_batch():
 
 
 def test_too_few_records_for_one_batch_are_refused_with_the_arithmetic():
-    with pytest.raises(DataError, match=r"has 5 records; expected at least one batch of 12 \(3 per micro batch x 2"):
+    with pytest.raises(
+        DataError, match=r"has 5 records; expected at least one batch of 12 \(3 per micro batch x 2"
+    ):
         GlobalBatches(ShuffledOrder(5, 0), 5, BatchGeometry(3, 2, 2), keep_tail=False)
     with pytest.raises(DataError, match="has 0 records"):
         GlobalBatches(ShuffledOrder(0, 0), 0, BatchGeometry(3, 2, 2), keep_tail=True)

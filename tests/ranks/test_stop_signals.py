@@ -53,13 +53,18 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
 
 @pytest.mark.process
 def test_a_forked_child_still_dies_of_sigterm() -> None:
+    reader, writer = os.pipe()
     with StopSignals() as stop:
         pid = os.fork()
         if pid == 0:
+            os.write(writer, b"ready")
             for _ in range(600):
                 time.sleep(0.05)
             os._exit(0)
+        os.read(reader, 5)
         os.kill(pid, signal.SIGTERM)
         _, status = os.waitpid(pid, 0)
         assert stop.requested is None
+    os.close(reader)
+    os.close(writer)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM

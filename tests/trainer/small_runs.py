@@ -62,13 +62,27 @@ def experiment(hyperparameters, batches, report=7, validate=8, checkpoint=5, **f
     }
 
 
-def train(tmp_path, trial, config, ranks=1, run=None, env=None, timeout_s=200, context_dir=DEFINITIONS):
+def train(
+    tmp_path,
+    trial,
+    config,
+    ranks=1,
+    run=None,
+    env=None,
+    timeout_s=200,
+    context_dir=DEFINITIONS,
+    module="small_trials",
+):
     """Train; with ``run`` given, resume it from its newest checkpoint."""
     tmp_path.mkdir(parents=True, exist_ok=True)
     config_path = tmp_path / "experiment.yaml"
     config_path.write_text(yaml.safe_dump(config))
-    directory = run.directory if run else RunDirectory.create(
-        tmp_path / "runs", name="small", context_dir=context_dir, command=["test"], config=config
+    directory = (
+        run.directory
+        if run
+        else RunDirectory.create(
+            tmp_path / "runs", name="small", context_dir=context_dir, command=["test"], config=config
+        )
     )
     environ = {
         **os.environ,
@@ -80,6 +94,8 @@ def train(tmp_path, trial, config, ranks=1, run=None, env=None, timeout_s=200, c
         **(env or {}),
     }
     command = [sys.executable, "-m", "dstrial.launch", "--slots", str(ranks), "--config", str(config_path)]
-    command += ["--context-dir", str(context_dir), "--trial", f"small_trials:{trial}"]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s)
+    command += ["--context-dir", str(context_dir), "--trial", f"{module}:{trial}"]
+    done = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s
+    )
     return Run(directory, done.stdout + done.stderr, done.returncode)

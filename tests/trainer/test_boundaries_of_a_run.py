@@ -1,7 +1,6 @@
 """Report 100, validate 250, checkpoint 300 over 1,000 batches of a 400-batch epoch, killed and resumed in the middle."""
 
 import pytest
-
 from small_runs import deepspeed_config, experiment, train
 
 pytestmark = pytest.mark.ranks

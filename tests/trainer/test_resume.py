@@ -1,7 +1,6 @@
 """A run that is killed and resumed reports what the uninterrupted run reports, to the last bit."""
 
 import pytest
-
 from small_runs import deepspeed_config, experiment, train
 
 pytestmark = pytest.mark.ranks

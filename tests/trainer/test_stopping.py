@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 import yaml
+from small_runs import DEFINITIONS, Run, deepspeed_config, experiment, train
 
 from dstrial.local.run_directory import RunDirectory
-from small_runs import DEFINITIONS, Run, deepspeed_config, experiment, train
 
 pytestmark = pytest.mark.ranks
 
@@ -37,8 +37,15 @@ def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactl
     )
     command = [sys.executable, "-m", "dstrial.launch", "--slots", "2", "--config", str(config_path)]
     command += ["--context-dir", str(DEFINITIONS), "--trial", "small_trials:DataParallelTrial"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DSTRIAL_RUN_DIR": str(directory.path)}
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "DSTRIAL_RUN_DIR": str(directory.path),
+    }
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         wait_for(lambda: directory.metrics_path.exists() and directory.metrics_path.read_text(), process)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)

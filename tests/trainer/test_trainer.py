@@ -5,13 +5,20 @@ import pathlib
 
 import pytest
 import torch
+from small_runs import DEFINITIONS, TIMINGS, deepspeed_config
 from torch import nn
 
 import dstrial
 from dstrial import Batch, DataLoader, Epoch, MetricReducer, PyTorchCallback, Reducer, Trainer, init
-from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
-from dstrial.errors import ConfigError, DataError, TrialContractError
-from small_runs import DEFINITIONS, TIMINGS, deepspeed_config
+from dstrial.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DataError,
+    TrialContractError,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +72,13 @@ def values(rows):
 
 
 def test_a_fit_reports_validates_checkpoints_and_ends():
-    done = fit(reporting_period=Batch(3), validation_period=Epoch(1), checkpoint_period=Batch([2]), checkpoint_policy="none", max_length=Epoch(1))
+    done = fit(
+        reporting_period=Batch(3),
+        validation_period=Epoch(1),
+        checkpoint_period=Batch([2]),
+        checkpoint_policy="none",
+        max_length=Epoch(1),
+    )
     assert done.result == dstrial.FitResult(8, 8, None, done.result.checkpoint_uuid)
     assert list(done.rows("training")) == [3, 6, 8]
     assert list(done.rows("validation")) == [8]
@@ -82,13 +95,20 @@ def test_checkpoint_policies_off_a_cluster(policy, expected):
     def evaluate_full_dataset(self, data_loader):
         return {"validation_loss": next(losses), "records": sum(len(features) for features, _ in data_loader)}
 
-    done = fit(trial_class(evaluate_full_dataset=evaluate_full_dataset), validation_period=Batch(2), max_length=Batch(6), checkpoint_policy=policy)
+    done = fit(
+        trial_class(evaluate_full_dataset=evaluate_full_dataset),
+        validation_period=Batch(2),
+        max_length=Batch(6),
+        checkpoint_policy=policy,
+    )
     assert done.checkpoints() == expected
     assert done.rows("validation")[6]["records"] == 21
 
 
 def test_the_searcher_metric_must_be_among_the_validation_metrics():
-    with pytest.raises(TrialContractError, match="searcher's metric is 'validation_loss', but validation returned"):
+    with pytest.raises(
+        TrialContractError, match="searcher's metric is 'validation_loss', but validation returned"
+    ):
         fit(trial_class(evaluate_batch=lambda self, items, idx: {"other": float(len(next(items)))}))
 
 
@@ -130,7 +150,11 @@ def test_validation_is_weighted_by_records_and_reducers_see_each_record_once():
         return {"validation_loss": features.sum(1).mean()}
 
     base = trial_class()
-    trial = type("Counting", (base,), {"__init__": __init__, "train_batch": train_batch, "evaluate_batch": evaluate_batch})
+    trial = type(
+        "Counting",
+        (base,),
+        {"__init__": __init__, "train_batch": train_batch, "evaluate_batch": evaluate_batch},
+    )
     done = fit(trial, validation_period=Batch(3), reporting_period=Batch(4), max_length=Batch(8))
     import small_trials
 
@@ -142,7 +166,12 @@ def test_validation_is_weighted_by_records_and_reducers_see_each_record_once():
 
 
 def test_a_run_continues_from_its_latest_checkpoint_as_if_it_had_not_stopped():
-    arguments = {"reporting_period": Batch(5), "validation_period": Batch(4), "checkpoint_period": Batch(3), "checkpoint_policy": "none"}
+    arguments = {
+        "reporting_period": Batch(5),
+        "validation_period": Batch(4),
+        "checkpoint_period": Batch(3),
+        "checkpoint_policy": "none",
+    }
     whole = fit(max_length=Batch(12), **arguments)
     first = fit(max_length=Batch(3), **arguments)
     rest = fit(max_length=Batch(12), run_dir=first.directory.path, latest_checkpoint="latest", **arguments)
@@ -154,7 +183,12 @@ def test_a_run_continues_from_its_latest_checkpoint_as_if_it_had_not_stopped():
 def test_initial_validation_comes_before_the_first_batch_and_only_once():
     first = fit(step_zero_validation=True)
     assert list(first.rows("validation")) == [0, 4]
-    again = fit(step_zero_validation=True, max_length=Batch(6), run_dir=first.directory.path, latest_checkpoint="latest")
+    again = fit(
+        step_zero_validation=True,
+        max_length=Batch(6),
+        run_dir=first.directory.path,
+        latest_checkpoint="latest",
+    )
     assert list(again.rows("validation")) == [0, 4, 6]
 
 
@@ -168,9 +202,13 @@ def test_callbacks_are_called_and_their_state_is_restored():
     calls = []
 
     def recorded(name):
-        return lambda self, *args: calls.append(name)
+        return lambda self, *args, **kwargs: calls.append(name)
 
-    methods = {name: recorded(name) for name in dir(PyTorchCallback) if name.startswith("on_") and name != "on_checkpoint_end"}
+    methods = {
+        name: recorded(name)
+        for name in dir(PyTorchCallback)
+        if name.startswith("on_") and name != "on_checkpoint_end"
+    }
 
     class Recording(type("Recorded", (PyTorchCallback,), methods)):
         count = 0
@@ -195,12 +233,28 @@ def test_callbacks_are_called_and_their_state_is_restored():
     trial = trial_class(build_callbacks=build_callbacks)
     first = fit(trial, reporting_period=Batch(2))
     order = ["on_trial_startup", "on_training_start", "on_training_epoch_start", "on_training_workload_end"]
-    order += ["on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"]
-    order += ["on_checkpoint_save_start", "on_checkpoint_write_end", "on_checkpoint_upload_end", "on_trial_shutdown"]
+    order += [
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_epoch_end",
+        "on_validation_end",
+    ]
+    order += [
+        "on_checkpoint_save_start",
+        "on_checkpoint_write_end",
+        "on_checkpoint_upload_end",
+        "on_trial_shutdown",
+    ]
     positions = [calls.index(name) for name in order if name in calls]
     assert len(positions) == len(order)
     assert positions == sorted(positions)
-    fit(trial, reporting_period=Batch(2), max_length=Batch(6), run_dir=first.directory.path, latest_checkpoint="latest")
+    fit(
+        trial,
+        reporting_period=Batch(2),
+        max_length=Batch(6),
+        run_dir=first.directory.path,
+        latest_checkpoint="latest",
+    )
     assert "on_checkpoint_load_start" in calls
     assert made[-1].count == 2 * 6
 
@@ -208,14 +262,42 @@ def test_callbacks_are_called_and_their_state_is_restored():
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
-        ({"train_batch": lambda self, items, e, b: next(items) and 3}, TrialContractError, "train_batch returned 3 of type int; expected a dict"),
-        ({"evaluate_batch": lambda self, items, b: [1]}, TrialContractError, r"evaluate_batch returned \[1\] of type list"),
-        ({"evaluate_batch": lambda self, items, b: {"validation_loss": "low"}}, TrialContractError, r"no numbers: \['validation_loss'\]"),
-        ({"evaluation_reducer": lambda self: "mean"}, TrialContractError, "expected a determined.pytorch.Reducer"),
+        (
+            {"train_batch": lambda self, items, e, b: next(items) and 3},
+            TrialContractError,
+            "train_batch returned 3 of type int; expected a dict",
+        ),
+        (
+            {"evaluate_batch": lambda self, items, b: [1]},
+            TrialContractError,
+            r"evaluate_batch returned \[1\] of type list",
+        ),
+        (
+            {"evaluate_batch": lambda self, items, b: {"validation_loss": "low"}},
+            TrialContractError,
+            r"no numbers: \['validation_loss'\]",
+        ),
+        (
+            {"evaluation_reducer": lambda self: "mean"},
+            TrialContractError,
+            "expected a determined.pytorch.Reducer",
+        ),
         ({"build_training_data_loader": lambda self: None}, DataError, "returned None on every rank"),
-        ({"build_training_data_loader": lambda self: DataLoader([], batch_size=4)}, DataError, "has 0 records"),
-        ({"build_validation_data_loader": lambda self: DataLoader([], batch_size=4)}, DataError, "validation loader of rank 0 is empty"),
-        ({"build_training_data_loader": lambda self: [1, 2, 3]}, TrialContractError, "returned a builtins.list; expected dstrial.DataLoader"),
+        (
+            {"build_training_data_loader": lambda self: DataLoader([], batch_size=4)},
+            DataError,
+            "has 0 records",
+        ),
+        (
+            {"build_validation_data_loader": lambda self: DataLoader([], batch_size=4)},
+            DataError,
+            "validation loader of rank 0 is empty",
+        ),
+        (
+            {"build_training_data_loader": lambda self: [1, 2, 3]},
+            TrialContractError,
+            "returned a builtins.list; expected dstrial.DataLoader",
+        ),
     ],
 )
 def test_a_trial_that_breaks_its_contract_is_told_so(overrides, error, message):
@@ -259,7 +341,10 @@ def user_loader(disable=True, **options):
 def test_a_loader_of_the_users_own_is_repeated():
     import small_trials
 
-    done = fit(user_loader(training=lambda: torch.utils.data.DataLoader(small_trials.Records(16, 1), batch_size=4)), max_length=Batch(5))
+    done = fit(
+        user_loader(training=lambda: torch.utils.data.DataLoader(small_trials.Records(16, 1), batch_size=4)),
+        max_length=Batch(5),
+    )
     assert done.rows("validation")[5]["epochs"] == 2
 
 
@@ -275,7 +360,10 @@ def test_a_loader_without_a_length_that_ends_names_rank_and_position():
             return (records[i] for i in range(16))
 
     with pytest.raises(DataError, match="training loader of rank 0 ended after 4 micro batches"):
-        fit(user_loader(training=lambda: torch.utils.data.DataLoader(NoLength(), batch_size=4)), max_length=Batch(5))
+        fit(
+            user_loader(training=lambda: torch.utils.data.DataLoader(NoLength(), batch_size=4)),
+            max_length=Batch(5),
+        )
 
 
 def newest(done):
@@ -289,7 +377,9 @@ def test_a_damaged_file_is_named_with_the_rank_that_reads_it():
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(CheckpointDamagedError, match=r"model0/mp_rank_00_model_states\.pt is of checksum .*read by rank 0"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"model0/mp_rank_00_model_states\.pt is of checksum .*read by rank 0"
+    ):
         fit(run_dir=done.directory.path, latest_checkpoint="latest")
 
 
@@ -312,7 +402,11 @@ def test_asked_to_resume_without_a_checkpoint_fails(tmp_path):
 def test_another_zero_stage_is_refused_with_both_stages():
     done = fit()
     with pytest.raises(CheckpointLayoutError, match="ZeRO stage was 0, is 1"):
-        fit(hparams={"deepspeed_config": deepspeed_config(1)}, run_dir=done.directory.path, latest_checkpoint="latest")
+        fit(
+            hparams={"deepspeed_config": deepspeed_config(1)},
+            run_dir=done.directory.path,
+            latest_checkpoint="latest",
+        )
 
 
 def test_other_records_are_refused():
@@ -330,7 +424,9 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it_usable():
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         self.limited = True
 
-    callback = type("Limit", (PyTorchCallback,), {"limited": False, "on_checkpoint_save_start": on_checkpoint_save_start})
+    callback = type(
+        "Limit", (PyTorchCallback,), {"limited": False, "on_checkpoint_save_start": on_checkpoint_save_start}
+    )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     trial = trial_class(build_callbacks=lambda self: {"limit": callback()})
@@ -360,5 +456,9 @@ def test_nothing_given_is_mutated():
 
 
 def test_the_reducer_enum_chooses_how_validation_metrics_combine():
-    done = fit(trial_class(evaluation_reducer=lambda self: {"validation_loss": Reducer.MAX, "mean_size": Reducer.SUM}))
+    done = fit(
+        trial_class(
+            evaluation_reducer=lambda self: {"validation_loss": Reducer.MAX, "mean_size": Reducer.SUM}
+        )
+    )
     assert done.rows("validation")[4]["mean_size"] == 21.0

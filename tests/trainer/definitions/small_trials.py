@@ -136,9 +136,13 @@ class PipelineTrial(Common):
             LayerSpec(nn.Tanh),
             LayerSpec(nn.Linear, 16, 4),
         ]
-        module = PipelineModule(layers=layers, num_stages=2, loss_fn=pipeline_loss, partition_method="uniform")
+        module = PipelineModule(
+            layers=layers, num_stages=2, loss_fn=pipeline_loss, partition_method="uniform"
+        )
         engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=self.ds_config()
+            model=module,
+            model_parameters=[p for p in module.parameters() if p.requires_grad],
+            config=self.ds_config(),
         )
         return engine
 

@@ -1,0 +1,83 @@
+"""Which rank failed first, and what its record says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dstrial.launch.failures import (
+    Ending,
+    RankFailure,
+    first_failure,
+    is_consequence,
+    read_record,
+    record_exception,
+    shell_exit_code,
+    signal_name,
+)
+
+
+def _ending(rank: int, time_s: float, *, is_consequence: bool = False) -> Ending:
+    return Ending(RankFailure(rank, rank, 100 + rank, 1, None, "here", "text"), time_s, is_consequence)
+
+
+def test_the_earliest_failure_is_the_first() -> None:
+    failure = first_failure([_ending(0, 2.0), _ending(1, 1.0), _ending(2, 3.0)])
+    assert failure is not None
+    assert failure.rank == 1
+
+
+def test_a_lost_peer_is_no_cause_even_if_it_was_noticed_earlier() -> None:
+    failure = first_failure([_ending(0, 1.0, is_consequence=True), _ending(1, 2.0)])
+    assert failure is not None
+    assert failure.rank == 1
+
+
+def test_only_lost_peers_still_name_the_earliest() -> None:
+    failure = first_failure([_ending(0, 2.0, is_consequence=True), _ending(1, 1.0, is_consequence=True)])
+    assert failure is not None
+    assert failure.rank == 1
+    assert first_failure([]) is None
+
+
+def test_a_record_comes_back_and_the_first_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    record_exception(ValueError("first"), "its traceback")
+    record_exception(ValueError("second"))
+    record = read_record(path)
+    assert record is not None
+    assert (record.summary, record.text) == ("ValueError: first", "its traceback")
+    assert [p.name for p in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_torchruns_own_record_is_understood(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    extra = {"py_callstack": "Traceback ...", "timestamp": "1700000000"}
+    path.write_text(
+        json.dumps({"message": {"message": "RuntimeError: Connection closed by peer", "extraInfo": extra}})
+    )
+    record = read_record(path)
+    assert record is not None
+    assert record.time_s == 1_700_000_000
+    assert is_consequence(record)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"message": {}}', '{"message": {"message": "x", "extraInfo": 1}}']
+)
+def test_a_damaged_record_is_none(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(text)
+    assert read_record(path) is None
+    assert read_record(tmp_path / "absent") is None
+
+
+def test_signals_are_told_as_shells_do() -> None:
+    assert (shell_exit_code(-9), signal_name(-9)) == (137, "SIGKILL")
+    assert (shell_exit_code(3), signal_name(3)) == (3, None)
+    killed = RankFailure(2, 0, 7, 137, "SIGKILL", "node1", "")
+    assert killed.headline == "rank 2 failed first (killed by SIGKILL, host node1):"
+    assert "memory" in killed.describe()

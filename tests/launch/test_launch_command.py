@@ -1,0 +1,175 @@
+"""``python -m dstrial.launch`` as a user types it: real ranks, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+PROGRAMS = Path(__file__).with_name("launch_programs.py")
+DEADLINE_S = 120.0
+
+
+def _environ() -> dict[str, str]:
+    left_out = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
+    environ = {name: value for name, value in os.environ.items() if name not in left_out}
+    return {**environ, "DS_ACCELERATOR": "cpu"}
+
+
+@contextlib.contextmanager
+def launched(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "dstrial.launch", *words],
+        cwd=cwd,
+        env=_environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def launch(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dstrial.launch", *words],
+        cwd=cwd,
+        env=_environ(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up_at_s, "the condition never came true"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_two_ranks_talk_and_the_exit_code_is_0(tmp_path: Path) -> None:
+    result = launch("--slots", "2", str(PROGRAMS), "exchange", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["rank 0 total 3 threads 1", "rank 1 total 3 threads 1"]
+
+
+def test_the_first_failing_rank_is_named_with_its_traceback_last(tmp_path: Path) -> None:
+    result = launch("--slots", "2", str(PROGRAMS), "raise_on_rank_1", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "Connection closed by peer" in result.stderr
+    last = result.stderr.rpartition("rank 1 failed first (exit code 1, host ")[2]
+    assert last.splitlines()[1] == "Traceback (most recent call last):"
+    assert last.rstrip().endswith("ValueError: the second rank is broken")
+    assert "rank_main" not in last
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    result = launch("--slots", "2", str(PROGRAMS), "kill_rank_1", cwd=tmp_path)
+    assert result.returncode == 128 + signal.SIGKILL
+    assert "rank 1 failed first (killed by SIGKILL, host " in result.stderr
+
+
+def test_an_exit_code_without_a_traceback_is_passed_on(tmp_path: Path) -> None:
+    result = launch("--slots", "2", str(PROGRAMS), "exit_with_7_on_rank_1", cwd=tmp_path)
+    assert result.returncode == 7
+    assert "rank 1 failed first (exit code 7, host " in result.stderr
+
+
+def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(tmp_path: Path) -> None:
+    result = launch("--slots", "2", str(PROGRAMS), "raise_on_rank_0_while_rank_1_hangs", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "rank 0 failed first" in result.stderr
+    assert "rank(s) 1 did not end in time and were killed" in result.stderr
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
+def test_a_request_to_stop_reaches_the_ranks_alone_as_sigterm(asked: signal.Signals, tmp_path: Path) -> None:
+    with launched("--slots", "2", str(PROGRAMS), "stop_when_asked", cwd=tmp_path) as process:
+        wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
+        process.send_signal(asked)
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, stderr
+    assert f"{asked.name} received: the ranks were asked to stop" in stderr
+    for rank in range(2):
+        requested, was_helper_alive, helper = (tmp_path / f"stopped.{rank}").read_text().split()
+        assert (requested, was_helper_alive) == ("SIGTERM", "True")
+        wait_until(lambda pid=int(helper): not is_running(pid))
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path: Path) -> None:
+    with launched("--slots", "2", str(PROGRAMS), "never_stop", cwd=tmp_path) as process:
+        wait_until(lambda: all(path.read_text() for path in tmp_path.glob("ready.*")))
+        wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
+        pids = [int((tmp_path / f"ready.{rank}").read_text()) for rank in range(2)]
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert "SIGINT received" in process.stderr.readline()
+        assert all(map(is_running, pids))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert not any(map(is_running, pids))
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with launched("--slots", "2", str(PROGRAMS), "never_stop", cwd=tmp_path) as process:
+        wait_until(lambda: len([p for p in tmp_path.glob("ready.*") if p.read_text()]) == 2)
+        process.kill()
+    for rank in range(2):
+        pid = int((tmp_path / f"ready.{rank}").read_text())
+        wait_until(lambda pid=pid: not is_running(pid))
+
+
+def test_paths_and_arguments_are_not_interpreted(tmp_path: Path) -> None:
+    directory = tmp_path / 'it\'s a "dir" $HOME'
+    directory.mkdir()
+    script = directory / "my script.py"
+    script.write_text("import sys\nprint(sys.argv, __name__, sys.path[0])\n")
+    words = ["two words", "it's", '"quoted"', "$HOME", "${local_rank}", "$$", ""]
+    for command in ([str(script)], ["python", str(script)]):
+        result = launch("--slots", "1", *command, *words, cwd=directory)
+        assert result.stdout == f"{[str(script), *words]} __main__ {directory}\n", result.stderr
+
+
+def test_a_module_and_a_plain_program_run_too(tmp_path: Path) -> None:
+    (tmp_path / "my_module.py").write_text("import os\nprint('module', os.environ['RANK'])\n")
+    assert launch("--slots", "1", "-m", "my_module", cwd=tmp_path).stdout == "module 0\n"
+    program = launch("--slots", "1", "sh", "-c", "echo program $RANK; exit 3", cwd=tmp_path)
+    assert (program.stdout, program.returncode) == ("program 0\n", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected either --trial model_def:MyTrial or a script to run"),
+        (["--trial", "model_def:MyTrial", "train.py"], "expected either --trial"),
+        (["--slots", "0", "train.py"], "--slots is 0; expected at least 1"),
+        (["--trial", "model_def:MyTrial"], "--config is missing off a cluster"),
+        (["no-such-program"], "the command is 'no-such-program'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_error(words: list[str], message: str, tmp_path: Path) -> None:
+    result = launch(*words, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

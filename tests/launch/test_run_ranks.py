@@ -1,0 +1,100 @@
+"""``run_ranks`` as other parts of the package call it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import LaunchError
+
+pytestmark = pytest.mark.process
+
+PROGRAMS = Path(__file__).with_name("launch_programs.py")
+
+
+def test_lines_arrive_by_rank_and_stream_and_logs_are_kept(tmp_path: Path) -> None:
+    from dstrial.launch import run_ranks
+
+    lines: list[tuple[int, str, str]] = []
+    outcome = run_ranks(
+        [sys.executable, str(PROGRAMS), "show_arguments", "$x", "a b"],
+        num_ranks=2,
+        env={"MARK": "mine"},
+        log_dir=tmp_path / "the logs",
+        on_line=lambda rank, stream, line: lines.append((rank, stream, line)),
+    )
+    assert (outcome.exit_code, outcome.exit_codes, outcome.first_failure, outcome.stopped_by) == (
+        0,
+        (0, 0),
+        None,
+        None,
+    )
+    for rank in range(2):
+        own = [(stream, line) for line_rank, stream, line in lines if line_rank == rank]
+        assert [line for stream, line in own if stream == "stdout"] == ["['$x', 'a b'] mine"]
+        assert [line for stream, line in own if stream == "stderr"] == [
+            "",
+            "progress 1",
+            "progress 2",
+            f"rank {rank}",
+        ]
+        assert (tmp_path / "the logs" / f"rank_{rank}" / "stdout.log").read_text() == "['$x', 'a b'] mine\n"
+    assert "MARK" not in os.environ
+
+
+def test_lines_arrive_without_a_log_directory_too() -> None:
+    from dstrial.launch import run_ranks
+
+    lines: list[tuple[int, str, str]] = []
+    script = "import os\nfor i in range(3000): print('line', i, 'x' * 100)"
+    outcome = run_ranks(
+        [sys.executable, "-c", script],
+        num_ranks=2,
+        on_line=lambda rank, stream, line: lines.append((rank, stream, line)),
+    )
+    assert outcome.exit_code == 0
+    for rank in range(2):
+        assert [text for r, _, text in lines if r == rank] == [f"line {i} {'x' * 100}" for i in range(3000)]
+
+
+def test_a_failure_without_a_record_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    from dstrial.launch import run_ranks
+
+    command = [sys.executable, str(PROGRAMS), "exit_with_7_on_rank_1"]
+    outcome = run_ranks(command, num_ranks=2, log_dir=tmp_path)
+    assert outcome.exit_code == 7
+    assert outcome.first_failure is not None
+    assert (outcome.first_failure.rank, outcome.first_failure.error) == (1, "about to give up")
+
+
+def test_it_runs_in_another_thread() -> None:
+    from dstrial.launch import run_ranks
+
+    codes: list[int] = []
+    thread = threading.Thread(
+        target=lambda: codes.append(run_ranks([sys.executable, "-c", ""], num_ranks=1).exit_code)
+    )
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+def test_an_error_in_the_callback_is_raised_after_the_ranks_have_ended() -> None:
+    from dstrial.launch import run_ranks
+
+    def fail(rank: int, stream: str, line: str) -> None:
+        raise KeyError(line)
+
+    with pytest.raises(KeyError, match="hello"):
+        run_ranks([sys.executable, "-c", "print('hello')"], num_ranks=1, on_line=fail)
+
+
+def test_fewer_ranks_than_one_are_refused() -> None:
+    from dstrial.launch import run_ranks
+
+    with pytest.raises(LaunchError, match="number of ranks is 0; expected at least 1"):
+        run_ranks([sys.executable], num_ranks=0)

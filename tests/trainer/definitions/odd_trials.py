@@ -1,0 +1,94 @@
+"""Trials whose ranks disagree, or which watch the loop, for the loop's tests on several ranks."""
+
+import json
+import pathlib
+import traceback
+
+import torch
+from small_trials import DataParallelTrial, Records
+from torch.utils import data
+
+
+class OtherMetricOnRank1(DataParallelTrial):
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        return {"other": metrics["loss"]} if self.context.distributed.get_rank() else metrics
+
+
+class NoLength(data.IterableDataset):
+    def __init__(self, count):
+        self.records = Records(count, 1)
+
+    def __iter__(self):
+        return (self.records[idx] for idx in range(len(self.records)))
+
+
+class OwnLoader(DataParallelTrial):
+    def __init__(self, context):
+        super().__init__(context)
+        context.disable_dataset_reproducibility_checks()
+
+
+class ShorterOnRank1(OwnLoader):
+    def build_training_data_loader(self):
+        return data.DataLoader(Records(64 - 16 * self.context.distributed.get_rank(), 1), batch_size=4)
+
+
+class EndsEarlyOnRank1(OwnLoader):
+    def build_training_data_loader(self):
+        return data.DataLoader(
+            NoLength(400 if self.context.distributed.get_rank() == 0 else 24), batch_size=4
+        )
+
+
+HOST_READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
+
+
+class Watched(DataParallelTrial):
+    """Writes down after which batch the loop talked to other ranks or read a device value."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.path = pathlib.Path(self.hparams["watch_log"] + f".{context.distributed.get_rank()}")
+        self.batch_idx = -1
+        self.is_training = False
+        for name in ("allgather", "gather", "broadcast"):
+            self.watch(name)
+        for name in HOST_READS:
+            self.watch_reads(name)
+
+    def watch(self, name):
+        original = getattr(self.context.distributed, name)
+
+        def watched(*args, **kwargs):
+            self.note(name)
+            return original(*args, **kwargs)
+
+        setattr(self.context.distributed, name, watched)
+
+    def watch_reads(self, name):
+        original = getattr(torch.Tensor, name)
+
+        def watched(tensor, *args, **kwargs):
+            caller = traceback.extract_stack(limit=2)[0].filename
+            if "dstrial/loop" in caller and not caller.endswith(
+                "order.py"
+            ):  # which reads indices, on the CPU anyway
+                self.note("host read")
+            return original(tensor, *args, **kwargs)
+
+        setattr(torch.Tensor, name, watched)
+
+    def note(self, what):
+        if self.is_training:
+            with self.path.open("a") as file:
+                file.write(json.dumps([self.batch_idx + 1, what]) + "\n")
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        self.is_training = True
+        self.batch_idx = batch_idx
+        features, targets = next(dataloader_iter)
+        loss = torch.nn.functional.mse_loss(self.model_engine(features), targets)
+        self.model_engine.backward(loss)
+        self.model_engine.step()
+        return {"loss": loss}
