@@ -11,10 +11,10 @@ LOOPS = ("bare", "dstrial", "determined")
 NS_PER_US = 1000.0
 
 
-TURN_LENGTH = 25
+TURN_LENGTH = 50
 """About how many micro batches a loop trains before the next one has its turn."""
 
-SETTLING = 2
+SETTLING = 5
 """Micro batches after a change of turns that do not count."""
 
 

@@ -258,6 +258,7 @@ class Trainer:
                 )
             if max_length is None:
                 max_length = _length_from_searcher(searcher, _global_batch_size(context))
+            _warn_of_another_length(searcher, max_length)
             trial_id = int(self._info.trial.trial_id)
             if profiling_enabled:
                 context._core.profiler.on()
@@ -358,6 +359,22 @@ def _length_from_searcher(searcher: Mapping[str, Any], global_batch_size: int) -
     if searcher.get("max_time") is not None and searcher.get("time_metric") in ("batches", "epochs"):
         return train_unit(Length(int(searcher["max_time"]), searcher["time_metric"]), global_batch_size)
     return None
+
+
+def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
+    """Say that a search compares trials at ``max_time``, where ``fit`` was given another length."""
+    unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
+    max_time = searcher.get("max_time")
+    if unit is None or max_time is None or max_length is None:
+        return
+    if not isinstance(max_length, unit) or max_length.value != max_time:
+        logger.warning(
+            "fit(max_length=%s(%s)) differs from searcher.max_time %s %s; the search compares trials at max_time",
+            type(max_length).__name__,
+            max_length.value,
+            max_time,
+            searcher["time_metric"],
+        )
 
 
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:

@@ -22,6 +22,7 @@ _IMPORT_TIME_VARIABLES = {
     "TRITON_CACHE_DIR",
     "CRC32C_SW_MODE",
     "DS_ACCELERATOR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
 }
 # Threads that a library keeps for the life of the process.
 _LIFELONG_THREADS = ("pytest_timeout", "tqdm_monitor", "asyncio_", "Thread-pool")

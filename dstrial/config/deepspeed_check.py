@@ -153,6 +153,6 @@ def _solve(given: Mapping[str, Any], settings: Settings) -> BatchSolution | None
         if given[key] == AUTO:
             findings.warn(
                 key, f'is "auto", solved to {getattr(solution, key)}; DeepSpeed itself needs the number: '
-                "pass the config through dstrial.config.resolve_batch before deepspeed.initialize"
+                "take the config from context.get_deepspeed_config()"
             )  # fmt: skip
     return solution

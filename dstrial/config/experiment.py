@@ -265,11 +265,13 @@ def _sizes(
     if world_size % per_replica:
         below = world_size // per_replica * per_replica
         choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
-        findings.problem(
-            slots_key,
-            str(slots),
-            f"a multiple of {per_replica}, the ranks of one replica (pipeline_stages x model_parallel_size)",
-            f"Use {choices} slots.",
+        findings.problems.append(
+            ConfigProblem(
+                slots_key if slots_key == "--slots" else findings.place(slots_key),
+                str(slots),
+                f"a multiple of {per_replica}, the ranks of one replica (pipeline_stages x model_parallel_size)",
+                f"Use {choices} slots.",
+            )
         )
         return ParallelSizes(per_replica, stages or 1, model or 1, stages is not None)
     return ParallelSizes(world_size, stages or 1, model or 1, stages is not None)

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError, LaunchError
-from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, LaunchOutcome, Placement, run_ranks
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
-from dstrial.launch.slots import cluster_info, cluster_placement, num_slots
 
 if TYPE_CHECKING:
     from determined import ClusterInfo
 
     from dstrial.config import ExperimentConfig
+    from dstrial.launch.agent import LaunchOutcome
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
-                                (--trial model_def:MyTrial | SCRIPT ARGS...)"""
+                                (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,16 +50,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--context-dir", type=Path, metavar="DIR", default=Path(), help="directory of the model definition"
     )
     parser.add_argument("--trial", metavar="model_def:MyTrial", help="trial class to train")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="or a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="or a script")
     options = parser.parse_args(arguments)
     if options.script[:1] == ["--"]:
         options.script = options.script[1:]
+    if options.module:
+        options.script = ["-m", *options.module]
     if bool(options.trial) == bool(options.script):
         parser.error("expected either --trial model_def:MyTrial or a script to run")
     return options
 
 
 def _launch(options: argparse.Namespace) -> LaunchOutcome:
+    # Both import torch, which takes seconds; a wrong command line should not.
+    from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
+    from dstrial.launch.slots import cluster_info, num_slots
+
     info = cluster_info()
     if info is not None:
         return _launch_on_cluster(options, info)
@@ -88,6 +94,9 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
     """Take everything from the cluster; lines carry the prefix that its log viewer filters by."""
+    from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
+    from dstrial.launch.slots import cluster_placement
+
     for name, value in (("--slots", options.slots), ("--config", options.config)):
         if value is not None:
             _warn(f"{name} {value} is ignored on a cluster, which has its own experiment config")
@@ -96,7 +105,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
         if options.trial
         else script_command(options.script)
     )
-    placement: Placement = cluster_placement(info)
+    placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
     return run_ranks(
         command,

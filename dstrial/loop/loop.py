@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from determined import pytorch, util
+from determined import pytorch, tensorboard, util
 
 from dstrial.errors import DataError, TrialContractError
 from dstrial.loop.agreement import AgreementPoints, StopReason
@@ -176,8 +176,7 @@ class TrainingLoop:
             if settings.step_zero_validation and is_fresh:
                 self._validate()
             stopped = self._train()
-            if self._is_chief and self._context.get_enable_tensorboard_logging():
-                self._upload_tensorboard()
+            self._upload_tensorboard()
         return FitResult(progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid)
 
     def reload(self, uuid: str) -> None:
@@ -304,6 +303,7 @@ class TrainingLoop:
             self._core.train.report_training_metrics(steps_completed=batches, metrics=metrics)
             self._core.train.report_progress(min(batches / self._batches_total, 1.0))
             self._write_tensorboard("", metrics)
+        self._upload_tensorboard()
         self._window.reset()
         for wrapped in context._wrapped_reducers:
             if wrapped.for_training:
@@ -320,12 +320,17 @@ class TrainingLoop:
             tag = name if not prefix or name.startswith(prefix) else f"{prefix}_{name}"
             if util.is_numerical_scalar(value):
                 writer.add_scalar(f"Determined/{tag}", value, self._progress.batches_trained)
-        self._upload_tensorboard()
 
     def _upload_tensorboard(self) -> None:
+        """Hand this rank's files over: the chief its events, every rank its profiler traces. Ranks: any."""
+        if not self._context.get_enable_tensorboard_logging():
+            return
         if self._context._tensorboard_writer is not None:
             self._context._tensorboard_writer.flush()
-        self._core.train.upload_tensorboard_files()
+        is_chief = self._is_chief
+        self._core.train.upload_tensorboard_files(
+            lambda path: is_chief or not path.match("*tfevents*"), tensorboard.util.get_rank_aware_path
+        )
 
     # ---- validation and checkpoints ------------------------------------------------------------------
 
@@ -343,6 +348,7 @@ class TrainingLoop:
         saves = False
         if self._is_chief:
             saves = self._report_validation(metrics)
+        self._upload_tensorboard()
         saves = self._distributed.broadcast(saves)
         if saves and not progress.checkpoint_is_current:
             self._checkpoint()

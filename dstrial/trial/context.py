@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from determined import core, pytorch, util
 
-from dstrial.config import ParallelSizes, check_deepspeed
+from dstrial.config import ParallelSizes, check_deepspeed, overwrite_deepspeed_config, resolve_batch
 from dstrial.engine.adapt import adapt
 from dstrial.engine.adapter import EngineAdapter
 from dstrial.errors import ConfigError, TrialContractError
@@ -310,6 +310,35 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 "Add it to the hyperparameters of the experiment config."
             )
         return hparams[name]
+
+    def get_deepspeed_config(
+        self,
+        name: str = "deepspeed_config",
+        overwrite: str = "overwrite_deepspeed_args",
+        *,
+        model_parallel_size: int = 1,
+    ) -> dict[str, Any]:
+        """Return a DeepSpeed config ready for ``deepspeed.initialize``: read, overwritten, batch sizes solved.
+
+        Unlike ``overwrite_deepspeed_config`` alone, every batch size left out or ``"auto"`` becomes a number,
+        for the replicas that run now.
+
+        Args:
+            name: hyperparameter that holds the path of the JSON, or the config itself.
+            overwrite: hyperparameter with what to merge over it; may be missing.
+            model_parallel_size: ranks that form one replica: pipeline stages times tensor-parallel size.
+
+        Returns:
+            A new dict.
+
+        Raises:
+            ConfigError: the batch equation has no solution for these replicas.
+            ValueError: the hyperparameter does not exist.
+
+        Ranks: any; no communication. Not in Determined.
+        """
+        merged = overwrite_deepspeed_config(self.get_hparam(name), self.get_hparams().get(overwrite) or {})
+        return resolve_batch(merged, self.distributed.size // model_parallel_size)
 
     def get_global_batch_size(self) -> int:
         """Return the ``global_batch_size`` hyperparameter, rounded down to a multiple of the slots.

@@ -11,6 +11,8 @@ import pytest
 from dstrial.config import ParallelSizes, check_deepspeed
 from dstrial.config.rules import TABLE_FILE, deepspeed_rules, installed_deepspeed_version
 
+pytestmark = pytest.mark.timeout(600)  # DeepSpeed compiles a Muon kernel when it is first used on a machine
+
 ROOT = Path(__file__).resolve().parents[2]
 ADAM = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
 BASE = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM}

@@ -219,3 +219,8 @@ def test_an_auto_that_a_script_may_fill_in_is_only_warned_about(load):
     text = EXPERIMENT.replace("model_def:MyTrial", "python3 model_def.py")
 
     assert 'gradient_clipping is "auto", which only another tool' in load(text, deepspeed).warnings[0]
+
+
+def test_slots_of_the_command_line_that_stages_do_not_divide_are_named_as_such(load):
+    with pytest.raises(ConfigError, match=r"^--slots is 3; expected a multiple of 2, .* Use 2 or 4 slots\.$"):
+        load(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\n", slots=3)

@@ -28,6 +28,13 @@ def leaves(config, path=()):
             yield (*path, key), value
 
 
+def nodes(config, path=()):
+    for key, value in config.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from nodes(value, (*path, key))
+
+
 def lookup(config, path):
     for part in path:
         if not isinstance(config, dict) or part not in config:
@@ -58,7 +65,8 @@ def test_every_overwritten_leaf_is_in_the_result_and_every_null_is_gone(base, ov
 @given(CONFIGS, OVERWRITES)
 def test_what_is_not_overwritten_stays(base, overwrite):
     merged = merge_deepspeed(base, overwrite)
-    touched = {path for path, _ in leaves(overwrite)}
+    touched = {path for path in nodes(overwrite) if not isinstance(lookup(overwrite, path), dict)}
+    touched |= {path for path in nodes(overwrite) if not isinstance(lookup(base, path), dict)}
 
     for path, value in leaves(base):
         if all(path[: len(other)] != other and other[: len(path)] != path for other in touched):
@@ -80,6 +88,12 @@ def test_merging_twice_changes_nothing_more(base, overwrite):
 
 def test_a_null_of_the_base_is_kept():
     assert merge_deepspeed({"steps_per_print": None}, {}) == {"steps_per_print": None}
+
+
+def test_a_mapping_replaces_what_is_none():
+    assert merge_deepspeed({"zero_optimization": True}, {"zero_optimization": {"stage": 2}}) == {
+        "zero_optimization": {"stage": 2}
+    }
 
 
 def test_a_list_is_replaced_not_joined():

@@ -1,0 +1,78 @@
+"""The loop-overhead benchmark runs to its end and prints every number it promises; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "loop_overhead.py"
+LOOPS = ("bare", "dstrial", "determined")
+RUN_TIMEOUT_S = 240
+
+
+def run_benchmark(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=cwd,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+
+
+def rows_of(markdown: str) -> list[list[str]]:
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("num_ranks", "gas"), [(1, 2), (2, 1)])
+def test_the_table_has_a_complete_row_for_every_loop(tmp_path: Path, num_ranks: int, gas: int) -> None:
+    results = tmp_path / "results.json"
+    finished = run_benchmark(
+        *("--ranks", str(num_ranks), "--gas", str(gas), "--batches", "8", "--report-every", "4"),
+        *("--metrics", "2", "--json", str(results)),
+        cwd=tmp_path,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert f"### {num_ranks} rank" in finished.stdout
+
+    header, _, *rows = rows_of(finished.stdout)
+    assert [row[0] for row in rows] == ["bare DeepSpeed", "dstrial", "Determined 0.38.1"]
+    assert all(len(row) == len(header) for row in rows)
+    assert all(any(character.isdigit() for character in cell) for row in rows[1:] for cell in row[1:])
+    assert "Determined / dstrial:" in finished.stdout
+    assert "per micro batch without a report" in finished.stdout
+
+    [result] = json.loads(results.read_text())["results"]
+    assert result["num_ranks"] == num_ranks
+    numbered = [(block["loop"], block["block_idx"]) for block in result["blocks"]]
+    assert sorted(numbered) == sorted((loop, block_idx) for loop in LOOPS for block_idx in range(2))
+    for block in result["blocks"]:
+        assert block["step_us"] > block["draw_us"] > 0
+        assert block["between_us"] > 0
+        assert math.isfinite(block["report_us"])
+    assert list(result["summaries"]) == list(LOOPS)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.process
+def test_a_count_of_nothing_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    finished = run_benchmark("--batches", "0", cwd=tmp_path)
+    assert finished.returncode == 2
+    assert "--batches is 0; expected at least 1" in finished.stderr
+
+
+@pytest.mark.process
+def test_reports_after_every_batch_are_refused(tmp_path: Path) -> None:
+    finished = run_benchmark("--report-every", "1", cwd=tmp_path)
+    assert finished.returncode == 2
+    assert "--report-every is 1; expected at least 2" in finished.stderr

@@ -1,0 +1,81 @@
+"""A rank knows itself under the launchers that people already use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.testing.ranks import free_port
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+import dataclasses, json, os, pathlib, sys
+from dstrial.ranks import ControlChannel, identify, init_process_group, shutdown
+identity = identify(os.environ)
+init_process_group(identity, timeout_s=60)
+channel = ControlChannel(identity)
+total = sum(channel.allgather(identity.rank + 1))
+channel.close()
+shutdown()
+told = dataclasses.asdict(identity) | {"total": total}
+pathlib.Path(sys.argv[1], f"{identity.rank}.json").write_text(json.dumps(told))
+"""
+
+
+def _run(command: list[str], directory: Path, **variables: str) -> list[dict[str, Any]]:
+    script = directory / "who.py"
+    script.write_text(SCRIPT)
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
+    result = subprocess.run(
+        [*command, str(script), str(directory)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    told: list[dict[str, Any]] = [json.loads(p.read_text()) for p in sorted(directory.glob("*.json"))]
+    assert [(t["rank"], t["local_rank"], t["world_size"], t["local_world_size"]) for t in told] == [
+        (0, 0, 2, 2),
+        (1, 1, 2, 2),
+    ]
+    assert [(t["node_rank"], t["num_nodes"], t["total"]) for t in told] == [(0, 1, 3)] * 2
+    return told
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert {t["launcher"] for t in _run(command, tmp_path)} == {"torchrun"}
+
+
+def test_under_deepspeeds_launcher(tmp_path: Path) -> None:
+    # Its CPU accelerator counts LOCAL_SIZE devices; without the variable it starts one rank per NUMA node.
+    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+    command = [sys.executable, deepspeed, "--master_port", str(free_port()), "--no_local_rank"]
+    assert {t["launcher"] for t in _run(command, tmp_path, LOCAL_SIZE="2")} == {"deepspeed"}
+
+
+def test_under_dstrials_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dstrial.launch", "--slots", "2"]
+    assert {t["launcher"] for t in _run(command, tmp_path)} == {"torchrun"}
+
+
+@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="Requires: [mpiexec]")
+def test_under_mpiexec(tmp_path: Path) -> None:
+    command = ["mpiexec", "-n", "2", sys.executable]
+    allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    oversubscribe = {
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    assert {t["launcher"] for t in _run(command, tmp_path, **allow, **oversubscribe)} <= {"openmpi", "mpich"}

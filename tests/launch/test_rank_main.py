@@ -1,0 +1,113 @@
+"""What a launched rank runs, and where a launch takes its size from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import LaunchError
+from dstrial.launch.rank_main import script_command, trial_command
+
+
+def test_a_trial_command_holds_absolute_paths_and_every_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = trial_command(
+        "model_def:MyTrial",
+        context_dir=Path("ctx"),
+        config=Path("exp.yaml"),
+        overrides=["a=--b"],
+        run_dir=Path("runs/1"),
+        resume="latest",
+        test_mode=True,
+        python="python3",
+    )
+    assert command == [
+        *("python3", "-m", "dstrial.launch.rank_main", "--trial", "model_def:MyTrial"),
+        *("--context-dir", str(tmp_path / "ctx"), "--config", str(tmp_path / "exp.yaml")),
+        *("--override=a=--b", "--run-dir", str(tmp_path / "runs/1"), "--resume=latest", "--test"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["train.py", "--lr", "1"], ["--script", "train.py", "--lr", "1"]),
+        (["python3", "train.py"], ["--script", "train.py"]),
+        (["-m", "pkg.train", "x"], ["--module", "pkg.train", "x"]),
+        (["python", "-m", "pkg.train"], ["--module", "pkg.train"]),
+    ],
+)
+def test_python_programs_run_where_their_traceback_is_recorded(words: list[str], kind: list[str]) -> None:
+    assert script_command(words) == [sys.executable, "-m", "dstrial.launch.rank_main", *kind]
+
+
+def test_other_programs_run_as_they_are() -> None:
+    assert script_command(["bash", "run.sh", "x y"]) == ["bash", "run.sh", "x y"]
+    assert script_command(["python3"]) == ["python3"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("class MyTrial:\n    pass\nraise ValueError('bad model')\n", "ValueError: bad model"),
+        (
+            "from determined.pytorch.deepspeed import DeepSpeedTrial\nclass MyTrial(DeepSpeedTrial): pass\n",
+            "Import DeepSpeedTrial from dstrial in trial_rank_def.",
+        ),
+    ],
+)
+def test_a_trial_that_cannot_be_used_is_one_message(source: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "trial_rank_def.py").write_text(source)
+    command = trial_command("trial_rank_def:MyTrial", context_dir=tmp_path)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    assert "TrialImportError: --trial is 'trial_rank_def:MyTrial'" in result.stderr
+    assert result.stderr.rstrip().endswith(message)
+    assert "rank_main.py" not in result.stderr
+
+
+@pytest.mark.process
+def test_slots_come_from_the_command_line_then_the_config_then_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dstrial.launch import num_slots
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert num_slots(3, 2) == 3
+    assert num_slots(None, 2) == 2
+    assert num_slots(None, 0) == 1
+    assert num_slots(None, None) == 1
+    with pytest.raises(LaunchError, match="--slots is 0"):
+        num_slots(0, 2)
+
+
+@pytest.mark.process
+def test_containers_of_a_cluster_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    import determined
+    from determined import _info
+
+    from dstrial.launch.agent import Placement
+    from dstrial.launch.slots import cluster_placement
+
+    def info(addresses: list[str], rank: int) -> determined.ClusterInfo:
+        return determined.ClusterInfo(
+            master_url="http://localhost:8080",
+            cluster_id="c",
+            agent_id="a",
+            slot_ids=[0, 1],
+            task_id="t",
+            allocation_id="t.1",
+            session_token="s",
+            task_type="TRIAL",
+            rendezvous_info=_info.RendezvousInfo(addresses, rank, [2] * len(addresses)),
+        )
+
+    monkeypatch.setenv("C10D_PORT", "31234")
+    assert cluster_placement(info(["10.0.0.1"], 0)) == Placement()
+    assert cluster_placement(info(["10.0.0.1", "10.0.0.2"], 1)) == Placement(2, 1, "10.0.0.1", 31234)

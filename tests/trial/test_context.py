@@ -1,0 +1,160 @@
+"""The context on one rank: every public name of Determined's, and what each says when asked too early."""
+
+import inspect
+
+import determined.pytorch.deepspeed as upstream
+import pytest
+import torch
+
+import dstrial
+from dstrial.errors import TrialContractError
+
+pytestmark = pytest.mark.ranks
+
+CONFIG = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+}
+EXP_CONF = {"name": "context", "data": {"path": "here"}, "reproducibility": {"experiment_seed": 5}}
+
+
+@pytest.fixture
+def context(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hparams = {
+        "deepspeed_config": CONFIG,
+        "overwrite_deepspeed_args": {"gradient_accumulation_steps": 3},
+        "global_batch_size": 12,
+    }
+    with dstrial.init(hparams=hparams, exp_conf=EXP_CONF) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(context):
+    import deepspeed
+
+    model = torch.nn.Linear(2, 1)
+    made, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=context.get_deepspeed_config()
+    )
+    return made
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedTrialContext", "DeepSpeedTrial", "Trainer", "ModelParallelUnit"])
+def test_everything_public_on_determineds_class_is_on_ours_with_its_parameters(name):
+    theirs, ours = getattr(upstream, name), getattr(dstrial, name)
+    public = [member for member in dir(theirs) if not member.startswith("_")]
+    missing = [member for member in public if not hasattr(ours, member)]
+    assert not missing
+    for member in public:
+        if inspect.isfunction(getattr(theirs, member)):
+            expected = list(inspect.signature(getattr(theirs, member)).parameters)
+            given = list(inspect.signature(getattr(ours, member)).parameters)
+            assert given[: len(expected)] == expected, member
+
+
+@pytest.mark.parametrize(
+    "name", ["init", "overwrite_deepspeed_config", "make_data_parallel_mpu", "make_deepspeed_mpu"]
+)
+def test_functions_take_the_parameters_of_determineds(name):
+    expected = inspect.signature(getattr(upstream, name)).parameters
+    given = inspect.signature(getattr(dstrial, name)).parameters
+    assert list(given)[: len(expected)] == list(expected)
+    assert {k: p.default for k, p in expected.items()} == {k: given[k].default for k in expected}
+
+
+def test_every_public_name_resolves():
+    for name in dstrial.__all__:
+        assert getattr(dstrial, name) is not None
+    from attrdict import AttrDict
+
+    assert dstrial.AttrDict is AttrDict
+
+
+def test_an_effective_config_has_numbers_where_auto_stood_and_changes_nothing(context):
+    config = context.get_deepspeed_config()
+    assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (12, 3)
+    assert context.get_hparam("deepspeed_config") == CONFIG
+
+
+def test_batch_sizes_come_from_the_first_engine_and_warn_where_deprecated(context, engine):
+    for asked in (context.get_train_micro_batch_size_per_gpu, context.get_num_micro_batches_per_slot):
+        with pytest.raises(TrialContractError, match="Call wrap_model_engine first"):
+            asked()
+    assert context.wrap_model_engine(engine) is engine
+    assert context.models == [engine]
+    assert (context.get_train_micro_batch_size_per_gpu(), context.get_num_micro_batches_per_slot()) == (4, 3)
+    with pytest.warns(FutureWarning, match="get_train_micro_batch_size_per_gpu"):
+        assert context.train_micro_batch_size_per_gpu == 4
+    with pytest.warns(FutureWarning, match="get_num_micro_batches_per_slot"):
+        assert context.num_micro_batches_per_slot == 3
+
+
+def test_something_that_is_no_engine_is_refused(context):
+    with pytest.raises(TrialContractError, match="is a Linear; expected the engine"):
+        context.wrap_model_engine(torch.nn.Linear(1, 1))
+
+
+def test_a_model_parallel_unit_needs_an_engine_and_is_set_once(context, engine):
+    unit = dstrial.ModelParallelUnit(0, 1, should_report_metrics=True, should_build_data_loader=True)
+    with pytest.raises(TrialContractError, match="Call wrap_model_engine first"):
+        context.set_mpu(unit)
+    context.wrap_model_engine(engine)
+    context.set_mpu(unit)
+    with pytest.raises(TrialContractError, match="a second time"):
+        context.set_mpu(unit)
+
+
+def test_the_position_is_known_during_training_only(context):
+    with pytest.raises(TrialContractError, match="before training"):
+        context.current_train_batch()
+    context._current_batch_idx, context._epoch_len = 9, 5
+    assert (context.current_train_batch(), context.current_train_epoch()) == (9, 1)
+    assert (context.is_epoch_start(), context.is_epoch_end()) == (False, True)
+
+
+def test_configuration_is_answered_and_what_is_missing_is_named(context):
+    assert context.get_data_config() == {"path": "here"}
+    assert context.get_trial_seed() == 5
+    assert (context.get_experiment_id(), context.get_trial_id(), context.get_initial_batch()) == (0, 0, 0)
+    assert (context.get_global_batch_size(), context.get_per_slot_batch_size()) == (12, 12)
+    with pytest.raises(ValueError, match="hyperparameter 'lr' does not exist; expected one of"):
+        context.get_hparam("lr")
+
+
+def test_without_configuration_the_error_says_what_to_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with dstrial.init() as bare:
+        for asked, missing in [
+            (bare.get_hparams, "pass hparams"),
+            (bare.get_experiment_config, "pass exp_conf"),
+            (bare.get_trial_seed, "experiment_seed"),
+            (bare.get_global_batch_size, "global_batch_size"),
+        ]:
+            with pytest.raises(ValueError, match=missing):
+                asked()
+
+
+def test_data_moves_to_the_device_in_its_structure(context):
+    moved = context.to_device({"a": [torch.ones(2), (torch.zeros(1),)]})
+    assert moved["a"][0].device == context.device
+    assert isinstance(moved["a"][1], tuple)
+
+
+def test_a_stop_can_be_requested_and_flags_must_be_booleans(context):
+    assert context.get_stop_requested() is False
+    context.set_stop_requested(True)
+    assert context.get_stop_requested() is True
+    with pytest.raises(AssertionError):
+        context.set_stop_requested("yes")
+    with pytest.raises(AssertionError):
+        context.set_enable_tensorboard_logging(1)
+
+
+def test_tensorboard_files_lie_in_the_run_directory(context):
+    context.get_tensorboard_writer().add_scalar("x", 1.0, 1)
+    context.get_tensorboard_writer().flush()
+    assert list(context.get_tensorboard_path().glob("events*"))
