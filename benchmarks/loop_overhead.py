@@ -29,7 +29,7 @@ RANK_PROGRAM = pathlib.Path(__file__).with_name("loop_overhead_ranks.py")
 AIMS_US = {1: 15.0, 2: 25.0}
 """Ranks -> the most that dstrial's loop should add per micro batch, microseconds."""
 
-NUM_TAIL_LINES = 40
+NUM_TAIL_LINES = 200
 TITLES = {"bare": "bare DeepSpeed", "dstrial": "dstrial", "determined": "Determined 0.38.1"}
 
 

@@ -26,7 +26,7 @@ class Plan:
     the first block and the rest of one after the last do not count: every loop starts and ends there.
 
     Attributes:
-        report_every: batches between two reports, at least 2.
+        report_every: batches between two reports, at least 4.
         num_blocks: blocks that count.
         micro_batches_per_batch: gradient accumulation steps.
         num_metrics: tensors that each step returns as metrics.
@@ -54,9 +54,16 @@ class Plan:
 
     @property
     def turn_starts(self) -> frozenset[int]:
-        """Places in a reporting period before which the next loop has its turn; never right after a report."""
-        num_turns = max(1, self.period // TURN_LENGTH)
-        return frozenset((2 * turn_idx + 1) * self.period // (2 * num_turns) for turn_idx in range(num_turns))
+        """Places in a reporting period before which the next loop has its turn.
+
+        Always between two batches, because the loops share the engine's accumulated gradients, and never right
+        after a report.
+        """
+        num_turns = max(1, min(self.period // TURN_LENGTH, self.report_every // 2))
+        return frozenset(
+            (2 * turn_idx + 1) * self.report_every // (2 * num_turns) * self.micro_batches_per_batch
+            for turn_idx in range(num_turns)
+        )
 
     @property
     def metric_names(self) -> tuple[str, ...]:

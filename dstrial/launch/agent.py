@@ -126,9 +126,9 @@ def run_ranks(
         work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dstrial-launch-")))
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-        files = _RankFiles(
-            work_dir, log_dir, on_line, _rank_variables(env or {}, num_ranks, where), supervisor
-        )
+        is_redirected = log_dir is not None or on_line is not None
+        variables = _rank_variables(env or {}, num_ranks, where, is_redirected=is_redirected)
+        files = _RankFiles(work_dir, log_dir, on_line, variables, supervisor)
         stack.callback(files.close)
         stack.enter_context(_quiet_torchelastic())
         stack.enter_context(_stop_on_signals(supervisor))
@@ -144,8 +144,13 @@ def run_ranks(
     return LaunchOutcome(exit_code, failure, exit_codes, supervisor.stop_signal, supervisor.killed_ranks())
 
 
-def _rank_variables(env: Mapping[str, str], num_ranks: int, placement: Placement) -> dict[str, str]:
-    defaults = {"PYTHONUNBUFFERED": "1"}
+def _rank_variables(
+    env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
+) -> dict[str, str]:
+    defaults = {}
+    if is_redirected:
+        # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
+        defaults["PYTHONUNBUFFERED"] = "1"
     if num_ranks * placement.num_nodes > 1:
         defaults["OMP_NUM_THREADS"] = "1"
     unset = {name: value for name, value in defaults.items() if name not in os.environ}

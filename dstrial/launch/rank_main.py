@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import io
 import os
 import runpy
 import signal
@@ -87,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run this rank. Ranks: each its own."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _end_with_launcher()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whole lines at once, so that those of several ranks do not mix where they share an output.
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         if words[:1] == ["--script"]:
             _run_script(words[1], words[2:])

@@ -34,11 +34,11 @@ def rows_of(markdown: str) -> list[list[str]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("num_ranks", "gas"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("num_ranks", "gas"), [(1, 3), (2, 1)])
 def test_the_table_has_a_complete_row_for_every_loop(tmp_path: Path, num_ranks: int, gas: int) -> None:
     results = tmp_path / "results.json"
     finished = run_benchmark(
-        *("--ranks", str(num_ranks), "--gas", str(gas), "--batches", "8", "--report-every", "4"),
+        *("--ranks", str(num_ranks), "--gas", str(gas), "--batches", "10", "--report-every", "5"),
         *("--metrics", "2", "--json", str(results)),
         cwd=tmp_path,
     )
@@ -72,7 +72,7 @@ def test_a_count_of_nothing_is_refused_before_a_rank_starts(tmp_path: Path) -> N
 
 
 @pytest.mark.process
-def test_reports_after_every_batch_are_refused(tmp_path: Path) -> None:
-    finished = run_benchmark("--report-every", "1", cwd=tmp_path)
+def test_reports_too_frequent_to_see_a_batch_without_one_are_refused(tmp_path: Path) -> None:
+    finished = run_benchmark("--report-every", "3", cwd=tmp_path)
     assert finished.returncode == 2
-    assert "--report-every is 1; expected at least 2" in finished.stderr
+    assert "--report-every is 3; expected at least 4" in finished.stderr

@@ -1,0 +1,97 @@
+"""One script trains the same under every launcher; nothing but the environment tells it which it is."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+from small_runs import DEFINITIONS, TIMINGS
+
+from dstrial.testing.ranks import free_port
+
+pytestmark = pytest.mark.ranks
+
+SCRIPT = str(DEFINITIONS / "train_script.py")
+LAUNCH = [sys.executable, "-m", "dstrial.launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+DEEPSPEED = [sys.executable, str(pathlib.Path(sys.executable).with_name("deepspeed"))]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+
+
+def start(directory, command, **variables):
+    """Run a command where its runs go to ``directory``, and return what each run reported."""
+    directory.mkdir()
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return [reports(path.parent) for path in sorted(directory.glob("runs/*/*/metrics.jsonl"))]
+
+
+def reports(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (
+            row["group"],
+            row["steps_completed"],
+            {k: v for k, v in row["metrics"].items() if k not in TIMINGS},
+        )
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    (run,) = start(tmp_path_factory.mktemp("two") / "launch", [*LAUNCH, "--slots", "2", SCRIPT])
+    return run
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory):
+    (run,) = start(tmp_path_factory.mktemp("one") / "python", [sys.executable, SCRIPT])
+    return run
+
+
+def test_each_position_is_reported_once_under_dstrials_launcher(on_two_ranks):
+    positions = [(group, step) for group, step, _ in on_two_ranks]
+    assert positions == [
+        ("training", 4),
+        ("validation", 6),
+        ("training", 8),
+        ("training", 12),
+        ("validation", 12),
+    ]
+
+
+def test_torchrun_trains_the_same(tmp_path, on_two_ranks):
+    assert start(tmp_path / "torchrun", [*TORCHRUN, SCRIPT]) == [on_two_ranks]
+
+
+def test_deepspeeds_launcher_trains_the_same(tmp_path, on_two_ranks):
+    # On CPU it takes the number of ranks from LOCAL_SIZE, and its port is 29500 whatever else uses it.
+    command = [*DEEPSPEED, "--master_port", str(free_port()), SCRIPT]
+    assert start(tmp_path / "deepspeed", command, LOCAL_SIZE="2") == [on_two_ranks]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Requires: [mpirun]")
+def test_mpirun_trains_the_same(tmp_path, on_two_ranks):
+    assert start(tmp_path / "mpirun", [*MPIRUN, SCRIPT]) == [on_two_ranks]
+
+
+def test_one_process_trains_the_same_twice_as_a_notebook_cell_does(tmp_path, on_one_rank):
+    assert start(tmp_path / "cell", [sys.executable, SCRIPT, "--times", "2"]) == [on_one_rank, on_one_rank]
+
+
+def test_one_rank_of_dstrials_launcher_is_like_none(tmp_path, on_one_rank):
+    assert start(tmp_path / "launch", [*LAUNCH, "--slots", "1", SCRIPT]) == [on_one_rank]

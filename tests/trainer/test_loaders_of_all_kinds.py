@@ -1,0 +1,124 @@
+"""Loaders that are not plain: batch samplers, loaders of the user's own, pipelines with ragged ends, ZeRO 3 fillers."""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from in_process_fits import fit, trial_class
+from small_runs import deepspeed_config, experiment, train
+from torch import nn
+from torch.utils import data
+
+from dstrial import Batch, DataLoader
+
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
+
+
+def mean_target(records):
+    """The mean squared target of a set: what a model that answers 0 loses, record by record."""
+    return float((records.targets**2).mean())
+
+
+def zero_answer(self, items, batch_idx):
+    _, targets = next(items)
+    return {"validation_loss": (targets**2).mean()}
+
+
+def test_a_batch_sampler_of_the_users_deals_whole_batches():
+    import small_trials
+
+    records = small_trials.Records(24, 1)
+    seen = []
+
+    def build_training_data_loader(self):
+        sampler = data.BatchSampler(data.RandomSampler(records), 3, drop_last=False)
+        return DataLoader(records, batch_sampler=sampler)
+
+    def build_validation_data_loader(self):
+        sampler = data.BatchSampler(data.SequentialSampler(records), 5, drop_last=False)
+        return DataLoader(records, batch_sampler=sampler)
+
+    def train_batch(self, items, epoch_idx, batch_idx):
+        features, targets = next(items)
+        seen.append(features)
+        loss = nn.functional.mse_loss(self.model_engine(features), targets)
+        self.model_engine.backward(loss)
+        self.model_engine.step()
+        return {"loss": loss}
+
+    trial = trial_class(
+        build_training_data_loader=build_training_data_loader,
+        build_validation_data_loader=build_validation_data_loader,
+        train_batch=train_batch,
+        evaluate_batch=zero_answer,
+    )
+    done = fit(trial, max_length=Batch(4))
+    assert sorted(map(tuple, torch.cat(seen).tolist())) == sorted(map(tuple, records.features.tolist()))
+    assert done.rows("validation")[4]["epochs"] == 1
+    assert done.rows("validation")[4]["validation_loss"] == pytest.approx(mean_target(records), rel=1e-5)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["planned", "loader of the user's own"])
+def test_a_pipeline_validates_every_record_whatever_the_loader(own):
+    import small_trials
+
+    records = small_trials.Records(27, 2)
+
+    def loss_fn(outputs, targets):
+        return nn.functional.mse_loss(outputs * 0, targets)
+
+    def build_engine(self):
+        module = PipelineModule([LayerSpec(nn.Linear, 8, 4)], num_stages=1, loss_fn=loss_fn)
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=module.parameters(), config=self.ds_config()
+        )
+        return engine
+
+    def __init__(self, context):  # noqa: N807
+        small_trials.Common.__init__(self, context)
+        if own:
+            context.disable_dataset_reproducibility_checks()
+
+    def build_validation_data_loader(self):
+        return (data.DataLoader if own else DataLoader)(records, batch_size=4)
+
+    members = {
+        "__init__": __init__,
+        "build_engine": build_engine,
+        "build_validation_data_loader": build_validation_data_loader,
+    }
+    done = fit(
+        type("OneStage", (small_trials.PipelineTrial,), members),
+        max_length=Batch(3),
+        validation_period=Batch(2),
+    )
+    assert list(done.rows("validation")) == [2, 3]
+    for row in done.rows("validation").values():
+        assert row["validation_loss"] == pytest.approx(mean_target(records), rel=1e-5)
+
+
+def test_a_pipeline_whose_loader_is_too_short_is_refused_before_the_first_step():
+    import small_trials
+
+    from dstrial.errors import DataError
+
+    def build_engine(self):
+        module = PipelineModule([LayerSpec(nn.Linear, 8, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=module.parameters(), config=self.ds_config()
+        )
+        return engine
+
+    members = {"build_engine": build_engine}
+    with pytest.raises(DataError, match=r"has 7 records; expected at least one batch of 8"):
+        fit(type("Short", (small_trials.PipelineTrial,), members), hparams={"num_records": 7})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_fewer_validation_records_than_replicas_count_once(tmp_path, stage):
+    hyperparameters = {"deepspeed_config": deepspeed_config(stage), "num_validation_records": 9}
+    config = experiment(hyperparameters, batches=2)
+    run = train(tmp_path, "DataParallelTrial", config, ranks=2)
+    assert run.returncode == 0, run.output
+    assert "validated 9 records" in run.output
+    assert run.reports("validation")[2]["mean_size"] == pytest.approx((4 * 4 + 4 * 4 + 1) / 9)
