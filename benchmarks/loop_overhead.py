@@ -77,9 +77,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(parsed, name)}; expected at least 1")
     if min(parsed.ranks) < 1:
         parser.error(f"--ranks is {parsed.ranks}; expected numbers of at least 1")
-    if parsed.report_every < 2:
+    if parsed.report_every < 4:
         parser.error(
-            f"--report-every is {parsed.report_every}; expected at least 2, to see batches without one"
+            f"--report-every is {parsed.report_every}; expected at least 4, to see batches without one"
         )
     return parsed
 

@@ -22,7 +22,7 @@ from determined import core, pytorch
 
 from dstrial import local
 from dstrial.config import ExperimentConfig, Length
-from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
+from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem, RankIdentityError
 from dstrial.local.context import LocalContext
 from dstrial.local.run_directory import (
     RESUME_VARIABLE,
@@ -35,7 +35,7 @@ from dstrial.loop.agreement import StopReason
 from dstrial.loop.loop import FitResult, LoopSettings, TrainingLoop
 from dstrial.ranks import process_group
 from dstrial.ranks.control import ControlChannel, timeout_from_environ
-from dstrial.ranks.identity import identify
+from dstrial.ranks.identity import RankIdentity, identify
 from dstrial.ranks.stop import StopSignals
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
@@ -74,12 +74,15 @@ def init(
         run_dir: where an off-cluster run keeps its files; a new directory under ``./runs`` if left out.
 
     Raises:
-        RankIdentityError: the environment contradicts itself about who this process is.
+        RankIdentityError: the environment contradicts itself about who this process is, or a trial with
+            several slots was started without a launcher.
 
     Ranks: all, collectively.
     """
     info = _cluster_info()
     identity = identify(os.environ)
+    if info is not None and distributed is None:
+        _require_launcher(identity, num_slots=sum(info.container_slot_counts))
     with contextlib.ExitStack() as stack:
         stack.callback(process_group.shutdown)
         process_group.init_process_group(identity, timeout_s=timeout_from_environ())
@@ -125,6 +128,15 @@ def init(
         yield context
 
 
+def _require_launcher(identity: RankIdentity, *, num_slots: int) -> None:
+    """Refuse to train a cluster's trial on one of its slots while the others idle."""
+    if identity.launcher == "none" and num_slots > 1:
+        raise RankIdentityError(
+            f"this trial has {num_slots} slots and runs as a single process; expected one rank per slot. "
+            f"Set `entrypoint: python3 -m dstrial.launch {pathlib.Path(sys.argv[0]).name}`."
+        )
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, torch and the accelerator of this process, the same on all ranks."""
     random.seed(seed)
@@ -143,7 +155,7 @@ def _run_directory(
         return RunDirectory.open(given), False
     path: str | None = None
     if channel.rank == 0:
-        name = str((exp_conf or {}).get("name") or pathlib.Path(sys.argv[0] or "notebook").stem or "notebook")
+        name = str((exp_conf or {}).get("name") or _program_name())
         made = RunDirectory.create(
             default_runs_dir(),
             name=name,
@@ -156,7 +168,14 @@ def _run_directory(
     return RunDirectory.open(channel.broadcast(path)), True
 
 
+def _program_name() -> str:
+    name = pathlib.Path(sys.argv[0]).stem
+    return "notebook" if name in ("", "ipykernel_launcher") else name
+
+
 def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: BaseException | None) -> bool:
+    if isinstance(error, SystemExit) and isinstance(error.__context__, det.InvalidHP):
+        kind, error = det.InvalidHP, error.__context__
     if run.read_record().state is RunState.RUNNING:
         state = RunState.COMPLETED if kind is None else RunState.FAILED
         run.end_attempt(state, None if error is None else f"{kind.__name__ if kind else ''}: {error}")
@@ -306,24 +325,25 @@ class Trainer:
         if self._context.distributed.rank == 0:
             ending = "completed" if result.stopped is None else f"stopped: {result.stopped.value}"
             self._context._core.train.set_status(ending)
+            if self._info is not None and result.stopped is StopReason.SIGNAL:
+                # To the master, exit code 0 without this means that the trial is complete.
+                self._context._core.preempt.acknowledge_preemption_signal()
             if self._context._own_run is not None and result.stopped is not None:
                 self._context._own_run.end_attempt(RunState.STOPPED)
         return result
 
     def _wish_to_stop(self) -> StopReason | None:
         context = self._context
-        signals = context._stop_signals
-        if signals is not None and signals.requested is not None:
-            return StopReason.SIGNAL
-        if context._stop_requested:
-            return StopReason.REQUESTED
         if (
             self._info is not None
             and context.distributed.rank == 0
             and context._core.preempt.should_preempt()
         ):
             return StopReason.PREEMPTED
-        return None
+        signals = context._stop_signals
+        if signals is not None and signals.requested is not None:
+            return StopReason.SIGNAL
+        return StopReason.REQUESTED if context._stop_requested else None
 
     def _on_start(self, batches_trained: int) -> None:
         if isinstance(self._context._core, LocalContext):

@@ -39,7 +39,7 @@ logger = logging.getLogger("dstrial.local")
 TRAINING_GROUP = "training"
 VALIDATION_GROUP = "validation"
 
-PROGRESS_PERIOD_S = 0.2
+PROGRESS_PERIOD_S = 1.0
 """Progress is written at most this often; the last state is always written."""
 
 LOCAL_ID = 0

@@ -50,7 +50,7 @@ class AgreementPoints:
     Args:
         distributed: Determined's distributed context.
         wish: returns this rank's reason to stop, or None; cheap, called at points of agreement and, when
-            there is only one rank, after every batch.
+            there is only one rank, after every batch (then through ``is_wished``).
         clock: seconds, monotonic.
     """
 
@@ -63,7 +63,7 @@ class AgreementPoints:
         self._distributed = distributed
         self._wish = wish
         self._clock = clock
-        self._alone = distributed.size == 1
+        self._alone = bool(distributed.size == 1)
         self._distance = 1
         self._next: int | None = None
         self._mark: tuple[int, float] | None = None
@@ -74,11 +74,20 @@ class AgreementPoints:
             self._next = batches_trained + 1
         self._mark = (batches_trained, self._clock())
 
-    def is_due(self, batches_trained: int) -> bool:
-        """Say whether ranks agree after this batch. Ranks: any; no communication; the same everywhere."""
-        if self._alone and self._wish() is not None:
-            return True
-        return self._next is not None and batches_trained >= self._next
+    @property
+    def next_batch(self) -> int:
+        """Finished batches at which ranks agree next, the same everywhere."""
+        assert self._next is not None, "start() comes first"
+        return self._next
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank to agree with, so that a wish counts at once."""
+        return self._alone
+
+    def is_wished(self) -> bool:
+        """Say whether this rank wishes to stop. Ranks: any; no communication."""
+        return self._wish() is not None
 
     def agree(self, batches_trained: int, share: Any = None) -> Agreement:
         """Exchange shares and wishes, and decide. Ranks: all, collectively (one all-gather).

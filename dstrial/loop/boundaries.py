@@ -102,6 +102,37 @@ def due(
     return found
 
 
+def next_due(
+    periods: Mapping[Boundary, Period | None],
+    batches_trained: int,
+    batches_total: int,
+    epoch_length: int | None,
+) -> int:
+    """Return a batch count up to which nothing is due after any earlier batch.
+
+    Nothing between is ever skipped; where a list cannot be searched quickly the answer is early, never late.
+
+    Args:
+        periods: the period of each boundary; None means never.
+        batches_trained: finished batches since the start of the run.
+        batches_total: length of the run in batches, more than ``batches_trained``.
+        epoch_length: batches per epoch; None if unknown.
+    """
+    found = batches_total
+    for period in periods.values():
+        if period is None:
+            continue
+        size = 1
+        if period.unit == "epochs":
+            if epoch_length is None:
+                continue
+            size = epoch_length
+        if period.every is not None:
+            size *= period.every
+        found = min(found, (batches_trained // size + 1) * size)
+    return found
+
+
 def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
     """Return the length of a run in batches.
 

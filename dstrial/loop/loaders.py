@@ -150,6 +150,9 @@ class TrainingStream:
         self._seed = seed
         self._replica = adapter.data_parallel_rank
         self._micro_batches_per_batch = adapter.micro_batches_per_batch
+        self._full_batch_records = (
+            adapter.micro_batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_world_size
+        )
         self._batches: GlobalBatches | None = None
         self.epoch_length: int | None = None
         self.notes: list[str] = []
@@ -206,11 +209,11 @@ class TrainingStream:
                 f"{tail} {unit} at the end of every epoch do not fill a batch of {size} and are not trained"
             )
 
-    def num_records(self, batch_idx: int) -> int | None:
-        """Return the records of one global batch; None for a loader of the user's own."""
-        if self._batches is None or (self._loader is not None and self._loader.batch_size is None):
-            return None
-        return self._batches.num_records(batch_idx)
+    def count_records(self, first_batch: int, end_batch: int) -> int:
+        """Return the records of a stretch of global batches; for loaders of the user's own, if all are full."""
+        if self._batches is not None and self._loader.batch_size is not None:
+            return self._batches.num_records(first_batch, end_batch)
+        return (end_batch - first_batch) * self._full_batch_records
 
     def open(self, drawn: int) -> CountingIterator | None:
         """Start reading.

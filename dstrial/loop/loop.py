@@ -13,7 +13,7 @@ from determined import pytorch, tensorboard, util
 
 from dstrial.errors import DataError, TrialContractError
 from dstrial.loop.agreement import AgreementPoints, StopReason
-from dstrial.loop.boundaries import Boundary, Period, due, total_batches
+from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpointing import Checkpointing
 from dstrial.loop.loaders import CountingIterator, TrainingStream, ValidationStream
@@ -24,6 +24,8 @@ from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
+
+_UPLOAD_INTERVAL_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,9 +124,9 @@ class TrainingLoop:
         keep_batches = self._callbacks.overrides("on_training_workload_end")
         self._window = MetricWindow("train_batch", keep_batches=keep_batches)
         self._window_seconds = 0.0
-        self._window_records = 0
         self._window_start = 0
         self._mark_s = 0.0
+        self._uploaded_s = -_UPLOAD_INTERVAL_S
         self._progress = Progress(epoch_length=None)
         self._agreements = AgreementPoints(context.distributed, wish_to_stop)
         self._on_start = on_start
@@ -192,7 +194,6 @@ class TrainingLoop:
         if continues and self._is_chief:
             logger.info("resumed from checkpoint %s at batch %d", latest, self._progress.batches_trained)
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
-        self._window_records = int(loop_state.get("window_records", 0))
         self._window_start = int(loop_state.get("window_start", self._progress.batches_trained))
         return loop_state
 
@@ -210,10 +211,12 @@ class TrainingLoop:
             self._core.train.set_status("training")
             self._on_progress(progress.batches_trained, self._batches_total)
         while progress.batches_trained < self._batches_total:
-            self._train_one_batch()
+            self._train_until(self._next_event())
             batches = progress.batches_trained
+            if progress.epoch_length and batches % progress.epoch_length == 0:
+                self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
             found = due(self._periods, batches, self._batches_total, progress.epoch_length)
-            if found or self._agreements.is_due(batches):
+            if found or batches >= self._agreements.next_batch or self._is_stopped_alone():
                 stop = self._act(found)
                 if stop is not None and batches < self._batches_total:
                     if not progress.checkpoint_is_current:
@@ -222,32 +225,46 @@ class TrainingLoop:
         self._finish()
         return None
 
-    def _train_one_batch(self) -> None:
-        context, progress = self._context, self._progress
-        batch_idx, epoch_idx = progress.batch_idx, progress.epoch_idx
-        context._current_batch_idx = batch_idx
+    def _next_event(self) -> int:
+        """Return the batch count after which there may be something else to do than training."""
+        progress = self._progress
+        batches = progress.batches_trained
+        found = next_due(self._periods, batches, self._batches_total, progress.epoch_length)
+        found = min(found, self._agreements.next_batch)
+        if progress.epoch_length:
+            found = min(found, (progress.epoch_idx + 1) * progress.epoch_length)
+        return max(found, batches + 1)
+
+    def _is_stopped_alone(self) -> bool:
+        return self._agreements.is_alone and self._agreements.is_wished()
+
+    def _train_until(self, end_batch: int) -> None:
+        """Train the batches up to ``end_batch``, exclusive, all of one epoch; a lone rank stops when it is asked to.
+
+        This is the hot path: no communication, no synchronisation, no decision.
+        """
+        context, progress, window = self._context, self._progress, self._window
+        train_batch, iterator, reports_metrics = (
+            self._trial.train_batch,
+            self._iterator,
+            self._reports_metrics,
+        )
+        is_alone, is_wished = self._agreements.is_alone, self._agreements.is_wished
+        epoch_idx = progress.epoch_idx
+        calls = range(1 if context._manual_grad_accumulation else self._adapter.train_calls_per_batch)
         if progress.is_epoch_start:
             self._callbacks.epoch_start(epoch_idx)
-        calls = 1 if context._manual_grad_accumulation else self._adapter.train_calls_per_batch
-        for _ in range(calls):
-            returned = self._trial.train_batch(self._iterator, epoch_idx, batch_idx)
-            if self._reports_metrics:
-                self._window.add(as_mapping(returned, "train_batch"))
-        assert self._stream is not None
-        self._window_records += self._records_in(batch_idx)
-        if context.profiler is not None:
-            context.profiler.step()
-        progress.batches_trained = batch_idx + 1
-        if progress.epoch_length and progress.batches_trained % progress.epoch_length == 0:
-            self._callbacks.call("on_training_epoch_end", epoch_idx)
-
-    def _records_in(self, batch_idx: int) -> int:
-        assert self._stream is not None
-        known = self._stream.num_records(batch_idx)
-        if known is not None:
-            return known
-        adapter = self._adapter
-        return adapter.micro_batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_world_size
+        for batch_idx in range(progress.batches_trained, end_batch):
+            context._current_batch_idx = batch_idx
+            for _ in calls:
+                returned = train_batch(iterator, epoch_idx, batch_idx)
+                if reports_metrics:
+                    window.add(as_mapping(returned, "train_batch"))
+            progress.batches_trained = batch_idx + 1
+            if context.profiler is not None:
+                context.profiler.step()
+            if is_alone and is_wished():
+                return
 
     def _act(self, found: set[Boundary]) -> StopReason | None:
         """Do what is due, in order, and exchange once. Ranks: all, collectively."""
@@ -295,21 +312,22 @@ class TrainingLoop:
             "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=self._window.batches()
         )
         if self._is_chief:
+            assert self._stream is not None
             metrics = dict(averages)
             seconds = max(self._window_seconds, 1e-9)
             num_batches = batches - self._window_start
             metrics.setdefault("batches_per_second", num_batches / seconds)
-            metrics.setdefault("samples_per_second", self._window_records / seconds)
+            num_records = self._stream.count_records(self._window_start, batches)
+            metrics.setdefault("samples_per_second", num_records / seconds)
             self._core.train.report_training_metrics(steps_completed=batches, metrics=metrics)
             self._core.train.report_progress(min(batches / self._batches_total, 1.0))
             self._write_tensorboard("", metrics)
-        self._upload_tensorboard()
+        self._upload_tensorboard(at_once=False)
         self._window.reset()
         for wrapped in context._wrapped_reducers:
             if wrapped.for_training:
                 wrapped.reset()
         self._window_seconds = 0.0
-        self._window_records = 0
         self._window_start = batches
 
     def _write_tensorboard(self, prefix: str, metrics: Mapping[str, Any]) -> None:
@@ -321,10 +339,18 @@ class TrainingLoop:
             if util.is_numerical_scalar(value):
                 writer.add_scalar(f"Determined/{tag}", value, self._progress.batches_trained)
 
-    def _upload_tensorboard(self) -> None:
-        """Hand this rank's files over: the chief its events, every rank its profiler traces. Ranks: any."""
-        if not self._context.get_enable_tensorboard_logging():
+    def _upload_tensorboard(self, at_once: bool = True) -> None:
+        """Hand this rank's files over: the chief its events, every rank its profiler traces. Ranks: any.
+
+        Args:
+            at_once: whether to do it even if the last time is less than five seconds ago.
+        """
+        now_s = time.monotonic()
+        if not self._context.get_enable_tensorboard_logging() or (
+            not at_once and now_s - self._uploaded_s < _UPLOAD_INTERVAL_S
+        ):
             return
+        self._uploaded_s = now_s
         if self._context._tensorboard_writer is not None:
             self._context._tensorboard_writer.flush()
         is_chief = self._is_chief
@@ -395,7 +421,6 @@ class TrainingLoop:
         loop_state = {
             "micro_batches_drawn": self._iterator.drawn if self._iterator is not None else 0,
             "window_seconds": self._window_seconds,
-            "window_records": self._window_records,
             "window_start": self._window_start,
         }
         self._checkpoint_uuid = self._checkpointing.save(loop_state)

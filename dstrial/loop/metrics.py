@@ -1,7 +1,7 @@
 """Training and validation metrics: summed where they are computed, moved and reduced once, at a report.
 
-Tensors are added up on their own device. Nothing here synchronises a device or talks to another rank
-until ``totals`` is called, which moves all sums in one copy.
+Tensors of an accelerator are added up on it; those on the CPU are plain numbers already. Nothing here synchronises
+a device or talks to another rank until ``totals`` is called, which moves all sums in one copy.
 """
 
 from __future__ import annotations
@@ -63,6 +63,23 @@ def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
+def _combine_on_device(
+    held: torch.Tensor | float | None, amount: torch.Tensor, reducer: pytorch.Reducer, weight: float
+) -> torch.Tensor:
+    """Add one value to a total without leaving the device."""
+    dtype = _accumulation_dtype(amount)
+    if reducer is pytorch.Reducer.AVG:
+        if isinstance(held, torch.Tensor):
+            return held.add_(amount, alpha=weight)
+        return amount.to(dtype, copy=True).mul_(weight).add_(held or 0.0)
+    if held is None:
+        return amount.to(dtype, copy=True)
+    if reducer is pytorch.Reducer.SUM:
+        return amount.to(dtype) + held
+    choose = torch.maximum if reducer is pytorch.Reducer.MAX else torch.minimum
+    return choose(amount.to(dtype), torch.as_tensor(held, dtype=dtype, device=amount.device))
+
+
 ReducerOf = Callable[[str], pytorch.Reducer]
 
 
@@ -112,13 +129,15 @@ class MetricWindow:
             )
         for name, value in metrics.items():
             amount: torch.Tensor | float | None
-            if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
+                amount = _host_number(value)
+            elif value.is_cpu:
+                amount = value.item() if value.ndim == 0 else _host_number(value.detach().numpy(force=True))
+            else:
                 amount = value.detach()
                 if amount.ndim:
                     amount = amount.to(_accumulation_dtype(amount)).mean()
-            else:
-                amount = _host_number(value)
-            self._accumulate(name, amount, self._reducer_of(name), weight)
+            self._accumulate(name, amount, weight)
         self._weight += weight
         self._num_calls += 1
         if self._keep_batches:
@@ -126,31 +145,23 @@ class MetricWindow:
                 {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
             )
 
-    def _accumulate(self, name: str, amount: Any, reducer: pytorch.Reducer, weight: float) -> None:
+    def _accumulate(self, name: str, amount: torch.Tensor | float | None, weight: float) -> None:
         held = self._totals.get(name)
-        if isinstance(amount, torch.Tensor):
-            if reducer is pytorch.Reducer.AVG:
-                if held is None:
-                    self._totals[name] = amount.to(_accumulation_dtype(amount), copy=True).mul_(weight)
-                elif isinstance(held, torch.Tensor):
-                    held.add_(amount, alpha=weight)
-                else:
-                    self._totals[name] = held + amount.to(_accumulation_dtype(amount)) * weight
-                return
-            amount = amount.to(_accumulation_dtype(amount))
-            combine = {pytorch.Reducer.MAX: torch.maximum, pytorch.Reducer.MIN: torch.minimum}.get(
-                reducer, torch.add
-            )
-            self._totals[name] = amount.clone() if held is None else combine(held, amount)
-        elif amount is None or (held is None and name in self._totals):
+        is_first = held is None and name not in self._totals
+        reducer = self._reducer_of(name)
+        if amount is None or (held is None and not is_first):
             self._totals[name] = None
+        elif isinstance(amount, torch.Tensor):
+            self._totals[name] = _combine_on_device(held, amount, reducer, weight)
         elif reducer is pytorch.Reducer.AVG:
             self._totals[name] = amount * weight if held is None else held + amount * weight
         elif held is None:
             self._totals[name] = amount
+        elif reducer is pytorch.Reducer.SUM:
+            self._totals[name] = held + amount
         else:
-            choose = {pytorch.Reducer.MAX: max, pytorch.Reducer.MIN: min}.get(reducer)
-            self._totals[name] = held + amount if choose is None else choose(held, amount)
+            choose = np.maximum if reducer is pytorch.Reducer.MAX else np.minimum  # these keep NaN
+            self._totals[name] = float(choose(held, amount))
 
     def totals(self) -> MetricTotals:
         """Move everything to the host, one copy per device. Ranks: any; synchronises the device."""

@@ -7,6 +7,7 @@ every record of an epoch once, in the same batches.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ import torch
 from torch.utils import data
 
 from dstrial.errors import DataError
+
+# Records whose indices are turned from a tensor into Python numbers at once.
+_BLOCK_RECORDS = 4096
 
 EpochOrder = Callable[[int], "Sequence[Any]"]
 
@@ -191,6 +195,9 @@ class GlobalBatches:
         self._order = order
         self._epoch_idx = -1
         self._records: Sequence[Any] = ()
+        self._block_size = max(_BLOCK_RECORDS // size, 1) * size
+        self._block_start = -1
+        self._block: Sequence[Any] = ()
 
     def records(self, batch_idx: int) -> Sequence[Any]:
         """Return the records of one global batch, in order.
@@ -202,23 +209,31 @@ class GlobalBatches:
         if epoch_idx != self._epoch_idx:
             self._records = self._order(epoch_idx)
             self._epoch_idx = epoch_idx
+            self._block_start = -1
         size = self.geometry.train_batch_size
-        return self._records[batch_in_epoch * size : (batch_in_epoch + 1) * size]
+        start = batch_in_epoch * size
+        block_start = start - start % self._block_size
+        if block_start != self._block_start:
+            self._block = self._records[block_start : block_start + self._block_size]
+            self._block_start = block_start
+        return self._block[start - block_start : start - block_start + size]
 
-    def num_records(self, batch_idx: int) -> int:
-        """Return how many records a global batch holds, without reading its epoch's order."""
-        is_tail = self.keeps_tail and batch_idx % self.epoch_length == self.epoch_length - 1
-        return self.num_tail_records if is_tail else self.geometry.train_batch_size
+    def num_records(self, first_batch: int, end_batch: int) -> int:
+        """Return how many records the global batches ``first_batch`` up to ``end_batch``, exclusive, hold."""
+        size = self.geometry.train_batch_size
+        num_tails = (
+            end_batch // self.epoch_length - first_batch // self.epoch_length if self.keeps_tail else 0
+        )
+        return (end_batch - first_batch) * size - num_tails * (size - self.num_tail_records)
 
-    def micro_batch(self, batch_idx: int, micro_batch_idx: int, replica: int) -> list[Any]:
+    def micro_batch(self, records: Sequence[Any], micro_batch_idx: int, replica: int) -> list[Any]:
         """Return the records of one micro batch of one replica; never empty.
 
         Args:
-            batch_idx: batch of the run, from 0.
+            records: the records of the global batch.
             micro_batch_idx: micro batch within the batch, from 0.
             replica: data-parallel rank.
         """
-        records = self.records(batch_idx)
         num_slices = self.geometry.num_slices
         slice_idx = micro_batch_idx * self.geometry.num_replicas + replica
         start, stop = (slice_idx * len(records) // num_slices, (slice_idx + 1) * len(records) // num_slices)
@@ -247,13 +262,12 @@ class ReplicaSampler(data.Sampler[list[Any]]):
         self._with_epoch = with_epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
-        per_batch = self._batches.geometry.micro_batches_per_batch
-        position = self._start
-        while True:
-            batch_idx, micro_batch_idx = divmod(position, per_batch)
-            records = self._batches.micro_batch(batch_idx, micro_batch_idx, self._replica)
-            if self._with_epoch:
-                epoch_idx = batch_idx // self._batches.epoch_length
-                records = [(epoch_idx, record) for record in records]
-            yield records
-            position += 1
+        batches, replica = self._batches, self._replica
+        first_batch, skipped = divmod(self._start, batches.geometry.micro_batches_per_batch)
+        for batch_idx in itertools.count(first_batch):
+            records = batches.records(batch_idx)
+            epoch_idx = batch_idx // batches.epoch_length
+            for micro_batch_idx in range(skipped, batches.geometry.micro_batches_per_batch):
+                micro_batch = batches.micro_batch(records, micro_batch_idx, replica)
+                yield [(epoch_idx, record) for record in micro_batch] if self._with_epoch else micro_batch
+            skipped = 0

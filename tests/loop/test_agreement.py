@@ -18,7 +18,7 @@ def points_at(seconds_per_batch, total, wish=lambda: None, rank_count=1):
     agreed = []
     for batches in range(1, total + 1):
         clock.now_s += seconds_per_batch
-        if points.is_due(batches):
+        if batches >= points.next_batch or points.is_wished():
             agreement = points.agree(batches)
             agreed.append((batches, agreement.stop))
             if agreement.stop:

@@ -3,7 +3,7 @@ from determined import pytorch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.loop.boundaries import Boundary, Period, due, total_batches
+from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
 
 
 def positions(period, total, epoch_length=None):
@@ -49,6 +49,28 @@ def test_each_boundary_fires_at_its_own_period_whatever_the_others_are(report, v
     assert fired[Boundary.VALIDATE] == list(range(validate, total + 1, validate))
     assert fired[Boundary.CHECKPOINT] == list(range(checkpoint, total + 1, checkpoint))
     assert fired[Boundary.END] == [total]
+
+
+@given(
+    st.integers(1, 12),
+    st.sampled_from([("batches", 7), ("epochs", 2)]),
+    st.sets(st.integers(1, 60)),
+    st.integers(1, 60),
+    st.sampled_from([None, 5, 9]),
+)
+def test_nothing_is_due_before_the_next_due_batch(report, validate, listed, total, epoch_length):
+    periods = {
+        Boundary.REPORT: Period("batches", every=report),
+        Boundary.VALIDATE: Period(validate[0], every=validate[1]),
+        Boundary.CHECKPOINT: Period("batches", positions=listed) if listed else None,
+    }
+    batches = 0
+    while batches < total:
+        following = next_due(periods, batches, total, epoch_length)
+        assert batches < following <= total
+        for between in range(batches + 1, following):
+            assert not due(periods, between, total, epoch_length)
+        batches = following
 
 
 def test_the_length_of_a_run_is_counted_in_batches():

@@ -6,7 +6,7 @@ import torch
 from determined import pytorch
 
 from dstrial.errors import TrialContractError
-from dstrial.loop.metrics import MetricWindow, as_mapping, combine
+from dstrial.loop.metrics import MetricWindow, _combine_on_device, as_mapping, combine
 
 
 def window_of(*sets, **options):
@@ -65,10 +65,39 @@ def test_what_was_added_is_not_changed_by_later_writes_to_the_tensor():
     assert combine([window.totals()], "train_batch") == {"loss": 2.0}
 
 
+def test_values_on_an_accelerator_are_never_read_before_the_report():
+    window = window_of(*[{"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}] * 3)
+    window.add({"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}, weight=2)
+    with pytest.raises(NotImplementedError):  # which a read of this device would have raised above
+        window.totals()
+
+
+@pytest.mark.parametrize("reducer", list(pytorch.Reducer))
+def test_values_combine_on_a_device_as_they_do_on_the_host(reducer):
+    host, device = (MetricWindow("evaluate_batch", lambda _name: reducer) for _ in range(2))
+    for value, weight in [(3.0, 2), (-1.0, 1), (7.5, 4)]:
+        host.add({"m": value}, weight)
+        device._totals["m"] = _combine_on_device(
+            device._totals.get("m"), torch.tensor(value), reducer, weight
+        )
+        device._weight += weight
+    assert combine([host.totals()], "e", lambda _name: reducer) == combine(
+        [device.totals()], "e", lambda _name: reducer
+    )
+
+
+@pytest.mark.parametrize("reducer", [pytorch.Reducer.MAX, pytorch.Reducer.MIN])
+def test_the_largest_and_smallest_do_not_hide_nan(reducer):
+    window = MetricWindow("evaluate_batch", lambda _name: reducer)
+    for value in (1.0, math.nan, 2.0):
+        window.add({"m": value})
+    assert math.isnan(combine([window.totals()], "e", lambda _name: reducer)["m"])
+
+
 def test_a_graph_is_not_kept_alive():
     weight = torch.ones(1, requires_grad=True)
     window = window_of({"loss": (weight * 2).sum()})
-    assert not any(total.requires_grad for total in window.state_dict()["totals"].values())
+    assert not any(getattr(total, "requires_grad", False) for total in window.state_dict()["totals"].values())
 
 
 def test_low_precision_losses_are_summed_in_double():

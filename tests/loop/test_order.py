@@ -25,7 +25,9 @@ def all_micro_batches(num_records, split, batch_idx, seed=3, keep_tail=True):
         ShuffledOrder(num_records, seed), num_records, BatchGeometry(micro, accumulation, replicas), keep_tail
     )
     return batches, [
-        batches.micro_batch(batch_idx, m, replica) for m in range(accumulation) for replica in range(replicas)
+        batches.micro_batch(batches.records(batch_idx), m, replica)
+        for m in range(accumulation)
+        for replica in range(replicas)
     ]
 
 
@@ -45,11 +47,25 @@ def test_every_record_is_seen_once_in_an_epoch(num_records, split):
     seen = []
     for batch_idx in range(batches.epoch_length):
         _, parts = all_micro_batches(num_records, split, batch_idx)
-        if batches.num_records(batch_idx) >= batches.geometry.num_slices:
+        if batches.num_records(batch_idx, batch_idx + 1) >= batches.geometry.num_slices:
             seen += [record for part in parts for record in part]
         else:
             seen += sorted({record for part in parts for record in part})
     assert sorted(seen) == list(range(num_records))
+
+
+@given(st.integers(12, 100), st.integers(0, 40), st.integers(0, 40), st.booleans())
+def test_the_records_of_a_stretch_are_those_of_its_batches(num_records, first, length, keep_tail):
+    batches, _ = all_micro_batches(num_records, (12, 1, 1), 0, keep_tail=keep_tail)
+    counted = sum(len(batches.records(batch_idx)) for batch_idx in range(first, first + length))
+    assert batches.num_records(first, first + length) == counted
+
+
+def test_an_epoch_larger_than_a_block_is_read_in_order():
+    batches = GlobalBatches(lambda _epoch: range(10_000), 10_000, BatchGeometry(7, 1, 1), keep_tail=True)
+    seen = [record for batch_idx in range(batches.epoch_length) for record in batches.records(batch_idx)]
+    assert seen == list(range(10_000))
+    assert list(batches.records(3)) == list(range(21, 28))
 
 
 def test_full_micro_batches_hold_exactly_the_micro_batch_size():

@@ -1,4 +1,4 @@
-"""Between reports and points of agreement the loop talks to no rank and reads nothing from the device."""
+"""Between reports and points of agreement the loop talks to no rank."""
 
 import json
 
@@ -8,19 +8,16 @@ from small_runs import deepspeed_config, experiment, train
 pytestmark = pytest.mark.ranks
 
 
-def test_the_loop_talks_and_reads_only_at_reports_and_points_of_agreement(tmp_path):
+def test_the_loop_talks_only_at_reports_and_points_of_agreement(tmp_path):
     log = tmp_path / "watch"
     hyperparameters = {"deepspeed_config": deepspeed_config(0), "watch_log": str(log), "num_records": 4096}
     config = experiment(hyperparameters, batches=200, report=50, validate=1000, checkpoint=1000)
     run = train(tmp_path, "Watched", config, ranks=2, module="odd_trials")
     assert run.returncode == 0, run.output
     seen = [[json.loads(line) for line in open(f"{log}.{rank}")] for rank in (0, 1)]
-    talks = [[(batch, what) for batch, what in rows if what != "host read" and batch < 200] for rows in seen]
+    talks = [[(batch, what) for batch, what in rows if batch < 200] for rows in seen]
     assert talks[0] == talks[1]
     batches = [batch for batch, _ in talks[0]]
     assert len(batches) == len(set(batches)), "one exchange per point"
     assert {50, 100, 150} <= set(batches)
     assert len(set(batches) - {50, 100, 150}) <= 12
-    reads = {batch for rows in seen for batch, what in rows if what == "host read" and batch < 200}
-    assert reads <= {50, 100, 150}
-    assert reads, "the watch must see the reads of a report"

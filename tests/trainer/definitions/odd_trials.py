@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import traceback
 
 import torch
 from small_trials import DataParallelTrial, Records
@@ -41,11 +40,8 @@ class EndsEarlyOnRank1(OwnLoader):
         )
 
 
-HOST_READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
-
-
 class Watched(DataParallelTrial):
-    """Writes down after which batch the loop talked to other ranks or read a device value."""
+    """Writes down after which batch the loop talked to other ranks."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -54,8 +50,6 @@ class Watched(DataParallelTrial):
         self.is_training = False
         for name in ("allgather", "gather", "broadcast"):
             self.watch(name)
-        for name in HOST_READS:
-            self.watch_reads(name)
 
     def watch(self, name):
         original = getattr(self.context.distributed, name)
@@ -65,19 +59,6 @@ class Watched(DataParallelTrial):
             return original(*args, **kwargs)
 
         setattr(self.context.distributed, name, watched)
-
-    def watch_reads(self, name):
-        original = getattr(torch.Tensor, name)
-
-        def watched(tensor, *args, **kwargs):
-            caller = traceback.extract_stack(limit=2)[0].filename
-            if "dstrial/loop" in caller and not caller.endswith(
-                "order.py"
-            ):  # which reads indices, on the CPU anyway
-                self.note("host read")
-            return original(tensor, *args, **kwargs)
-
-        setattr(torch.Tensor, name, watched)
 
     def note(self, what):
         if self.is_training:
