@@ -36,7 +36,7 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
     Raises:
         TrialContractError: it is neither a mapping nor a tensor.
     """
-    if isinstance(returned, Mapping):
+    if returned.__class__ is dict or isinstance(returned, Mapping):
         return returned
     if isinstance(returned, torch.Tensor):
         return {"loss": returned}
@@ -100,6 +100,7 @@ class MetricWindow:
     def __init__(self, where: str, reducer_of: ReducerOf = average, keep_batches: bool = False) -> None:
         self._where = where
         self._reducer_of = reducer_of
+        self._is_average = reducer_of is average
         self._keep_batches = keep_batches
         self._totals: dict[str, Any] = {}
         self._weight = 0.0
@@ -122,7 +123,7 @@ class MetricWindow:
             TrialContractError: the names differ from those of the sets before.
         """
         totals = self._totals
-        if self._num_calls and metrics.keys() != totals.keys():
+        if self._num_calls and (len(metrics) != len(totals) or metrics.keys() != totals.keys()):
             raise TrialContractError(
                 f"{self._where} returned the metrics {sorted(metrics)}; expected {sorted(totals)} as in the calls "
                 "before. Return the same metric names every time."
@@ -137,7 +138,11 @@ class MetricWindow:
                 amount = value.detach()
                 if amount.ndim:
                     amount = amount.to(_accumulation_dtype(amount)).mean()
-            self._accumulate(name, amount, weight)
+            held = totals.get(name)
+            if self._is_average and held.__class__ is float and amount.__class__ is float:
+                totals[name] = held + amount * weight  # what nearly always happens, on the CPU
+            else:
+                self._accumulate(name, amount, weight)
         self._weight += weight
         self._num_calls += 1
         if self._keep_batches:

@@ -197,9 +197,9 @@ class GlobalBatches:
         self._records: Sequence[Any] = ()
         self._block_size = max(_BLOCK_RECORDS // size, 1) * size
         self._block_start = -1
-        self._block: Sequence[Any] = ()
+        self._block: list[Any] = []
 
-    def records(self, batch_idx: int) -> Sequence[Any]:
+    def records(self, batch_idx: int) -> list[Any]:
         """Return the records of one global batch, in order.
 
         Args:
@@ -214,7 +214,7 @@ class GlobalBatches:
         start = batch_in_epoch * size
         block_start = start - start % self._block_size
         if block_start != self._block_start:
-            self._block = self._records[block_start : block_start + self._block_size]
+            self._block = list(self._records[block_start : block_start + self._block_size])
             self._block_start = block_start
         return self._block[start - block_start : start - block_start + size]
 
@@ -262,12 +262,22 @@ class ReplicaSampler(data.Sampler[list[Any]]):
         self._with_epoch = with_epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
-        batches, replica = self._batches, self._replica
-        first_batch, skipped = divmod(self._start, batches.geometry.micro_batches_per_batch)
+        batches, geometry = self._batches, self._batches.geometry
+        size, per_micro_batch = geometry.train_batch_size, geometry.records_per_micro_batch
+        micro_batch_indices = range(geometry.micro_batches_per_batch)
+        slice_indices = [idx * geometry.num_replicas + self._replica for idx in micro_batch_indices]
+        full_slices = [slice(idx * per_micro_batch, (idx + 1) * per_micro_batch) for idx in slice_indices]
+        first_batch, skipped = divmod(self._start, geometry.micro_batches_per_batch)
         for batch_idx in itertools.count(first_batch):
             records = batches.records(batch_idx)
-            epoch_idx = batch_idx // batches.epoch_length
-            for micro_batch_idx in range(skipped, batches.geometry.micro_batches_per_batch):
-                micro_batch = batches.micro_batch(records, micro_batch_idx, replica)
-                yield [(epoch_idx, record) for record in micro_batch] if self._with_epoch else micro_batch
+            if len(records) == size:
+                micro_batches = [records[where] for where in full_slices]
+            else:
+                micro_batches = [
+                    batches.micro_batch(records, idx, self._replica) for idx in micro_batch_indices
+                ]
+            if self._with_epoch:
+                epoch_idx = batch_idx // batches.epoch_length
+                micro_batches = [[(epoch_idx, record) for record in part] for part in micro_batches]
+            yield from micro_batches[skipped:]
             skipped = 0
