@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _end_with_launcher()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines at once, so that those of several ranks do not mix where they share an output.
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         if words[:1] == ["--script"]:
             _run_script(words[1], words[2:])

@@ -57,12 +57,6 @@ def on_two_ranks(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory):
-    (run,) = start(tmp_path_factory.mktemp("one") / "python", [sys.executable, SCRIPT])
-    return run
-
-
 def test_each_position_is_reported_once_under_dstrials_launcher(on_two_ranks):
     positions = [(group, step) for group, step, _ in on_two_ranks]
     assert positions == [
@@ -89,9 +83,7 @@ def test_mpirun_trains_the_same(tmp_path, on_two_ranks):
     assert start(tmp_path / "mpirun", [*MPIRUN, SCRIPT]) == [on_two_ranks]
 
 
-def test_one_process_trains_the_same_twice_as_a_notebook_cell_does(tmp_path, on_one_rank):
-    assert start(tmp_path / "cell", [sys.executable, SCRIPT, "--times", "2"]) == [on_one_rank, on_one_rank]
-
-
-def test_one_rank_of_dstrials_launcher_is_like_none(tmp_path, on_one_rank):
-    assert start(tmp_path / "launch", [*LAUNCH, "--slots", "1", SCRIPT]) == [on_one_rank]
+def test_one_process_trains_the_same_twice_as_a_notebook_cell_does_and_like_one_launched_rank(tmp_path):
+    first, again = start(tmp_path / "cell", [sys.executable, SCRIPT, "--times", "2"])
+    assert again == first
+    assert start(tmp_path / "launch", [*LAUNCH, "--slots", "1", SCRIPT]) == [first]
