@@ -32,7 +32,7 @@ from dstrial.local.run_directory import (
     default_runs_dir,
 )
 from dstrial.loop.agreement import StopReason
-from dstrial.loop.loop import FitResult, LoopSettings, TrainingLoop
+from dstrial.loop.loop import FitResult, LoopSettings, TrainingLoop, require_engine
 from dstrial.ranks import process_group
 from dstrial.ranks.control import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify
@@ -84,7 +84,7 @@ def init(
     if info is not None and distributed is None:
         _require_launcher(identity, num_slots=sum(info.container_slot_counts))
     with contextlib.ExitStack() as stack:
-        stack.callback(process_group.shutdown)
+        stack.push(lambda kind, _error, _traceback: _end_process_group(kind, identity.world_size))
         process_group.init_process_group(identity, timeout_s=timeout_from_environ())
         device = process_group.device(identity)
         channel = distributed if distributed is not None else ControlChannel(identity)
@@ -126,6 +126,16 @@ def init(
         context._own_run = own_run
         stack.callback(context._close_tensorboard_writer)
         yield context
+
+
+def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
+    """End the process group; not where a rank of several has failed, because its peers may be inside a collective.
+
+    They would keep the end from coming. The process exits with its error instead, and its launcher ends the others.
+    """
+    if kind is None or world_size == 1:
+        process_group.shutdown()
+    return False
 
 
 def _require_launcher(identity: RankIdentity, *, num_slots: int) -> None:
@@ -261,6 +271,7 @@ class Trainer:
         Ranks: all, collectively.
         """
         context = self._context
+        require_engine(self._trial, context)
         if checkpoint_policy not in ("best", "all", "none"):
             raise ValueError(
                 f"checkpoint_policy is {checkpoint_policy!r}; expected 'best', 'all' or 'none'. Choose one of them."
@@ -286,6 +297,9 @@ class Trainer:
             if profiling_enabled and context.distributed.rank == 0:
                 logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
             latest_checkpoint = self._local_checkpoint(latest_checkpoint)
+            if latest_checkpoint is not None:
+                metadata = context._core.checkpoint.get_metadata(latest_checkpoint)
+                context._steps_completed = int(metadata.get("steps_completed", 0))
         if checkpoint_policy == "best" and metric is None:
             if context.distributed.rank == 0:
                 logger.warning(
@@ -425,7 +439,7 @@ def run_trial(
         experiment: the experiment; None on a cluster, which knows it.
         run_dir: the run directory, off a cluster.
         resume: checkpoint to continue from: a uuid, a directory, or ``latest``.
-        test_mode: two batches, one validation round, one checkpoint and a reload of it.
+        test_mode: two batches, one validation, one checkpoint and a reload of it.
 
     Raises:
         ConfigError: the experiment does not say how long to train.
@@ -443,7 +457,8 @@ def run_trial(
     ) as context:
         trial = trial_class(context)
         trainer = Trainer(trial, context)
-        size = _global_batch_size(context) if context._adapters else 1
+        require_engine(trial, context)
+        size = _global_batch_size(context)
         max_length = (
             pytorch.Batch(_TEST_BATCHES) if test_mode else _length_from_searcher(config["searcher"], size)
         )
@@ -458,7 +473,7 @@ def run_trial(
             reporting_period=pytorch.Batch(1 if test_mode else int(config.get("scheduling_unit") or 100)),
             checkpoint_policy="none" if test_mode else str(config.get("checkpoint_policy") or "best"),
             latest_checkpoint=info.latest_checkpoint if info is not None else resume,
-            step_zero_validation=bool(config.get("perform_initial_validation")),
+            step_zero_validation=not test_mode and bool(config.get("perform_initial_validation")),
             profiling_enabled=info is not None and bool((config.get("profiling") or {}).get("enabled")),
         )
         if test_mode and result.checkpoint_uuid is not None:

@@ -25,6 +25,7 @@ _IMPORT_TIME_VARIABLES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",
 }
 # Threads that a library keeps for the life of the process.
+_LIFELONG_TARGETS = "(_serve)"  # multiprocessing's sharer of file descriptors
 _LIFELONG_THREADS = ("pytest_timeout", "tqdm_monitor", "asyncio_", "Thread-pool")
 
 
@@ -51,7 +52,7 @@ def _nothing_is_left_running(_environment_is_restored: None) -> Iterator[None]:
         lambda: {
             thread.name
             for thread in set(threading.enumerate()) - threads_before
-            if not thread.name.startswith(_LIFELONG_THREADS)
+            if not thread.name.startswith(_LIFELONG_THREADS) and not thread.name.endswith(_LIFELONG_TARGETS)
         },
     )
 

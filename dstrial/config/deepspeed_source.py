@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.documents import read_json
-from dstrial.config.findings import Findings, KeyPath, Lines, locate, render
+from dstrial.config.findings import OVERRIDE_LABEL, Findings, KeyPath, Lines, dotted, locate, render
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import ConfigError
 
@@ -144,6 +144,9 @@ def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
     """Return the lines of one part of a document, with paths that start there."""
     inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}
     inside.setdefault((), locate(lines, prefix, ""))
+    # What came from the command line has no line to look at, so its message needs the whole key.
+    whole_key = f"{OVERRIDE_LABEL}: {dotted(prefix)}"
+    inside = {path: whole_key if line == OVERRIDE_LABEL else line for path, line in inside.items()}
     # A constant may be written {type: const, val: …}; its keys then stand one level deeper.
     for path, line in [*inside.items()]:
         if "val" in path:

@@ -14,6 +14,9 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 Lines: TypeAlias = Mapping[KeyPath, str]
 """Where each key stands, as ``file:line`` or another short label such as ``--config``."""
 
+OVERRIDE_LABEL = "--config"
+"""Label of what the command line gave; ``--config: key`` where that key is the top of what is checked."""
+
 _MAX_RENDERED_CHARS = 80
 
 
@@ -72,7 +75,10 @@ class Findings:
         """Return ``file:line: key`` for a key path or a dotted key."""
         parts = key_path(path) if isinstance(path, str) else path
         label = locate(self._lines, parts, self._where)
-        return f"{label}: {dotted(parts)}" if parts else label
+        if not parts:
+            return label
+        separator = "." if label.startswith(f"{OVERRIDE_LABEL}: ") else ": "
+        return f"{label}{separator}{dotted(parts)}"
 
     def problem(self, path: KeyPath | str, got: str, expected: str, fix: str) -> None:
         """Record an error; see :class:`dstrial.errors.ConfigProblem` for the parts of the sentence."""

@@ -10,10 +10,8 @@ from typing import Any
 import yaml
 
 from dstrial.config.documents import Document, parse_yaml_value
-from dstrial.config.findings import KeyPath, key_path
+from dstrial.config.findings import OVERRIDE_LABEL, KeyPath, key_path
 from dstrial.errors import ConfigError, ConfigProblem
-
-OVERRIDE_LABEL = "--config"
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:

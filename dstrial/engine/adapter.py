@@ -78,14 +78,20 @@ class EngineAdapter(Protocol):
             iterator: yields micro batches without end; None on ranks that read no records.
         """
 
+    @property
+    def micro_batches_per_evaluation(self) -> int:
+        """Micro batches that one call of ``evaluate_batch`` takes: 1 for data parallel, a pipeline's accumulation."""
+
     def validation_rounds(
-        self, num_records: int, records_per_micro_batch: int
+        self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
         """Plan a validation that covers every record exactly once, in equally many rounds on every replica.
 
         Args:
             num_records: records in the validation set, the same on all ranks.
             records_per_micro_batch: batch size of the validation loader.
+            all_replicas: every replica must call ``evaluate_batch`` equally often, because a forward pass of
+                another engine of the trial is collective.
 
         Returns:
             One entry per call of ``evaluate_batch``, in order, for this replica.

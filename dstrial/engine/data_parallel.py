@@ -39,7 +39,9 @@ class DataParallelAdapter:
         self._data_parallel_world_size: int = (
             engine.dp_world_size if data_parallel_world_size is None else data_parallel_world_size
         )
-        self._forward_is_collective: bool = engine.zero_optimization_partition_weights()
+        self._forward_is_collective: bool = (
+            engine.zero_optimization_partition_weights() or engine.has_moe_layers
+        )
 
     @property
     def engine(self) -> DeepSpeedEngine:
@@ -88,7 +90,7 @@ class DataParallelAdapter:
 
     @property
     def forward_is_collective(self) -> bool:
-        """ZeRO 3 gathers parameters in forward, so every replica must run it equally often."""
+        """ZeRO 3 gathers parameters in forward and experts exchange tokens, so every replica must run it equally often."""
         return self._forward_is_collective
 
     def set_training(self, training: bool) -> None:
@@ -98,8 +100,13 @@ class DataParallelAdapter:
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         """Do nothing: this engine draws no data of its own."""
 
+    @property
+    def micro_batches_per_evaluation(self) -> int:
+        """One micro batch per call."""
+        return 1
+
     def validation_rounds(
-        self, num_records: int, records_per_micro_batch: int
+        self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
         """Plan one micro batch per call; see ``plan_data_parallel``. Ranks: any; no communication."""
         return plan_data_parallel(
@@ -107,7 +114,7 @@ class DataParallelAdapter:
             records_per_micro_batch,
             self._data_parallel_rank,
             self._data_parallel_world_size,
-            forward_is_collective=self._forward_is_collective,
+            forward_is_collective=self._forward_is_collective or all_replicas,
         )
 
     def bind_validation_round(

@@ -121,8 +121,17 @@ class PipelineAdapter:
         self._binding.training_iterator = iterator
         self._engine.set_dataiterator(iterator)
 
+    @property
+    def micro_batches_per_evaluation(self) -> int:
+        """A full round of the schedule."""
+        return self._micro_batches_per_batch
+
     def validation_rounds(
-        self, num_records: int, records_per_micro_batch: int
+        self,
+        num_records: int,
+        records_per_micro_batch: int,
+        *,
+        all_replicas: bool = False,  # noqa: ARG002  # they always do
     ) -> tuple[ValidationRound, ...]:
         """Plan full, remaining and ragged rounds; see ``plan_pipeline``. Ranks: any; no communication."""
         return plan_pipeline(

@@ -29,20 +29,19 @@ class KeepPolicy:
     def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
         """Read the policy from the experiment config's ``checkpoint_storage``.
 
-        Determined's defaults (latest 1, trial best 1, experiment best 0) keep everything: a config that
-        names none of the fields has them too, and nobody has asked to delete anything.
-
         Args:
-            checkpoint_storage: the section, with or without its defaults filled in; None if there is none.
-                The three ``save_…`` fields have been validated as integers of at least 0.
+            checkpoint_storage: the section, without defaults of the ``save_…`` fields: those that are not given
+                have Determined's (latest 1, trial best 1, experiment best 0) if another one is. Those that are
+                given have been validated as integers of at least 0. None if there is no section.
 
         Returns:
-            The policy; None, which means keep everything, for Determined's defaults.
+            The policy; None, which means keep everything, if no field is given: nobody has asked to delete
+            anything.
         """
         fields = checkpoint_storage or {}
-        numbers = {key: fields.get(key, default) for key, default in _DEFAULTS.items()}
-        if numbers == _DEFAULTS:
+        if not any(fields.get(key) is not None for key in _DEFAULTS):
             return None
+        numbers = {key: fields.get(key, default) for key, default in _DEFAULTS.items()}
         latest, trial_best, experiment_best = (
             value if isinstance(value, int) else _DEFAULTS[key] for key, value in numbers.items()
         )

@@ -8,13 +8,11 @@ and, written last by the store, the completion mark.
 
 from __future__ import annotations
 
-import copy
-import io
 import json
 import logging
 import pathlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import determined as det
@@ -31,6 +29,7 @@ from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.metrics import MetricWindow
 from dstrial.loop.progress import Progress
+from dstrial.loop.reducers import reducer_state, restore_reducer
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
@@ -113,6 +112,7 @@ class Checkpointing:
         self._window = window
         self._trial_id = trial_id
         self._layouts: list[dict[str, Any]] | None = None
+        self._pending_random_states: Mapping[str, Any] | None = None
 
     def save(self, loop_state: Mapping[str, Any]) -> str:
         """Write a checkpoint of now. Ranks: all, collectively.
@@ -153,7 +153,7 @@ class Checkpointing:
         return str(uuid)
 
     def _cannot_write(self, path: pathlib.Path, cause: BaseException | None) -> BaseException:
-        if cause is not None and not isinstance(cause, OSError | RuntimeError):
+        if cause is not None and not isinstance(cause, OSError):
             return cause
         return CheckpointError(
             f"checkpoint {path} at batch {self._progress.batches_trained} cannot be written by rank "
@@ -164,10 +164,10 @@ class Checkpointing:
     def _write_rank_states_together(self, path: pathlib.Path, loop_state: Mapping[str, Any]) -> None:
         """Write this rank's own state; the failure of one rank is the failure of all. Ranks: all, collectively."""
         distributed = self._context.distributed
-        error: OSError | None = None
+        error: Exception | None = None
         try:
             self._write_rank_state(path, loop_state)
-        except OSError as caught:
+        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
             error = caught
         failures = distributed.allgather(None if error is None else str(error))
         if error is not None:
@@ -187,7 +187,7 @@ class Checkpointing:
             "progress": self._progress.state_dict(),
             "window": self._window.state_dict(),
             "loop": dict(loop_state),
-            "reducers": [_reducer_state(wrapped.reducer) for wrapped in context._wrapped_reducers],
+            "reducers": [reducer_state(wrapped.reducer) for wrapped in context._wrapped_reducers],
             "callbacks": self._callbacks.state_dict(),
             "engines": [engine_extra_state(engine) for engine in context.models],
             "random_states": random_states(context.device),
@@ -204,6 +204,8 @@ class Checkpointing:
         if context.distributed.rank == 0:
             self._write_configuration(path)
         layouts = self._current_layouts()
+        self._callbacks.call("on_checkpoint_end", str(path))
+        self._callbacks.call("on_checkpoint_write_end", str(path))
         context.distributed.allgather(None)
         mine = share_of(_files_in(path), context.distributed.local_rank, context.distributed.local_size)
         gathered = context.distributed.gather((hash_files(path, mine), self._files_i_read()))
@@ -218,8 +220,6 @@ class Checkpointing:
                 steps_completed=batches_trained, layouts=layouts, files=files, readers=readers
             )
             write_manifest(path, manifest)
-        self._callbacks.call("on_checkpoint_end", str(path))
-        self._callbacks.call("on_checkpoint_write_end", str(path))
 
     def _write_configuration(self, path: pathlib.Path) -> None:
         context = self._context
@@ -286,7 +286,7 @@ class Checkpointing:
                     "written with."
                 )
             state = torch.load(
-                path / rank_state_name(context.distributed.rank), map_location="cpu", weights_only=False
+                path / needed[context.distributed.rank], map_location=self._place, weights_only=False
             )
             self._callbacks.call("on_checkpoint_load_start", state)
             self._trial.load(context, path)
@@ -310,10 +310,15 @@ class Checkpointing:
         self._progress.load_state_dict(state["progress"])
         self._window.load_state_dict(state["window"], context.device)
         for wrapped, saved in zip(context._wrapped_reducers, state["reducers"], strict=False):
-            _restore_reducer(wrapped.reducer, saved)
+            restore_reducer(wrapped.reducer, saved)
         return dict(state["loop"]), True
 
-    _pending_random_states: Mapping[str, Any] | None = None
+    def _place(self, storage: Any, location: str) -> Any:
+        """Put what was on an accelerator on this rank's, and leave the rest on the CPU, for ``torch.load``."""
+        if location == "cpu":
+            return storage
+        restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
+        return restore(storage, str(self._context.device))
 
     def restore_random_states(self) -> None:
         """Put back the random states of the checkpoint that was restored, if any."""
@@ -353,21 +358,3 @@ def _files_in(path: pathlib.Path) -> list[str]:
     return sorted(
         str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and not p.name.endswith(".tmp")
     )
-
-
-def _reducer_state(reducer: Any) -> dict[str, Any]:
-    """Return what of a reducer can be written; functions, which come back with the trial, are left out."""
-    state = {}
-    for name, value in vars(reducer).items():
-        try:
-            torch.save(value, io.BytesIO())
-        except Exception:  # noqa: BLE001  # user objects fail to pickle in any way they like
-            if not callable(value):
-                logger.warning("reducer attribute %s.%s cannot be checkpointed", type(reducer).__name__, name)
-            continue
-        state[name] = copy.deepcopy(value)
-    return state
-
-
-def _restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:
-    vars(reducer).update(state)

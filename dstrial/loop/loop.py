@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from determined import pytorch, tensorboard, util
@@ -16,10 +17,11 @@ from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpointing import Checkpointing
-from dstrial.loop.loaders import CountingIterator, TrainingStream, ValidationStream
 from dstrial.loop.metrics import MetricWindow, as_mapping, combine
 from dstrial.loop.progress import Progress
+from dstrial.loop.training_data import CountingIterator, TrainingStream
 from dstrial.loop.validation import Validation
+from dstrial.loop.validation_data import ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
@@ -108,11 +110,7 @@ class TrainingLoop:
         on_start: Callable[[int], None],
         on_progress: Callable[[int, int], None],
     ) -> None:
-        if not context.models:
-            raise TrialContractError(
-                f"{type(trial).__name__} has no wrapped model engine; expected at least one. Call "
-                "context.wrap_model_engine(engine) in __init__."
-            )
+        require_engine(trial, context)
         self._trial = trial
         self._context = context
         self._settings = settings
@@ -144,7 +142,6 @@ class TrainingLoop:
         self._iterator: CountingIterator | None = None
         self._batches_total = 0
         self._checkpoint_uuid: str | None = None
-        self._has_training_reducers = any(wrapped.for_training for wrapped in context._wrapped_reducers)
         self._reports_metrics = context._mpu.should_report_metrics
 
     # ---- the run -------------------------------------------------------------------------------------
@@ -162,6 +159,7 @@ class TrainingLoop:
             stack.callback(self._close_iterator)
             self._build_loaders()
             self._batches_total = total_batches(settings.max_length, progress.epoch_length)
+            self._require_epoch_length()
             loop_state = self._restore()
             self._on_start(progress.batches_trained)
             drawn = int(loop_state.get("micro_batches_drawn", 0))
@@ -186,6 +184,23 @@ class TrainingLoop:
         self._checkpointing.restore(uuid, self._progress.epoch_length)
         self._checkpointing.restore_random_states()
 
+    def _require_epoch_length(self) -> None:
+        """Refuse periods that could never fall due.
+
+        Raises:
+            ValueError: a period is counted in epochs, and the training loader has no length.
+        """
+        if self._progress.epoch_length is not None:
+            return
+        counted = [
+            boundary.value for boundary, period in self._periods.items() if period and period.unit == "epochs"
+        ]
+        if counted:
+            raise ValueError(
+                f"the periods to {', '.join(counted)} are counted in epochs, but the training loader has no length; expected "
+                "batches. Use Batch(n), or give the loader a __len__."
+            )
+
     def _restore(self) -> Mapping[str, Any]:
         latest = self._settings.latest_checkpoint
         if latest is None:
@@ -205,6 +220,12 @@ class TrainingLoop:
     def _train(self) -> StopReason | None:
         """Train batch after batch; returns why it stopped early, or None at the end."""
         progress = self._progress
+        if progress.batches_trained >= self._batches_total and self._is_chief:
+            logger.warning(
+                "nothing is left to train: %d batches are done, and max_length is %d",
+                progress.batches_trained,
+                self._batches_total,
+            )
         self._agreements.start(progress.batches_trained)
         self._mark_s = time.monotonic()
         if self._is_chief and progress.batches_trained < self._batches_total:
@@ -219,6 +240,8 @@ class TrainingLoop:
             if found or batches >= self._agreements.next_batch or self._is_stopped_alone():
                 stop = self._act(found)
                 if stop is not None and batches < self._batches_total:
+                    if self._is_chief:
+                        logger.warning("stopping after batch %d (%s), with a checkpoint", batches, stop.value)
                     if not progress.checkpoint_is_current:
                         self._checkpoint()
                     return stop
@@ -305,7 +328,7 @@ class TrainingLoop:
 
     def _report(self, averages: dict[str, Any]) -> None:
         context, batches = self._context, self._progress.batches_trained
-        if self._has_training_reducers:
+        if any(wrapped.for_training for wrapped in context._wrapped_reducers):
             reduced = context.reduce_metrics(for_training=True)
             averages.update(pytorch._convert_metrics_to_numpy(reduced))
         self._callbacks.call(
@@ -410,7 +433,9 @@ class TrainingLoop:
         if policy != "best":
             return policy == "all"
         now = float(metrics[str(settings.searcher_metric)])
-        if best_before is None:
+        if math.isnan(now):
+            return False
+        if best_before is None or math.isnan(best_before):
             return True
         return bool(now < best_before if settings.smaller_is_better else now > best_before)
 
@@ -445,46 +470,71 @@ class TrainingLoop:
             )
         except DataError as caught:
             error = caught
-        lengths = self._distributed.allgather(
-            (
-                training is not None,
-                self._stream.epoch_length if self._stream else None,
-                str(error) if error else None,
-            )
+        must_read = context._mpu.should_build_data_loader
+        length = self._stream.epoch_length if self._stream else None
+        gathered = self._distributed.allgather(
+            (must_read, training is not None, length, str(error) if error else None)
         )
-        self._progress.epoch_length = _agreed_epoch_length(lengths)
+        self._progress.epoch_length = _agreed_epoch_length(gathered)
         context._epoch_len = self._progress.epoch_length
         assert self._stream is not None
         if self._is_chief:
             for note in self._stream.notes:
-                logger.warning("%s", note)
-        stream = None
-        if validation is not None:
-            stream = ValidationStream(
-                validation, self._adapter, settings.data_seed, checks_disabled, self._trial.get_batch_length
-            )
+                logger.info("%s", note)
+        stream = ValidationStream(
+            validation,
+            self._adapter,
+            any(adapter.forward_is_collective for adapter in context._adapters),
+            settings.data_seed,
+            checks_disabled,
+            self._trial.get_batch_length,
+        )
         candidate = Validation(self._trial, context, self._callbacks, stream, settings.max_validation_rounds)
         self._validation = candidate if candidate.agree_on_extent() else None
+        if self._validation is None and settings.searcher_metric is not None and self._is_chief:
+            logger.warning(
+                "there is no validation data, so searcher.metric %r is never reported",
+                settings.searcher_metric,
+            )
+
+
+def require_engine(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
+    """Refuse a trial that has wrapped no engine.
+
+    Raises:
+        TrialContractError: it has not.
+    """
+    if not context.models:
+        raise TrialContractError(
+            f"{type(trial).__name__} has no wrapped model engine; expected at least one. Call "
+            "context.wrap_model_engine(engine) in __init__."
+        )
 
 
 def _optional_period(unit: pytorch.TrainUnit | None) -> Period | None:
     return None if unit is None else Period.from_train_unit(unit)
 
 
-def _agreed_epoch_length(lengths: list[tuple[bool, int | None, str | None]]) -> int | None:
+def _agreed_epoch_length(gathered: Sequence[tuple[bool, bool, int | None, str | None]]) -> int | None:
     """Return the batches per epoch that all ranks with a loader have.
 
+    Args:
+        gathered: by rank: whether it has to read records, whether it has a loader, the batches per epoch of that
+            loader (None if it does not say), and what is wrong with it (None if nothing is).
+
     Raises:
-        DataError: no rank has a loader, a loader is too short, or lengths differ; the same on every rank.
+        DataError: a loader is missing, too short, or lengths differ; the same on every rank.
     """
-    errors = [(rank, error) for rank, (_, _, error) in enumerate(lengths) if error]
+    errors = [(rank, error) for rank, (_, _, _, error) in enumerate(gathered) if error]
     if errors:
         raise DataError(f"rank {errors[0][0]}: {errors[0][1]}")
-    readers = {rank: length for rank, (has_loader, length, _) in enumerate(lengths) if has_loader}
-    if not readers:
-        raise DataError(
-            "build_training_data_loader returned None on every rank that reads records; expected a loader. Return one."
-        )
+    readers = {rank: length for rank, (_, has_loader, length, _) in enumerate(gathered) if has_loader}
+    without = [
+        rank for rank, (must_read, has_loader, _, _) in enumerate(gathered) if must_read and not has_loader
+    ]
+    if not readers or without:
+        where = f"on rank {without[0]}" if readers else "on every rank that reads records"
+        raise DataError(f"build_training_data_loader returned None {where}; expected a loader. Return one.")
     if len(set(readers.values())) > 1:
         listed = ", ".join(f"rank {rank}: {length}" for rank, length in readers.items())
         raise DataError(

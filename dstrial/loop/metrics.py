@@ -133,7 +133,7 @@ class MetricWindow:
             if not isinstance(value, torch.Tensor):
                 amount = _host_number(value)
             elif value.is_cpu:
-                amount = value.item() if value.ndim == 0 else _host_number(value.detach().numpy(force=True))
+                amount = value.item() if value.ndim == 0 else float(value.detach().double().mean())
             else:
                 amount = value.detach()
                 if amount.ndim:
@@ -200,7 +200,12 @@ class MetricWindow:
             name: held.clone() if isinstance(held, torch.Tensor) else held
             for name, held in self._totals.items()
         }
-        return {"totals": totals, "weight": self._weight, "num_calls": self._num_calls}
+        return {
+            "totals": totals,
+            "weight": self._weight,
+            "num_calls": self._num_calls,
+            "batches": list(self._batches),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Continue an open window.
@@ -215,6 +220,7 @@ class MetricWindow:
         }
         self._weight = float(state["weight"])
         self._num_calls = int(state["num_calls"])
+        self._batches = list(state["batches"])
 
 
 def combine(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -16,20 +14,12 @@ from dstrial.engine.validation_plan import ValidationRound
 from dstrial.errors import DataError, TrialContractError
 from dstrial.loop import metrics as loop_metrics
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.loaders import ValidationStream, round_of
+from dstrial.loop.reducers import Snapshot
+from dstrial.loop.validation_data import Extent, ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Extent:
-    """The size of the validation set as agreed by all ranks: by records if planned, else by micro batches."""
-
-    num_records: int | None
-    records_per_micro_batch: int | None
-    num_micro_batches: int | None
 
 
 class Validation:
@@ -39,7 +29,7 @@ class Validation:
         trial: the user's trial.
         context: its context, engines wrapped.
         callbacks: the user's callbacks.
-        stream: the validation records of this rank; None if no rank has any.
+        stream: the validation records of this rank, which may be none.
         max_rounds: evaluate at most this many rounds, for test runs; None for all.
     """
 
@@ -48,7 +38,7 @@ class Validation:
         trial: DeepSpeedTrial,
         context: DeepSpeedTrialContext,
         callbacks: Callbacks,
-        stream: ValidationStream | None,
+        stream: ValidationStream,
         max_rounds: int | None = None,
     ) -> None:
         self._trial = trial
@@ -56,7 +46,8 @@ class Validation:
         self._callbacks = callbacks
         self._stream = stream
         self._max_rounds = max_rounds
-        self._extent: _Extent | None = None
+        self._extent = Extent()
+        self._is_collective = any(adapter.forward_is_collective for adapter in context._adapters)
         self._on_chief_only = util.is_overridden(trial.evaluate_full_dataset, DeepSpeedTrial)
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
 
@@ -70,35 +61,32 @@ class Validation:
             DataError: loaders are empty, or their lengths differ where every replica must do the same.
             TrialContractError: the trial overrides no evaluation, or one that cannot work with its engines.
         """
-        stream = self._stream
-        mine = (
-            (stream.num_records, stream.records_per_micro_batch, stream.num_micro_batches) if stream else None
-        )
-        gathered = self._context.distributed.allgather(mine)
-        readers = [(rank, extent) for rank, extent in enumerate(gathered) if extent]
-        empty = [rank for rank, extent in readers if not (extent[0] or extent[2])]
+        context = self._context
+        gathered = context.distributed.allgather((context._mpu.should_build_data_loader, self._stream.extent))
+        readers = [(rank, extent) for rank, (_, extent) in enumerate(gathered) if extent is not None]
+        if not readers:
+            return False
+        first_rank, first = readers[0]
+        without = [rank for rank, (reads, extent) in enumerate(gathered) if reads and extent is None]
+        if without:
+            raise DataError(
+                f"build_validation_data_loader returned None on rank {without[0]} and a loader on rank {first_rank}; "
+                "expected the same on all ranks that read records. Return a loader on all of them, or on none."
+            )
+        empty = [rank for rank, extent in readers if extent.is_empty]
         if empty:
             raise DataError(
                 f"the validation loader of rank {empty[0]} is empty; expected at least one record. Fill it, or return None."
             )
-        if not readers:
-            return False
-        first_rank, first = readers[0]
-        adapter = self._context._adapters[0]
         for rank, extent in readers[1:]:
-            if extent != first and (first[0] is not None or adapter.forward_is_collective):
+            if extent != first and (first.num_records is not None or self._is_collective):
                 raise DataError(
-                    f"the validation loaders differ: (records, records per micro batch, micro batches) are {extent} on "
-                    f"rank {rank} and {first} on rank {first_rank}; expected the same on all ranks, because every rank "
-                    "takes part in every forward pass. Build the same loader everywhere."
+                    f"the validation loaders differ: {extent} on rank {rank} and {first} on rank {first_rank}; expected "
+                    "the same on all ranks, because all of them evaluate together. Build the same loader everywhere."
                 )
-        self._extent = _Extent(*first)
-        if self._stream is not None and self._extent.num_records is None:
-            self._extent = dataclasses.replace(
-                self._extent, num_micro_batches=self._stream.num_micro_batches or first[2]
-            )
+        self._extent = first
         if self._on_chief_only:
-            if adapter.forward_is_collective:
+            if self._is_collective:
                 raise TrialContractError(
                     "evaluate_full_dataset runs on the chief alone, but every forward pass of this engine (ZeRO 3 or a "
                     "pipeline) needs all ranks; expected evaluate_batch. Override evaluate_batch instead."
@@ -121,11 +109,8 @@ class Validation:
         """
         context = self._context
         start_s = time.monotonic()
-        kept = [
-            (wrapped.reducer, copy.deepcopy(vars(wrapped.reducer)))
-            for wrapped in context._wrapped_reducers
-            if wrapped.for_training
-        ]
+        training_reducers = [wrapped.reducer for wrapped in context._wrapped_reducers if wrapped.for_training]
+        open_window = Snapshot(training_reducers)
         for wrapped in context._wrapped_reducers:
             if wrapped.for_validation:
                 wrapped.reset()
@@ -145,9 +130,7 @@ class Validation:
             for adapter in context._adapters:
                 adapter.bind_validation_round(None, None)
                 adapter.set_training(True)
-            for reducer, attributes in kept:
-                vars(reducer).clear()
-                vars(reducer).update(attributes)
+            open_window.restore()
         self._callbacks.call("on_validation_end", results)
         if context.distributed.rank == 0:
             elapsed_s = time.monotonic() - start_s
@@ -157,7 +140,6 @@ class Validation:
     def _full_dataset(self) -> tuple[dict[str, Any], int]:
         mine: dict[str, Any] | None = None
         if self._context.distributed.rank == 0:
-            assert self._stream is not None
             returned = self._trial.evaluate_full_dataset(self._stream.full_loader())
             if not isinstance(returned, Mapping):
                 raise TrialContractError(
@@ -166,7 +148,7 @@ class Validation:
                 )
             mine = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in returned.items()}
         results: dict[str, Any] = self._context.distributed.broadcast(mine)
-        return results, self._extent.num_records or 0 if self._extent else 0
+        return results, self._extent.num_records or 0
 
     def _by_batches(self) -> tuple[dict[str, Any], int]:
         reducer_of = self._reducer_of()
@@ -174,7 +156,7 @@ class Validation:
         window = loop_metrics.MetricWindow("evaluate_batch", reducer_of, keep_batches=keep)
         self._callbacks.call("on_validation_epoch_start")
         num_records = 0
-        for batch_idx, (validation_round, items) in enumerate(self._rounds()):
+        for batch_idx, (validation_round, items) in enumerate(self._stream.rounds(self._extent)):
             if self._max_rounds is not None and batch_idx >= self._max_rounds:
                 break
             num_records += self._evaluate_round(batch_idx, validation_round, items, window)
@@ -204,16 +186,13 @@ class Validation:
         for adapter in self._context._adapters:
             adapter.bind_validation_round(validation_round, items)
         is_filler = validation_round.records == 0
-        kept = (
-            [(w.reducer, copy.deepcopy(vars(w.reducer))) for w in self._context._wrapped_reducers]
-            if is_filler
-            else []
+        before = (
+            Snapshot(wrapped.reducer for wrapped in self._context._wrapped_reducers) if is_filler else None
         )
         arguments = (items, batch_idx) if self._takes_batch_idx else (items,)
         returned: Any = self._trial.evaluate_batch(*arguments)
-        for reducer, attributes in kept:
-            vars(reducer).clear()
-            vars(reducer).update(attributes)
+        if before is not None:
+            before.restore()
         if self._context._mpu.should_report_metrics and not is_filler:
             if not isinstance(returned, Mapping):
                 raise TrialContractError(
@@ -222,30 +201,6 @@ class Validation:
                 )
             window.add(returned, weight=validation_round.records)
         return validation_round.records
-
-    def _rounds(self) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
-        assert self._extent is not None
-        adapter = self._context._adapters[0]
-        stream = self._stream
-        if self._extent.num_records is not None and self._extent.records_per_micro_batch is not None:
-            if stream is None:
-                rounds = adapter.validation_rounds(
-                    self._extent.num_records, self._extent.records_per_micro_batch
-                )
-                items = None
-            else:
-                rounds, items = stream.planned(self._extent.num_records, self._extent.records_per_micro_batch)
-            for validation_round in rounds:
-                yield validation_round, items
-            return
-        assert self._extent.num_micro_batches is not None
-        per_round = adapter.micro_batches_per_batch if self._context.use_pipeline_parallel else 1
-        if stream is None:
-            full_rounds, rest = divmod(self._extent.num_micro_batches - 1, per_round)
-            for size in [per_round] * full_rounds + ([rest] if rest else []) + [1]:
-                yield round_of((1,) * size, is_ragged=size == 1 and per_round > 1), None
-            return
-        yield from stream.unplanned(self._extent.num_micro_batches, per_round)
 
     def _reducer_of(self) -> loop_metrics.ReducerOf:
         chosen = self._trial.evaluation_reducer()

@@ -65,6 +65,11 @@ def test_what_was_added_is_not_changed_by_later_writes_to_the_tensor():
     assert combine([window.totals()], "train_batch") == {"loss": 2.0}
 
 
+def test_arrays_of_any_precision_count_with_their_mean():
+    totals = window_of({"loss": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}).totals()
+    assert combine([totals], "t") == {"loss": 1.5}
+
+
 def test_values_on_an_accelerator_are_never_read_before_the_report():
     window = window_of(*[{"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}] * 3)
     window.add({"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}, weight=2)

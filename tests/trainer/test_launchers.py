@@ -21,6 +21,13 @@ DEEPSPEED = [sys.executable, str(pathlib.Path(sys.executable).with_name("deepspe
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
 
 
+def has_slurm():
+    return (
+        shutil.which("srun") is not None
+        and subprocess.run(["sinfo", "--noheader"], capture_output=True).returncode == 0
+    )
+
+
 def start(directory, command, **variables):
     """Run a command where its runs go to ``directory``, and return what each run reported."""
     directory.mkdir()
@@ -81,6 +88,11 @@ def test_deepspeeds_launcher_trains_the_same(tmp_path, on_two_ranks):
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Requires: [mpirun]")
 def test_mpirun_trains_the_same(tmp_path, on_two_ranks):
     assert start(tmp_path / "mpirun", [*MPIRUN, SCRIPT]) == [on_two_ranks]
+
+
+@pytest.mark.skipif(not has_slurm(), reason="Requires: [srun, a Slurm cluster]")
+def test_srun_trains_the_same(tmp_path, on_two_ranks):
+    assert start(tmp_path / "srun", ["srun", "-n", "2", sys.executable, SCRIPT]) == [on_two_ranks]
 
 
 def test_one_process_trains_the_same_twice_as_a_notebook_cell_does_and_like_one_launched_rank(tmp_path):

@@ -58,8 +58,9 @@ def test_a_batch_sampler_of_the_users_deals_whole_batches():
     assert done.rows("validation")[4]["validation_loss"] == pytest.approx(mean_target(records), rel=1e-5)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("own", [False, True], ids=["planned", "loader of the user's own"])
-def test_a_pipeline_validates_every_record_whatever_the_loader(own):
+def test_a_pipeline_validates_every_record_whatever_the_loader(own, accumulation):
     import small_trials
 
     records = small_trials.Records(27, 2)
@@ -91,6 +92,7 @@ def test_a_pipeline_validates_every_record_whatever_the_loader(own):
         type("OneStage", (small_trials.PipelineTrial,), members),
         max_length=Batch(3),
         validation_period=Batch(2),
+        hparams={"deepspeed_config": deepspeed_config(gradient_accumulation_steps=accumulation)},
     )
     assert list(done.rows("validation")) == [2, 3]
     for row in done.rows("validation").values():
@@ -112,6 +114,22 @@ def test_a_pipeline_whose_loader_is_too_short_is_refused_before_the_first_step()
     members = {"build_engine": build_engine}
     with pytest.raises(DataError, match=r"has 7 records; expected at least one batch of 8"):
         fit(type("Short", (small_trials.PipelineTrial,), members), hparams={"num_records": 7})
+
+
+def test_loaders_on_some_ranks_only_are_refused(tmp_path):
+    config = experiment({"deepspeed_config": deepspeed_config(0)}, batches=2)
+    run = train(tmp_path, "NoValidationOnRank1", config, ranks=2, module="odd_trials")
+    assert run.returncode not in (0, 137)
+    assert "build_validation_data_loader returned None on rank 1 and a loader on rank 0" in run.output
+
+
+def test_a_second_engine_of_stage_3_is_in_step_during_validation(tmp_path):
+    hyperparameters = {"deepspeed_config": deepspeed_config(0), "num_validation_records": 9}
+    run = train(
+        tmp_path, "SecondEngineOfStage3", experiment(hyperparameters, batches=2), ranks=2, module="odd_trials"
+    )
+    assert run.returncode == 0, run.output
+    assert "validated 9 records" in run.output
 
 
 @pytest.mark.parametrize("stage", [0, 3])

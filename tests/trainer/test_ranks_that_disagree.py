@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
             "train_batch returned the metrics ['other'] on rank 1 and ['batch_idx', 'epoch_idx', 'loss']",
         ),
         ("ShorterOnRank1", "batches per epoch are rank 0: 8, rank 1: 6; expected the same on all ranks"),
-        ("EndsEarlyOnRank1", "the training loader of rank 1 ended after 6 micro batches"),
+        ("EndsEarlyOnRank1", "the training loader of rank 1 ended in batch 3, after 6 micro batches"),
     ],
 )
 def test_disagreement_is_an_error_that_names_the_ranks(tmp_path, trial, message):

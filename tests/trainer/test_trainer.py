@@ -133,6 +133,54 @@ def test_a_run_continues_from_its_latest_checkpoint_as_if_it_had_not_stopped():
     assert values(rest.rows("validation"))[12] == values(whole.rows("validation"))[12]
 
 
+def test_callbacks_and_context_know_the_first_batch_after_a_resume():
+    told = []
+
+    class Startup(PyTorchCallback):
+        def on_trial_startup(self, first_batch_idx, checkpoint_uuid):
+            told.append((first_batch_idx, checkpoint_uuid is not None))
+
+    trial = trial_class(build_callbacks=lambda self: {"startup": Startup()})
+    first = fit(trial)
+    fit(trial, max_length=Batch(5), run_dir=first.directory.path, latest_checkpoint="latest")
+    assert told == [(0, False), (4, True)]
+
+
+def test_a_run_with_nothing_left_to_train_says_so(caplog):
+    first = fit()
+    again = fit(max_length=Batch(2), run_dir=first.directory.path, latest_checkpoint="latest")
+    assert again.result.batches_trained == 4
+    assert "nothing is left to train: 4 batches are done, and max_length is 2" in caplog.text
+
+
+def test_nan_is_never_the_best():
+    losses = iter([float("nan"), 1.0, float("nan"), 0.5])
+    trial = trial_class(evaluate_full_dataset=lambda self, loader: {"validation_loss": next(losses)})
+    done = fit(trial, validation_period=Batch(2), max_length=Batch(8))
+    assert done.checkpoints() == [4, 8]
+    assert str(done.rows("validation")[2]["validation_loss"]).lower() == "nan"
+
+
+def test_files_of_a_write_callback_are_in_the_manifest():
+    class Extra(PyTorchCallback):
+        def on_checkpoint_write_end(self, checkpoint_dir):
+            (pathlib.Path(checkpoint_dir) / "notes.txt").write_text("mine")
+
+    done = fit(trial_class(build_callbacks=lambda self: {"extra": Extra()}))
+    manifest = json.loads((newest(done) / "manifest.json").read_text())
+    assert manifest["files"]["notes.txt"]["bytes"] == 4
+
+
+def test_periods_in_epochs_need_a_loader_with_a_length():
+    class NoLength(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    trial = user_loader(training=lambda: torch.utils.data.DataLoader(NoLength(), batch_size=4))
+    with pytest.raises(ValueError, match="periods to validate are counted in epochs"):
+        fit(trial, validation_period=Epoch(1))
+
+
 def test_initial_validation_comes_before_the_first_batch_and_only_once():
     first = fit(step_zero_validation=True)
     assert list(first.rows("validation")) == [0, 4]
@@ -312,7 +360,7 @@ def test_a_loader_without_a_length_that_ends_names_rank_and_position():
             records = small_trials.Records(16, 1)
             return (records[i] for i in range(16))
 
-    with pytest.raises(DataError, match="training loader of rank 0 ended after 4 micro batches"):
+    with pytest.raises(DataError, match="training loader of rank 0 ended in batch 2, after 4 micro batches"):
         fit(
             user_loader(training=lambda: torch.utils.data.DataLoader(NoLength(), batch_size=4)),
             max_length=Batch(5),

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import deepspeed
 import torch
 from small_trials import DataParallelTrial, Records
 from torch.utils import data
@@ -38,6 +39,30 @@ class EndsEarlyOnRank1(OwnLoader):
         return data.DataLoader(
             NoLength(400 if self.context.distributed.get_rank() == 0 else 24), batch_size=4
         )
+
+
+class NoValidationOnRank1(DataParallelTrial):
+    def build_validation_data_loader(self):
+        return None if self.context.distributed.get_rank() else super().build_validation_data_loader()
+
+
+class SecondEngineOfStage3(DataParallelTrial):
+    def __init__(self, context):
+        super().__init__(context)
+        config = self.ds_config()
+        config["zero_optimization"] = {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+        }
+        model = torch.nn.Linear(8, 4)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self.second = context.wrap_model_engine(engine)
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        features, targets = next(dataloader_iter)
+        self.second(features)
+        return {"validation_loss": (targets**2).mean()}
 
 
 class Watched(DataParallelTrial):

@@ -1,0 +1,54 @@
+"""Reading records in loader workers: seeds of their own, and nothing of ours in the user's way."""
+
+import numpy as np
+import pytest
+import torch
+from determined import pytorch
+from torch.utils import data
+
+from dstrial.loop.order import BatchGeometry, GlobalBatches, ReplicaSampler, SamplerOrder
+from dstrial.loop.records import SeededRecords, torch_loader
+
+
+class Noise(data.Dataset):
+    """Answers with random numbers of all three generators; remembers what a worker wrote on it."""
+
+    opened = 0.0
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, record):
+        return torch.tensor([float(torch.rand(())), float(np.random.rand()), self.opened])
+
+
+def read(sampler, num_batches, with_epoch=True, **options):
+    dataset = Noise()
+    loader = pytorch.DataLoader(dataset, batch_size=2, num_workers=1, **options)
+    batches = GlobalBatches(SamplerOrder(sampler, 0), 6, BatchGeometry(2, 1, 1), keep_tail=True)
+    made = torch_loader(loader, SeededRecords(dataset, 3), ReplicaSampler(batches, 0, 0, with_epoch), 3)
+    items = iter(made)
+    return torch.cat([next(items) for _ in range(num_batches)])
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, torch.tensor], ids=["int", "NumPy", "tensor"])
+def test_every_record_has_a_seed_of_its_own_whatever_the_sampler_yields(kind):
+    class Sampler:
+        def __iter__(self):
+            return iter([kind(record) for record in range(6)])
+
+        def __len__(self):
+            return 6
+
+    values = read(Sampler(), 6)
+    assert len(set(values[:, 0].tolist())) == 12
+    assert torch.equal(values, read(Sampler(), 6))
+
+
+def open_file(worker_idx):
+    data.get_worker_info().dataset.opened = 7.0
+
+
+def test_worker_init_fn_sees_the_users_own_data_set():
+    values = read(range(6), 2, worker_init_fn=open_file)
+    assert set(values[:, 2].tolist()) == {7.0}
