@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from dstrial.config import overwrite_deepspeed_config
     from dstrial.errors import ConfigError, DstrialError
-    from dstrial.loop.loop import FitResult
+    from dstrial.loop.settings import FitResult
     from dstrial.trainer import Trainer, init
     from dstrial.trial.context import DeepSpeedTrialContext
     from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
@@ -72,7 +72,7 @@ _HOMES = {
     "DeepSpeedTrialContext": "dstrial.trial.context",
     "DstrialError": "dstrial.errors",
     "Epoch": "determined.pytorch",
-    "FitResult": "dstrial.loop.loop",
+    "FitResult": "dstrial.loop.settings",
     "MetricReducer": "determined.pytorch",
     "ModelParallelUnit": "dstrial.trial.mpu",
     "PyTorchCallback": "determined.pytorch",

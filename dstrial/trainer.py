@@ -32,7 +32,8 @@ from dstrial.local.run_directory import (
     default_runs_dir,
 )
 from dstrial.loop.agreement import StopReason
-from dstrial.loop.loop import FitResult, LoopSettings, TrainingLoop, require_engine
+from dstrial.loop.loop import TrainingLoop, require_engine
+from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.ranks import process_group
 from dstrial.ranks.control import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify

@@ -18,6 +18,7 @@ from typing import Any
 import determined as det
 import numpy as np
 import torch
+from determined import constants
 
 import dstrial
 from dstrial.checkpoint.manifest import Manifest, hash_files, read_manifest, share_of, write_manifest
@@ -229,7 +230,7 @@ class Checkpointing:
             "hparams": context._hparams,
         }
         (path / "load_data.json").write_text(json.dumps(load_data, default=str))
-        if context._core.info is not None:
+        if context._core.info is not None and pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY).is_dir():
             det.util.write_user_code(path, True)
 
     def _current_layouts(self) -> list[dict[str, Any]]:

@@ -3,87 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from determined import pytorch, tensorboard, util
+from determined import pytorch, util
 
 from dstrial.errors import DataError, TrialContractError
 from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpointing import Checkpointing
+from dstrial.loop.events import EventFiles
 from dstrial.loop.metrics import MetricWindow, as_mapping, combine
 from dstrial.loop.progress import Progress
-from dstrial.loop.training_data import CountingIterator, TrainingStream
+from dstrial.loop.settings import FitResult, LoopSettings
+from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.validation import Validation
 from dstrial.loop.validation_data import ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
-
-_UPLOAD_INTERVAL_S = 5.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoopSettings:
-    """What to do when; constant over a run.
-
-    Attributes:
-        max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``.
-        reporting_period: how often training metrics are reported.
-        validation_period: how often to validate, besides at the end; None for only then.
-        checkpoint_period: how often to checkpoint, besides at the end; None for only then.
-        checkpoint_policy: whether a validation is followed by a checkpoint: always, if it is the best of the
-            experiment so far, or never.
-        searcher_metric: the validation metric that ``best`` compares; None if there is none.
-        smaller_is_better: its direction.
-        latest_checkpoint: what to continue from; None for a fresh start.
-        step_zero_validation: whether a fresh run validates before its first batch.
-        data_seed: decides the order of records.
-        trial_id: number of the trial, 0 off a cluster.
-        max_validation_rounds: evaluate at most this many rounds per validation; None for all.
-    """
-
-    max_length: pytorch.TrainUnit
-    reporting_period: pytorch.TrainUnit
-    validation_period: pytorch.TrainUnit | None
-    checkpoint_period: pytorch.TrainUnit | None
-    checkpoint_policy: Literal["best", "all", "none"]
-    searcher_metric: str | None
-    smaller_is_better: bool
-    latest_checkpoint: str | None
-    step_zero_validation: bool
-    data_seed: int
-    trial_id: int
-    max_validation_rounds: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FitResult:
-    """How training ended.
-
-    Attributes:
-        batches_trained: finished batches of the run.
-        batches_total: its length in batches.
-        stopped: why it ended early; None if it is complete.
-        checkpoint_uuid: the newest checkpoint this call wrote; None if it wrote none.
-    """
-
-    batches_trained: int
-    batches_total: int
-    stopped: StopReason | None
-    checkpoint_uuid: str | None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the whole length was trained."""
-        return self.stopped is None
 
 
 class TrainingLoop:
@@ -124,7 +67,7 @@ class TrainingLoop:
         self._window_seconds = 0.0
         self._window_start = 0
         self._mark_s = 0.0
-        self._uploaded_s = -_UPLOAD_INTERVAL_S
+        self._events = EventFiles(context)
         self._progress = Progress(epoch_length=None)
         self._agreements = AgreementPoints(context.distributed, wish_to_stop)
         self._on_start = on_start
@@ -176,13 +119,8 @@ class TrainingLoop:
             if settings.step_zero_validation and is_fresh:
                 self._validate()
             stopped = self._train()
-            self._upload_tensorboard()
+            self._events.upload()
         return FitResult(progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid)
-
-    def reload(self, uuid: str) -> None:
-        """Load a checkpoint into the engines once more, to see that it can be. Ranks: all, collectively."""
-        self._checkpointing.restore(uuid, self._progress.epoch_length)
-        self._checkpointing.restore_random_states()
 
     def _require_epoch_length(self) -> None:
         """Refuse periods that could never fall due.
@@ -344,42 +282,14 @@ class TrainingLoop:
             metrics.setdefault("samples_per_second", num_records / seconds)
             self._core.train.report_training_metrics(steps_completed=batches, metrics=metrics)
             self._core.train.report_progress(min(batches / self._batches_total, 1.0))
-            self._write_tensorboard("", metrics)
-        self._upload_tensorboard(at_once=False)
+            self._events.write("", batches, metrics)
+        self._events.upload(at_once=False)
         self._window.reset()
         for wrapped in context._wrapped_reducers:
             if wrapped.for_training:
                 wrapped.reset()
         self._window_seconds = 0.0
         self._window_start = batches
-
-    def _write_tensorboard(self, prefix: str, metrics: Mapping[str, Any]) -> None:
-        if not self._context.get_enable_tensorboard_logging():
-            return
-        writer = self._context.get_tensorboard_writer()
-        for name, value in metrics.items():
-            tag = name if not prefix or name.startswith(prefix) else f"{prefix}_{name}"
-            if util.is_numerical_scalar(value):
-                writer.add_scalar(f"Determined/{tag}", value, self._progress.batches_trained)
-
-    def _upload_tensorboard(self, at_once: bool = True) -> None:
-        """Hand this rank's files over: the chief its events, every rank its profiler traces. Ranks: any.
-
-        Args:
-            at_once: whether to do it even if the last time is less than five seconds ago.
-        """
-        now_s = time.monotonic()
-        if not self._context.get_enable_tensorboard_logging() or (
-            not at_once and now_s - self._uploaded_s < _UPLOAD_INTERVAL_S
-        ):
-            return
-        self._uploaded_s = now_s
-        if self._context._tensorboard_writer is not None:
-            self._context._tensorboard_writer.flush()
-        is_chief = self._is_chief
-        self._core.train.upload_tensorboard_files(
-            lambda path: is_chief or not path.match("*tfevents*"), tensorboard.util.get_rank_aware_path
-        )
 
     # ---- validation and checkpoints ------------------------------------------------------------------
 
@@ -397,7 +307,7 @@ class TrainingLoop:
         saves = False
         if self._is_chief:
             saves = self._report_validation(metrics)
-        self._upload_tensorboard()
+        self._events.upload()
         saves = self._distributed.broadcast(saves)
         if saves and not progress.checkpoint_is_current:
             self._checkpoint()
@@ -425,7 +335,7 @@ class TrainingLoop:
         progress, settings = self._progress, self._settings
         policy = settings.checkpoint_policy
         best_before = self._core.train.get_experiment_best_validation() if policy == "best" else None
-        self._write_tensorboard("val", metrics)
+        self._events.write("val", progress.batches_trained, metrics)
         metrics = dict(metrics)
         metrics.setdefault("batches", progress.batches_trained)
         metrics.setdefault("epochs", progress.epochs_trained)
@@ -475,7 +385,7 @@ class TrainingLoop:
         gathered = self._distributed.allgather(
             (must_read, training is not None, length, str(error) if error else None)
         )
-        self._progress.epoch_length = _agreed_epoch_length(gathered)
+        self._progress.epoch_length = agreed_epoch_length(gathered)
         context._epoch_len = self._progress.epoch_length
         assert self._stream is not None
         if self._is_chief:
@@ -513,32 +423,3 @@ def require_engine(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> Non
 
 def _optional_period(unit: pytorch.TrainUnit | None) -> Period | None:
     return None if unit is None else Period.from_train_unit(unit)
-
-
-def _agreed_epoch_length(gathered: Sequence[tuple[bool, bool, int | None, str | None]]) -> int | None:
-    """Return the batches per epoch that all ranks with a loader have.
-
-    Args:
-        gathered: by rank: whether it has to read records, whether it has a loader, the batches per epoch of that
-            loader (None if it does not say), and what is wrong with it (None if nothing is).
-
-    Raises:
-        DataError: a loader is missing, too short, or lengths differ; the same on every rank.
-    """
-    errors = [(rank, error) for rank, (_, _, _, error) in enumerate(gathered) if error]
-    if errors:
-        raise DataError(f"rank {errors[0][0]}: {errors[0][1]}")
-    readers = {rank: length for rank, (_, has_loader, length, _) in enumerate(gathered) if has_loader}
-    without = [
-        rank for rank, (must_read, has_loader, _, _) in enumerate(gathered) if must_read and not has_loader
-    ]
-    if not readers or without:
-        where = f"on rank {without[0]}" if readers else "on every rank that reads records"
-        raise DataError(f"build_training_data_loader returned None {where}; expected a loader. Return one.")
-    if len(set(readers.values())) > 1:
-        listed = ", ".join(f"rank {rank}: {length}" for rank, length in readers.items())
-        raise DataError(
-            f"training loaders differ in length: batches per epoch are {listed}; expected the same on all ranks. Build the "
-            "same loader on every rank, or shard evenly."
-        )
-    return next(iter(readers.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from determined import pytorch
@@ -207,3 +207,32 @@ class _Flattened(data.Sampler[Any]):
                 yield [(epoch_idx, record) for record in batch]
             else:
                 yield dealt
+
+
+def agreed_epoch_length(gathered: Sequence[tuple[bool, bool, int | None, str | None]]) -> int | None:
+    """Return the batches per epoch that all ranks with a loader have.
+
+    Args:
+        gathered: by rank: whether it has to read records, whether it has a loader, the batches per epoch of that
+            loader (None if it does not say), and what is wrong with it (None if nothing is).
+
+    Raises:
+        DataError: a loader is missing, too short, or lengths differ; the same on every rank.
+    """
+    errors = [(rank, error) for rank, (_, _, _, error) in enumerate(gathered) if error]
+    if errors:
+        raise DataError(f"rank {errors[0][0]}: {errors[0][1]}")
+    readers = {rank: length for rank, (_, has_loader, length, _) in enumerate(gathered) if has_loader}
+    without = [
+        rank for rank, (must_read, has_loader, _, _) in enumerate(gathered) if must_read and not has_loader
+    ]
+    if not readers or without:
+        where = f"on rank {without[0]}" if readers else "on every rank that reads records"
+        raise DataError(f"build_training_data_loader returned None {where}; expected a loader. Return one.")
+    if len(set(readers.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {length}" for rank, length in readers.items())
+        raise DataError(
+            f"training loaders differ in length: batches per epoch are {listed}; expected the same on all ranks. Build the "
+            "same loader on every rank, or shard evenly."
+        )
+    return next(iter(readers.values()))

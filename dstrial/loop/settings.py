@@ -1,0 +1,66 @@
+"""What a training loop is told to do, and what it answers: plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from determined import pytorch
+
+from dstrial.loop.agreement import StopReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """What to do when; constant over a run.
+
+    Attributes:
+        max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``.
+        reporting_period: how often training metrics are reported.
+        validation_period: how often to validate, besides at the end; None for only then.
+        checkpoint_period: how often to checkpoint, besides at the end; None for only then.
+        checkpoint_policy: whether a validation is followed by a checkpoint: always, if it is the best of the
+            experiment so far, or never.
+        searcher_metric: the validation metric that ``best`` compares; None if there is none.
+        smaller_is_better: its direction.
+        latest_checkpoint: what to continue from; None for a fresh start.
+        step_zero_validation: whether a fresh run validates before its first batch.
+        data_seed: decides the order of records.
+        trial_id: number of the trial, 0 off a cluster.
+        max_validation_rounds: evaluate at most this many rounds per validation; None for all.
+    """
+
+    max_length: pytorch.TrainUnit
+    reporting_period: pytorch.TrainUnit
+    validation_period: pytorch.TrainUnit | None
+    checkpoint_period: pytorch.TrainUnit | None
+    checkpoint_policy: Literal["best", "all", "none"]
+    searcher_metric: str | None
+    smaller_is_better: bool
+    latest_checkpoint: str | None
+    step_zero_validation: bool
+    data_seed: int
+    trial_id: int
+    max_validation_rounds: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FitResult:
+    """How training ended.
+
+    Attributes:
+        batches_trained: finished batches of the run.
+        batches_total: its length in batches.
+        stopped: why it ended early; None if it is complete.
+        checkpoint_uuid: the newest checkpoint this call wrote; None if it wrote none.
+    """
+
+    batches_trained: int
+    batches_total: int
+    stopped: StopReason | None
+    checkpoint_uuid: str | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole length was trained."""
+        return self.stopped is None

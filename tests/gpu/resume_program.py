@@ -1,0 +1,62 @@
+"""Train 12 batches on the device, once in one go and once stopped after 7 and resumed, and compare the reports."""
+
+import ast
+import json
+import sys
+
+from small_runs import DEFINITIONS, TIMINGS, deepspeed_config
+
+sys.path.insert(0, str(DEFINITIONS))
+
+import small_trials
+
+from dstrial import Batch, Trainer, init
+
+STAGE, SECTIONS = int(sys.argv[1]), ast.literal_eval(sys.argv[2])
+EXP_CONF = {"name": "resume", "reproducibility": {"experiment_seed": 3}}
+
+
+class Trial(small_trials.DataParallelTrial):
+    """Computes its loss in the precision of the model."""
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        features, targets = self.batch(dataloader_iter)
+        loss = ((self.model_engine(features) - targets) ** 2).mean()
+        self.model_engine.backward(loss)
+        self.model_engine.step()
+        return {"loss": loss}
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        features, targets = self.batch(dataloader_iter)
+        return {"validation_loss": ((self.model_engine(features) - targets) ** 2).mean()}
+
+    def batch(self, dataloader_iter):
+        dtype = next(self.model_engine.module.parameters()).dtype
+        return [tensor.to(dtype) for tensor in self.context.to_device(next(dataloader_iter))]
+
+
+def train(stop_after, run_dir=None):
+    config = deepspeed_config(STAGE, **SECTIONS)
+    with init(hparams={"deepspeed_config": config}, exp_conf=EXP_CONF, run_dir=run_dir) as context:
+        trial = Trial(context)
+        Trainer(trial, context).fit(
+            max_length=Batch(stop_after),
+            reporting_period=Batch(4),
+            latest_checkpoint="latest" if run_dir else None,
+            checkpoint_policy="none",
+        )
+        directory = context._core.run_directory
+    rows = [json.loads(line) for line in directory.metrics_path.read_text().splitlines()]
+    values = {
+        row["steps_completed"]: {k: v for k, v in row["metrics"].items() if k not in TIMINGS}
+        for row in rows
+        if row["group"] == "training"
+    }
+    return directory.path, values
+
+
+_, whole = train(12)
+first, _ = train(8)
+_, resumed = train(12, first)
+assert resumed == whole, (resumed, whole)
+print("resumed reports are equal")
