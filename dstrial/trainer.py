@@ -22,7 +22,13 @@ from determined import core, pytorch
 
 from dstrial import local
 from dstrial.config import ExperimentConfig, Length
-from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem, RankIdentityError
+from dstrial.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    ConfigProblem,
+    LaunchError,
+    RankIdentityError,
+)
 from dstrial.local.context import LocalContext
 from dstrial.local.run_directory import (
     RESUME_VARIABLE,
@@ -164,19 +170,26 @@ def _run_directory(
     given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if given:
         return RunDirectory.open(given), False
-    path: str | None = None
+    made: str | LaunchError | None = None
     if channel.rank == 0:
         name = str((exp_conf or {}).get("name") or _program_name())
-        made = RunDirectory.create(
-            default_runs_dir(),
-            name=name,
-            context_dir=pathlib.Path.cwd(),
-            command=sys.argv,
-            config=exp_conf or {},
-        )
-        path = str(made.path)
-        logger.info("this run's files are in %s", path)
-    return RunDirectory.open(channel.broadcast(path)), True
+        try:
+            directory = RunDirectory.create(
+                default_runs_dir(),
+                name=name,
+                context_dir=pathlib.Path.cwd(),
+                command=sys.argv,
+                config=exp_conf or {},
+            )
+        except LaunchError as error:  # which every rank has to learn of
+            made = error
+        else:
+            made = str(directory.path)
+            logger.info("this run's files are in %s", made)
+    agreed = channel.broadcast(made)
+    if isinstance(agreed, LaunchError):
+        raise agreed
+    return RunDirectory.open(agreed), True
 
 
 def _program_name() -> str:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import signal
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
+from dstrial.cli.streams import to_null_device
 from dstrial.errors import DstrialError
 
 COMMANDS = {
@@ -47,12 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0 for success, 1 for an error of the user's, 2 for wrong usage.
+        The exit status: 0 for success, 1 for an error of the user's, 2 for wrong usage; as for any program that is
+        ended by a signal, 130 after Ctrl-C and 141 if nobody reads the output.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in argv if word in COMMANDS), None)
     args = build_parser(command).parse_args(argv)
     module = importlib.import_module(f"dstrial.cli.{args.command}")
+    try:
+        exit_code = _run(module, args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        to_null_device(sys.stdout)
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return exit_code
+
+
+def _run(module: ModuleType, args: argparse.Namespace) -> int:
     try:
         return int(module.main(args))
     except DstrialError as error:

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.explain import DEFAULT_ORIGIN
 from dstrial.errors import ConfigError
@@ -25,37 +26,13 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Check an experiment config and the DeepSpeed config it names. Exits 0 if training can start, "
         "1 if not; all problems are listed at once. Starts no process and imports neither torch nor deepspeed.",
     )
-    parser.add_argument("experiment", metavar="EXP.yaml", help="experiment config")
-    parser.add_argument(
-        "context_dir",
-        metavar="CONTEXT_DIR",
-        nargs="?",
-        default=".",
-        help="model definition directory (default: .)",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="replace one value of EXP.yaml; repeatable",
-    )
-    parser.add_argument(
-        "--slots", type=_slots, metavar="N", help="check for N slots instead of slots_per_trial"
-    )
+    add_experiment_arguments(parser, slots_help="check for N slots instead of slots_per_trial")
     parser.add_argument(
         "--explain", action="store_true", help="print the effective DeepSpeed config with origins"
     )
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON object instead of text"
     )
-
-
-def _slots(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of slots; expected at least 1")
-    return value
 
 
 def main(args: argparse.Namespace) -> int:

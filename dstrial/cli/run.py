@@ -6,18 +6,18 @@ import argparse
 import contextlib
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.checkpoint.manifest import MANIFEST_NAME
-from dstrial.checkpoint.mark import is_complete
+from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
-from dstrial.cli.run_outcome import Verdict, judge, print_failure, summary
+from dstrial.cli.run_outcome import Verdict, failure_text, judge, summary
+from dstrial.cli.run_resume import ResumePoint, newest_resumable, resume_point
+from dstrial.cli.streams import LastingStream
 from dstrial.config import ExperimentConfig, load_experiment
-from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem, DstrialError
+from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import (
@@ -26,10 +26,10 @@ from dstrial.local.run_directory import (
     RunDirectory,
     RunState,
     default_runs_dir,
-    newest_run,
+    find_runs,
     utc_now,
 )
-from dstrial.local.run_monitor import RunMonitor
+from dstrial.local.run_monitor import RunMonitor, RunView
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,24 +52,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Check an experiment, train it on this machine in the foreground, and say where its files lie.",
         epilog=_EPILOG,
     )
-    parser.add_argument("experiment", metavar="EXP.yaml", help="experiment config")
-    parser.add_argument(
-        "context_dir",
-        metavar="CONTEXT_DIR",
-        nargs="?",
-        default=".",
-        help="model definition directory (default: .)",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="replace one value of EXP.yaml; repeatable",
-    )
-    parser.add_argument(
-        "--slots", type=_slots, metavar="N", help="number of ranks instead of slots_per_trial"
-    )
+    add_experiment_arguments(parser, slots_help="number of ranks instead of slots_per_trial")
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
     )
@@ -80,20 +63,13 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     kind.add_argument(
         "--resume",
         metavar="latest|RUN_DIR|CHECKPOINT",
-        help="go on with the newest run of this name and context, with a run, or from a checkpoint",
+        help="go on with the newest run of this name and context that has a checkpoint, with a run, or from a checkpoint",
     )
     kind.add_argument(
         "--test",
         action="store_true",
         help="train two batches, validate once, write a checkpoint and load it again",
     )
-
-
-def _slots(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of slots; expected at least 1")
-    return value
 
 
 def main(args: argparse.Namespace) -> int:
@@ -107,10 +83,14 @@ def main(args: argparse.Namespace) -> int:
     )
     entrypoint = parse_entrypoint(experiment.entrypoint, str(experiment.path))
     _require_trainable(args, experiment, entrypoint)
+    err = LastingStream(sys.stderr)
     for warning in experiment.warnings:
-        sys.stderr.write(f"warning: {warning}\n")
-    run_directory, checkpoint = _run_to_go_on_with(args, experiment)
+        err.write(f"warning: {warning}\n")
+    point = None if args.resume is None else _resume_point(args, experiment)
+    if point is not None and point.note is not None:
+        err.write(f"warning: {point.note}\n")
     command = ["dstrial", *_own_arguments(args)]
+    run_directory = None if point is None else point.run_directory
     is_new = run_directory is None
     if run_directory is None:
         run_directory = RunDirectory.create(
@@ -124,7 +104,32 @@ def main(args: argparse.Namespace) -> int:
         if not is_new:
             run_directory.begin_attempt(command)
             run_directory.write_config(experiment.raw)
-        return _attempt(args, experiment, entrypoint, run_directory, checkpoint)
+        with _ended_on_record(run_directory):
+            return _attempt(args, experiment, entrypoint, run_directory, point)
+
+
+def _resume_point(args: argparse.Namespace, experiment: ExperimentConfig) -> ResumePoint:
+    return resume_point(
+        args.resume,
+        runs_dir=default_runs_dir(args.runs_dir),
+        name=experiment.name,
+        context_dir=experiment.context_dir,
+    )
+
+
+@contextlib.contextmanager
+def _ended_on_record(run_directory: RunDirectory) -> Iterator[None]:
+    """Put the end of an attempt on record when an exception ends it."""
+    try:
+        yield
+    except BaseException as error:
+        if run_directory.read_record().state is RunState.RUNNING:
+            if isinstance(error, KeyboardInterrupt):
+                run_directory.end_attempt(RunState.STOPPED)
+            else:
+                reason = str(error).partition("\n")[0]
+                run_directory.end_attempt(RunState.FAILED, f"{type(error).__name__}: {reason}")
+        raise
 
 
 def _require_trainable(
@@ -140,47 +145,6 @@ def _require_trainable(
         raise ConfigError([problem])
     if entrypoint.trial is not None and not args.test:
         experiment.require_max_length()
-
-
-def _run_to_go_on_with(
-    args: argparse.Namespace, experiment: ExperimentConfig
-) -> tuple[RunDirectory | None, Path | None]:
-    """Resolve ``--resume`` to a run, None for a new one, and the checkpoint to load."""
-    if args.resume is None:
-        return None, None
-    if args.resume == "latest":
-        runs_dir = default_runs_dir(args.runs_dir)
-        run_directory = newest_run(runs_dir, experiment.name, experiment.context_dir)
-        if run_directory is None:
-            raise CheckpointNotFoundError(
-                f"--resume is 'latest', and {runs_dir} has no run of {experiment.name!r} with the context directory "
-                f"{experiment.context_dir.resolve()}; expected one. Leave --resume out to start one, or pass "
-                "--runs-dir."
-            )
-        return run_directory, _newest_of(run_directory)
-    path = Path(args.resume).resolve()
-    if RunDirectory(path).record_path.is_file():
-        run_directory = RunDirectory.open(path)
-        return run_directory, _newest_of(run_directory)
-    if is_complete(path) or (path / MANIFEST_NAME).is_file():
-        owner = RunDirectory(path.parent.parent)
-        is_of_a_run = owner.record_path.is_file() and owner.checkpoints_path == path.parent
-        if not is_of_a_run or is_complete(path):
-            return (owner if is_of_a_run else None), path
-    raise CheckpointNotFoundError(
-        f"--resume is {args.resume!r}; expected 'latest', a run directory, or the directory of a complete "
-        "checkpoint. Name one that a run has printed."
-    )
-
-
-def _newest_of(run_directory: RunDirectory) -> Path:
-    checkpoint = newest_checkpoint(run_directory.checkpoints_path)
-    if checkpoint is None:
-        raise CheckpointNotFoundError(
-            f"the run {run_directory.path} has no complete checkpoint; expected one to resume from. Leave --resume "
-            "out to start anew."
-        )
-    return checkpoint.path
 
 
 def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[str]:
@@ -208,7 +172,7 @@ def _attempt(
     experiment: ExperimentConfig,
     entrypoint: Entrypoint,
     run_directory: RunDirectory,
-    checkpoint: Path | None,
+    point: ResumePoint | None,
 ) -> int:
     """Train in a run directory that this process owns, put the outcome on record and print it."""
     from dstrial.cli.run_display import Refresher, make_display
@@ -217,31 +181,32 @@ def _attempt(
     is_cpu = experiment.slots_per_trial == 0
     num_ranks = 1 if entrypoint.starts_ranks or is_cpu else num_slots(args.slots, experiment.slots_per_trial)
     metric = experiment.metric
+    out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
+    steps_before = None if point is None else point.steps_completed
     monitor = RunMonitor(run_directory, metric=metric, since=utc_now())
-    display = make_display(num_ranks=num_ranks, metric=metric, is_plain=args.no_progress)
-    display.message(f"run directory: {run_directory.path}")
-    if checkpoint is not None:
-        display.message(f"resuming from checkpoint {checkpoint}")
+    display = make_display(out, err, num_ranks=num_ranks, metric=metric, is_plain=args.no_progress)
     try:
+        display.message(f"run directory: {run_directory.path}")
+        if point is not None:
+            display.message(f"resuming from checkpoint {point.checkpoint}")
         with Refresher(monitor.poll, display.view):
-            outcome = _run_ranks(args, experiment, entrypoint, run_directory, checkpoint, num_ranks, display)
-    except KeyboardInterrupt:
-        run_directory.end_attempt(RunState.STOPPED)
-        return 128 + signal.SIGINT
-    except DstrialError as error:
-        run_directory.end_attempt(RunState.FAILED, str(error))
-        raise
+            outcome = _run_ranks(args, experiment, entrypoint, run_directory, point, num_ranks, display)
     finally:
         display.close()
-    verdict = judge(
-        outcome, read_json(run_directory.status_path) or {}, is_trial=entrypoint.trial is not None
-    )
-    run_directory.end_attempt(verdict.state, verdict.reason if verdict.state is RunState.FAILED else None)
+    is_trial = entrypoint.trial is not None
+    verdict = judge(outcome, read_json(run_directory.status_path) or {}, is_trial=is_trial)
+    failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
+    run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
     if args.test:
-        return _end_test(run_directory, verdict, outcome)
-    sys.stdout.write("\n".join(_summary_of(args, experiment, run_directory, verdict)) + "\n")
-    print_failure(outcome)
-    return verdict.exit_code
+        lines, exit_code = _end_test(run_directory, verdict, outcome)
+    else:
+        lines = _summary_of(args, experiment, run_directory, verdict, monitor.poll(), steps_before)
+        exit_code = verdict.exit_code
+    out.write("\n".join(lines) + "\n")
+    if out.is_lost and err.isatty():
+        err.write("\n".join(lines) + "\n")
+    err.write(failure_text(outcome))
+    return exit_code
 
 
 def _run_ranks(
@@ -249,13 +214,14 @@ def _run_ranks(
     experiment: ExperimentConfig,
     entrypoint: Entrypoint,
     run_directory: RunDirectory,
-    checkpoint: Path | None,
+    point: ResumePoint | None,
     num_ranks: int,
     display: Display,
 ) -> LaunchOutcome:
     from dstrial.launch.agent import run_ranks
     from dstrial.launch.rank_main import script_command, trial_command
 
+    checkpoint = None if point is None else point.checkpoint
     env = dict(experiment.environment_variables)
     env[RUN_DIR_VARIABLE] = str(run_directory.path)
     env["DET_PYTHON_EXECUTABLE"] = sys.executable
@@ -277,12 +243,16 @@ def _run_ranks(
             test_mode=args.test,
         )
     else:
-        command = script_command(entrypoint.words)
+        command = script_command(entrypoint.words, directory=experiment.context_dir)
+    since = utc_now()
 
     def tell_stopping(_signal_name: str) -> None:
-        display.message(
-            "stopping all ranks at the same batch, saving a checkpoint (Ctrl-C again to end at once)"
-        )
+        what = "stopping all ranks"
+        if RunMonitor(run_directory, metric=None, since=since).poll().batches_trained is not None:
+            what = "stopping all ranks at the same batch, saving a checkpoint"
+        elif entrypoint.trial is not None:
+            what = "stopping all ranks; training has not begun"
+        display.message(f"{what} (Ctrl-C again to end at once)")
 
     with _working_directory(experiment.context_dir):
         return run_ranks(
@@ -308,30 +278,40 @@ def _working_directory(path: Path) -> Iterator[None]:
 
 
 def _summary_of(
-    args: argparse.Namespace, experiment: ExperimentConfig, run_directory: RunDirectory, verdict: Verdict
+    args: argparse.Namespace,
+    experiment: ExperimentConfig,
+    run_directory: RunDirectory,
+    verdict: Verdict,
+    view: RunView,
+    steps_before: int | None,
 ) -> list[str]:
-    newest = newest_run(default_runs_dir(args.runs_dir), experiment.name, experiment.context_dir)
-    resume = "latest" if newest == run_directory else str(run_directory.path)
+    is_latest = False
+    if verdict.state is not RunState.COMPLETED:
+        runs = find_runs(default_runs_dir(args.runs_dir), experiment.name, experiment.context_dir)
+        latest = newest_resumable(runs)
+        is_latest = latest is not None and latest[0] == run_directory
     return summary(
         run_directory,
         verdict,
+        view,
         metric=experiment.metric,
         smaller_is_better=experiment.smaller_is_better,
-        resume_command=["dstrial", *_own_arguments(args, resume)],
+        steps_before=steps_before,
+        resume_command=["dstrial", *_own_arguments(args, "latest" if is_latest else str(run_directory.path))],
     )
 
 
-def _end_test(run_directory: RunDirectory, verdict: Verdict, outcome: LaunchOutcome) -> int:
+def _end_test(run_directory: RunDirectory, verdict: Verdict, outcome: LaunchOutcome) -> tuple[list[str], int]:
+    """What to print after ``--test``, and its exit status; removes the run if it passed."""
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     if verdict.state is RunState.COMPLETED and checkpoint is not None:
         shutil.rmtree(run_directory.path)
         with contextlib.suppress(OSError):
             run_directory.path.parent.rmdir()
-        sys.stdout.write(
-            f"test passed: {checkpoint.steps_completed} batches, one validation, one checkpoint written and loaded again\n"
-        )
-        return 0
-    reason = verdict.reason or "no checkpoint was written"
-    sys.stdout.write(f"test failed: {reason}; its files are in {run_directory.path}\n")
-    print_failure(outcome)
-    return verdict.exit_code or 1
+        batches = checkpoint.steps_completed
+        return [f"test passed: {batches} batches, one validation, one checkpoint written and loaded again"], 0
+    if verdict.state is RunState.STOPPED and outcome.stopped_by is not None:
+        ending = f"test stopped by {outcome.stopped_by}"
+    else:
+        ending = f"test failed: {verdict.reason or 'no checkpoint was written'}"
+    return [f"{ending}; its files are in {run_directory.path}"], verdict.exit_code or 1

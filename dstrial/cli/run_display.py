@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from dstrial.cli.streams import LastingStream
 from dstrial.local.run_monitor import Report, RunView, named_metric
 
 _POLL_PERIOD_S = 0.2
@@ -33,17 +33,22 @@ class Display(Protocol):
         """End the display; what comes after is printed below it."""
 
 
-def make_display(*, num_ranks: int, metric: str | None, is_plain: bool) -> Display:
+def make_display(
+    out: LastingStream, err: LastingStream, *, num_ranks: int, metric: str | None, is_plain: bool
+) -> Display:
     """Choose the display that fits where the output goes.
 
     Args:
+        out: the standard output.
+        err: the standard error.
         num_ranks: lines of ranks are prefixed with their rank if there are several.
         metric: the searcher metric.
         is_plain: whether the user wants no progress bar.
     """
-    if is_plain or not sys.stdout.isatty():
-        return PlainDisplay(num_ranks=num_ranks, metric=metric)
-    return BarDisplay(num_ranks=num_ranks, metric=metric)
+    if is_plain or not out.isatty():
+        return PlainDisplay(out, err, num_ranks=num_ranks, metric=metric)
+    console = Console(file=cast(TextIO, out), highlight=False)
+    return BarDisplay(console, num_ranks=num_ranks, metric=metric)
 
 
 def _prefixed(rank: int, num_ranks: int, line: str) -> str:
@@ -74,27 +79,29 @@ class PlainDisplay:
     """One line per report, and the ranks' lines on the stream they were written to.
 
     Args:
+        out: for reports and messages, and what ranks write to their standard output.
+        err: for what ranks write to their standard error.
         num_ranks: lines of ranks are prefixed with their rank if there are several.
         metric: the searcher metric.
     """
 
-    def __init__(self, *, num_ranks: int, metric: str | None) -> None:
+    def __init__(self, out: LastingStream, err: LastingStream, *, num_ranks: int, metric: str | None) -> None:
+        self._out = out
+        self._err = err
         self._num_ranks = num_ranks
         self._metric = metric
         self._lock = threading.Lock()
 
     def rank_line(self, rank: int, stream: str, line: str) -> None:
         """Write the line to the same stream of this process."""
-        target = sys.stderr if stream == "stderr" else sys.stdout
+        target = self._err if stream == "stderr" else self._out
         with self._lock:
             target.write(_prefixed(rank, self._num_ranks, line) + "\n")
-            target.flush()
 
     def message(self, text: str) -> None:
         """Write the text to the standard output."""
         with self._lock:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            self._out.write(text + "\n")
 
     def view(self, view: RunView) -> None:
         """Write one line per training or validation report."""
@@ -110,12 +117,12 @@ class BarDisplay:
     """A progress bar in the last line of the terminal; everything else is printed above it.
 
     Args:
+        console: where to draw.
         num_ranks: lines of ranks are prefixed with their rank if there are several.
         metric: the searcher metric.
-        console: where to draw; the standard output by default.
     """
 
-    def __init__(self, *, num_ranks: int, metric: str | None, console: Console | None = None) -> None:
+    def __init__(self, console: Console, *, num_ranks: int, metric: str | None) -> None:
         self._num_ranks = num_ranks
         self._metric = metric
         self._progress = Progress(
@@ -124,7 +131,7 @@ class BarDisplay:
             TextColumn("{task.fields[numbers]}"),
             TextColumn("time left"),
             TimeRemainingColumn(),
-            console=console or Console(highlight=False),
+            console=console,
             refresh_per_second=5,
         )
         self._task: TaskID = self._progress.add_task("starting", total=None, numbers="")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dstrial.local.checkpoint_directory import newest_checkpoint
-from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState
-from dstrial.local.run_monitor import read_validations
+from dstrial.local.run_monitor import RunView, read_validations
 
 if TYPE_CHECKING:
     from dstrial.launch.agent import LaunchOutcome
+
+_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,22 +43,26 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object], *, is_trial: boo
 
     Returns:
         Completed only if all ranks exited 0 and, for a trial, it says so; a trial that asked itself to stop
-        has completed, too.
+        has completed, too, and so has one that said so before the ranks were asked to stop.
     """
     text = str(status.get("status", ""))
+    if outcome.ended_at_once:
+        return Verdict(RunState.STOPPED, outcome.exit_code, "ended at once")
     if outcome.first_failure is not None:
         return Verdict(RunState.FAILED, outcome.exit_code or 1, outcome.first_failure.headline.rstrip(":"))
     if outcome.stopped_by is not None and text != "completed":
         exit_code = 128 + signal.Signals[outcome.stopped_by].value
         return Verdict(RunState.STOPPED, exit_code, outcome.stopped_by)
-    if outcome.exit_code != 0:
+    # A rank that was asked to stop while it shut down, after its work was done.
+    was_only_asked_to_stop = outcome.stopped_by is not None and set(outcome.exit_codes) <= {0, _BY_SIGTERM}
+    if outcome.exit_code != 0 and not (text == "completed" and was_only_asked_to_stop):
         return Verdict(RunState.FAILED, outcome.exit_code, f"exit code {outcome.exit_code}")
     if status.get("early_exit") is not None:
         return Verdict(RunState.FAILED, 1, f"the trial gave up: {status['early_exit']}")
     if text == "stopped: requested":
         return Verdict(RunState.COMPLETED, 0, "the trial's own request")
     if text.startswith("stopped"):
-        return Verdict(RunState.STOPPED, 128 + signal.SIGTERM, text.partition(": ")[2] or text)
+        return Verdict(RunState.STOPPED, _BY_SIGTERM, text.partition(": ")[2] or text)
     if is_trial and text != "completed":
         return Verdict(RunState.FAILED, 1, "all ranks exited 0 before training was complete")
     return Verdict(RunState.COMPLETED, 0)
@@ -67,26 +71,32 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object], *, is_trial: boo
 def summary(
     run_directory: RunDirectory,
     verdict: Verdict,
+    view: RunView,
     *,
     metric: str,
     smaller_is_better: bool,
     resume_command: Sequence[str],
+    steps_before: int | None = None,
 ) -> list[str]:
     """What to print at the end: state, last and best validation, where everything lies, how to go on.
 
     Args:
         run_directory: the run.
         verdict: what became of the attempt.
+        view: the last look at the attempt.
         metric: the searcher metric.
         smaller_is_better: which way it is compared.
         resume_command: the command that goes on, shown unless the run completed.
+        steps_before: batches that were trained at the checkpoint from which the attempt went on; None if from none.
     """
-    progress = read_json(run_directory.progress_path) or {}
+    checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     place = ""
-    if "batches_trained" in progress:
-        place = f" at batch {progress['batches_trained']} of {progress['batches_total']}"
-    by = "" if verdict.reason is None else f" ({verdict.reason})"
-    rows = [("state", f"{verdict.state.value}{place}{by}")]
+    if view.batches_trained is not None and view.batches_total is not None:
+        place = f" at batch {view.batches_trained} of {view.batches_total}"
+    saved = None if checkpoint is None else checkpoint.steps_completed
+    details = [verdict.reason, _what_remains(verdict, view.batches_trained, saved, steps_before)]
+    described = "; ".join(detail for detail in details if detail is not None)
+    rows = [("state", f"{verdict.state.value}{place}" + (f" ({described})" if described else ""))]
     validations = read_validations(run_directory, metric)
     if validations:
         last = max(validations)
@@ -98,7 +108,6 @@ def summary(
             text += f", best {measured[best]:.6g} at batch {best}"
         rows.append(("validation", text))
     rows.append(("run directory", str(run_directory.path)))
-    checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     if checkpoint is not None:
         rows.append(("checkpoint", f"{checkpoint.path} (batch {checkpoint.steps_completed})"))
     rows.append(("metrics", str(run_directory.metrics_path)))
@@ -109,11 +118,25 @@ def summary(
     return [f"{name + ':':<15}{value}" for name, value in rows]
 
 
-def print_failure(outcome: LaunchOutcome) -> None:
-    """Print the rank that failed first and its traceback, as the last thing on the screen."""
-    sys.stdout.flush()
-    if outcome.killed_ranks and outcome.exit_code != 128 + signal.SIGINT:
+def _what_remains(
+    verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
+) -> str | None:
+    """What is to be known about batches beside their number."""
+    if verdict.state is RunState.COMPLETED:
+        has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
+        return None if has_trained else "nothing was left to train"
+    if batches_saved is None:
+        return "no checkpoint"
+    is_ahead = batches_trained is not None and batches_trained > batches_saved
+    return f"batches after {batches_saved} are lost" if is_ahead else None
+
+
+def failure_text(outcome: LaunchOutcome) -> str:
+    """The rank that failed first and its traceback, to be the last thing on the screen; empty if none failed."""
+    text = ""
+    if outcome.killed_ranks and not outcome.ended_at_once:
         names = ", ".join(map(str, outcome.killed_ranks))
-        sys.stderr.write(f"rank(s) {names} did not end in time and were killed\n")
+        text += f"rank(s) {names} did not end in time and were killed\n"
     if outcome.first_failure is not None:
-        sys.stderr.write(f"\n{outcome.first_failure.describe()}\n")
+        text += f"\n{outcome.first_failure.describe()}\n"
+    return text

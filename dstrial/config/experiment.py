@@ -52,8 +52,8 @@ class ExperimentConfig:
         name: name of the experiment.
         entrypoint: command or ``module:Class``; None if the file has none.
         hyperparameters: value by name as the trial sees them, nested mappings kept.
-        raw: the whole config with defaults, as ``context.get_experiment_config()`` returns it; the ``save_…`` fields
-            of ``checkpoint_storage`` only where the file gives them.
+        raw: the whole config with defaults, as ``context.get_experiment_config()`` returns it; the
+            ``save_…`` fields of ``checkpoint_storage`` are None where the file does not give them.
         metric: validation metric that decides which checkpoint is best.
         smaller_is_better: whether less of it is better.
         max_length: how long to train; None if the file does not say.

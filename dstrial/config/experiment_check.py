@@ -126,18 +126,8 @@ def period(raw: Mapping[str, Any], key: str) -> Length | None:
 
 
 def check_storage(raw: Mapping[str, Any], given: object, findings: Findings) -> None:
-    """Check where checkpoints go: each type's own required field.
-
-    Args:
-        raw: the config with defaults; loses those of how many checkpoints to keep, because off a cluster
-            none is deleted unless the file says so.
-        given: the section as the file has it.
-        findings: receives the problems.
-    """
+    """Check where checkpoints go: each type's own required field."""
     storage = raw["checkpoint_storage"]
-    for field in STORAGE_KEEPS:
-        if not isinstance(given, Mapping) or given.get(field) is None:
-            del storage[field]
     kind = storage["type"]
     if not isinstance(given, Mapping) or kind is None:
         return

@@ -89,9 +89,10 @@ _ENVIRONMENT = _section(
 
 _STORAGE = _section(
     type=_rule("string", enum=tuple(STORAGE_REQUIRES)),
-    save_experiment_best=_rule("integer", default=0, minimum=0),
-    save_trial_best=_rule("integer", default=1, minimum=0),
-    save_trial_latest=_rule("integer", default=1, minimum=0),
+    # Without Determined's defaults (0, 1, 1): off a cluster no checkpoint is deleted unless the file says so.
+    save_experiment_best=_COUNT,
+    save_trial_best=_COUNT,
+    save_trial_latest=_COUNT,
     host_path=_STRING,
     storage_path=_STRING,
     propagation=_STRING,

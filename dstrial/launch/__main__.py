@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError, LaunchError
+from dstrial.launch.arguments import slots_argument
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
+from dstrial.local.run_directory import RUNS_DIR_VARIABLE, default_runs_dir
 
 if TYPE_CHECKING:
     from determined import ClusterInfo
@@ -41,10 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog="python -m dstrial.launch",
         usage=_USAGE,
         description="Run one training process per slot on this machine, or per slot of a Determined trial.",
     )
-    parser.add_argument("--slots", type=int, metavar="N", help="number of ranks to start")
+    parser.add_argument("--slots", type=slots_argument, metavar="N", help="number of ranks to start")
     parser.add_argument("--config", type=Path, metavar="EXP.yaml", help="experiment config, off a cluster")
     parser.add_argument(
         "--context-dir", type=Path, metavar="DIR", default=Path(), help="directory of the model definition"
@@ -80,11 +83,13 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
             )
         command = trial_command(options.trial, context_dir=options.context_dir, config=options.config)
     else:
-        command = script_command(options.script)
+        command = script_command(options.script, directory=Path())
+    # Ranks of a trial go to the context directory before they look for a relative one.
+    env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
     return run_ranks(
         command,
         num_ranks=num_slots(options.slots, configured),
-        env=experiment.environment_variables if experiment is not None else {},
+        env={**env, **(experiment.environment_variables if experiment is not None else {})},
         shutdown_timeout_s=(
             experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
         ),
@@ -103,7 +108,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     command = (
         trial_command(options.trial, context_dir=options.context_dir)
         if options.trial
-        else script_command(options.script)
+        else script_command(options.script, directory=Path())
     )
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S

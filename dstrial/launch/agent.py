@@ -63,6 +63,7 @@ class LaunchOutcome:
         exit_codes: by local rank, as a shell sees them.
         stopped_by: name of the signal that asked for a stop, None if none did.
         killed_ranks: global ranks that did not end by themselves in time and were killed.
+        ended_at_once: whether a second Ctrl-C ended the ranks.
     """
 
     exit_code: int
@@ -70,6 +71,7 @@ class LaunchOutcome:
     exit_codes: tuple[int, ...]
     stopped_by: str | None
     killed_ranks: tuple[int, ...]
+    ended_at_once: bool = False
 
 
 def run_ranks(
@@ -141,7 +143,14 @@ def run_ranks(
         exit_code = failure.exit_code
     else:
         exit_code = next((code for code in exit_codes if code != 0), 0)
-    return LaunchOutcome(exit_code, failure, exit_codes, supervisor.stop_signal, supervisor.killed_ranks())
+    return LaunchOutcome(
+        exit_code,
+        failure,
+        exit_codes,
+        stopped_by=supervisor.stop_signal,
+        killed_ranks=supervisor.killed_ranks(),
+        ended_at_once=supervisor.was_killed_by_user,
+    )
 
 
 def _rank_variables(

@@ -6,6 +6,7 @@ understood under a foreign torchrun and those of ``torch.distributed.elastic...r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -47,6 +48,12 @@ class RankFailure:
         """One line that names the rank and how it ended."""
         how = f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
         return f"rank {self.rank} failed first ({how}, host {self.host}):"
+
+    @property
+    def in_one_line(self) -> str:
+        """The headline and the last line of the error, which names it."""
+        lines = self.error.rstrip().splitlines()
+        return f"{self.headline} {lines[-1]}" if lines else self.headline.rstrip(":")
 
     def describe(self) -> str:
         """The headline and below it the error, or what to do where there is none."""
@@ -101,18 +108,21 @@ def first_failure(endings: Iterable[Ending]) -> RankFailure | None:
     return ordered[0].failure if ordered else None
 
 
-def record_exception(error: BaseException, text: str | None = None) -> None:
+def record_exception(error: BaseException, text: str | None = None) -> bool:
     """Write this rank's error record if a launcher asked for one and there is none yet.
 
     Args:
         error: the exception that ends the rank.
         text: the traceback to show; that of ``error`` if None.
 
+    Returns:
+        Whether a launcher asked for one, which then shows that of the rank that failed first.
+
     Ranks: each its own; no communication.
     """
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
-        return
+        return False
     path = Path(path_text)
     now_s = time.time()
     document = {
@@ -128,11 +138,11 @@ def record_exception(error: BaseException, text: str | None = None) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(document))
     try:
-        os.link(partial, path)
-    except FileExistsError:
-        return
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, path)
     finally:
         partial.unlink()
+    return True
 
 
 def read_record(path: Path) -> ErrorRecord | None:

@@ -15,11 +15,12 @@ import runpy
 import signal
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.errors import ConfigError, TrialImportError
+from dstrial.errors import ConfigError, LaunchError, TrialImportError
 from dstrial.launch.failures import record_exception
 from dstrial.launch.trial_import import import_trial, is_determined_trial, user_traceback
 from dstrial.ranks.identity import identify
@@ -27,6 +28,8 @@ from dstrial.ranks.stop import LAUNCHER_PID_VARIABLE
 
 _MODULE = "dstrial.launch.rank_main"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# torch 2.13 prefers other names for these; DeepSpeed 0.19 calls them for ZeRO, and the user can change neither.
+_COLLECTIVES_BY_OLD_NAME = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 def trial_command(
@@ -64,11 +67,18 @@ def trial_command(
     return [*command, "--test"] if test_mode else command
 
 
-def script_command(words: Sequence[str]) -> list[str]:
+def script_command(words: Sequence[str], *, directory: Path | None = None) -> list[str]:
     """Return the command for a user's SCRIPT ARGS.
 
     A Python file, ``-m MODULE``, and either behind this interpreter's ``python`` run in this module, which
     records their traceback. Anything else runs as it is.
+
+    Args:
+        words: the script and its arguments.
+        directory: where the ranks start; a Python file is looked for there. None to leave that to the ranks.
+
+    Raises:
+        LaunchError: the Python file does not exist.
     """
     rest = list(words)
     if (
@@ -80,6 +90,11 @@ def script_command(words: Sequence[str]) -> list[str]:
     if rest[0] == "-m" and len(rest) > 1:
         return [sys.executable, "-m", _MODULE, "--module", *rest[1:]]
     if _is_python_file(rest[0]):
+        if directory is not None and not (directory / rest[0]).is_file():
+            raise LaunchError(
+                f"the script is {rest[0]!r}; expected a Python file. Correct its path, which is relative to "
+                f"{directory.resolve()}."
+            )
         return [sys.executable, "-m", _MODULE, "--script", *rest]
     return list(words)
 
@@ -88,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run this rank. Ranks: each its own."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _end_with_launcher()
+    _ignore_old_names_of_collectives()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines at once, so that those of several ranks do not mix where they share an output.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -103,8 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record_exception(exit_, exit_.code)
         raise
     except (TrialImportError, ConfigError) as error:
-        record_exception(error, f"{type(error).__name__}: {error}")
-        sys.exit(f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        # It is the same on every rank; the launcher shows it once.
+        sys.exit(1 if record_exception(error, text) else text)
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
         text = user_traceback(error, below=__file__)
         record_exception(error, text)
@@ -199,6 +216,17 @@ def _run_module(name: str, arguments: Sequence[str]) -> None:
 
 def _is_python_file(word: str) -> bool:
     return word.endswith(".py")
+
+
+def _ignore_old_names_of_collectives() -> None:
+    """Drop the FutureWarning that every rank would print for DeepSpeed's use of torch."""
+    for name in _COLLECTIVES_BY_OLD_NAME:
+        warnings.filterwarnings(
+            "ignore",
+            message=rf"`torch\.distributed\.{name}` is deprecated",
+            category=FutureWarning,
+            module=r"torch\.distributed\.c10d_logger$",
+        )
 
 
 def _end_with_launcher() -> None:

@@ -131,6 +131,10 @@ def read_json(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+    except UnicodeDecodeError as error:
+        raise DstrialError(
+            f"{path} is not text ({error}); expected a document written by dstrial. Restore the file or remove it."
+        ) from error
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -30,18 +30,19 @@ class KeepPolicy:
         """Read the policy from the experiment config's ``checkpoint_storage``.
 
         Args:
-            checkpoint_storage: the section, without defaults of the ``save_…`` fields: those that are not given
-                have Determined's (latest 1, trial best 1, experiment best 0) if another one is. Those that are
-                given have been validated as integers of at least 0. None if there is no section.
+            checkpoint_storage: the section; None if there is none. Of the three ``save_…`` fields, those that are
+                missing or None have Determined's defaults (latest 1, trial best 1, experiment best 0) where another
+                one is given; the others have been validated as integers of at least 0.
 
         Returns:
-            The policy; None, which means keep everything, if no field is given: nobody has asked to delete
-            anything.
+            The policy; None, which means keep everything, where none of the fields is given: nobody has asked to
+            delete anything.
         """
         fields = checkpoint_storage or {}
-        if not any(fields.get(key) is not None for key in _DEFAULTS):
+        given = {key: fields[key] for key in _DEFAULTS if fields.get(key) is not None}
+        if not given:
             return None
-        numbers = {key: fields.get(key, default) for key, default in _DEFAULTS.items()}
+        numbers = {**_DEFAULTS, **given}
         latest, trial_best, experiment_best = (
             value if isinstance(value, int) else _DEFAULTS[key] for key, value in numbers.items()
         )

@@ -24,6 +24,7 @@ import dataclasses
 import datetime
 import enum
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -35,6 +36,8 @@ import yaml
 
 from dstrial.errors import DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically, write_text_atomically
+
+logger = logging.getLogger("dstrial.local")
 
 RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"
 """Environment variable that names the directory of all runs."""
@@ -195,29 +198,35 @@ class RunDirectory:
             config: the effective experiment config, of plain YAML types; not mutated.
 
         Raises:
-            OSError: the directory cannot be made.
+            LaunchError: the directory cannot be made.
         """
         started = utc_now()
         stamp = re.sub(r"[-:]", "", started[:19])
         path = runs_dir.absolute() / experiment_slug(name) / f"{stamp}Z-{secrets.token_hex(3)}"
         run_directory = cls(path)
-        for directory in (
-            path,
-            run_directory.tensorboard_path,
-            run_directory.checkpoints_path,
-            run_directory.logs_path,
-        ):
-            directory.mkdir(parents=True)
-        run_directory.write_config(config)
-        run_directory._write_record(
-            RunRecord(
-                name=name,
-                context_dir=str(context_dir.resolve()),
-                command=tuple(command),
-                started=started,
-                state=RunState.RUNNING,
-            )
+        record = RunRecord(
+            name=name,
+            context_dir=str(context_dir.resolve()),
+            command=tuple(command),
+            started=started,
+            state=RunState.RUNNING,
         )
+        try:
+            for directory in (
+                path,
+                run_directory.tensorboard_path,
+                run_directory.checkpoints_path,
+                run_directory.logs_path,
+            ):
+                directory.mkdir(parents=True)
+            run_directory.write_config(config)
+            run_directory._write_record(record)
+        except OSError as error:
+            raise LaunchError(
+                f"the directory of all runs is {str(runs_dir)!r}, where {error.filename or path} cannot be made "
+                f"({error.strerror}); expected a directory that can be written to. Name another one with --runs-dir or "
+                f"{RUNS_DIR_VARIABLE}."
+            ) from error
         return run_directory
 
     @classmethod
@@ -323,8 +332,8 @@ class RunDirectory:
             yield
 
 
-def newest_run(runs_dir: Path, name: str, context_dir: Path) -> RunDirectory | None:
-    """Find the run that ``--resume latest`` means.
+def find_runs(runs_dir: Path, name: str, context_dir: Path) -> list[RunDirectory]:
+    """Find the runs of an experiment; one whose record cannot be read is left out with a warning.
 
     Args:
         runs_dir: the directory of all runs.
@@ -332,12 +341,16 @@ def newest_run(runs_dir: Path, name: str, context_dir: Path) -> RunDirectory | N
         context_dir: directory of the model definition.
 
     Returns:
-        The run of this name and context directory that was created last; None if there is none.
+        The runs of this name and context directory, the one created last first.
     """
-    candidates: list[tuple[str, RunDirectory]] = []
+    found: list[tuple[str, RunDirectory]] = []
     for record_path in (runs_dir.absolute() / experiment_slug(name)).glob("*/run.json"):
         run_directory = RunDirectory(record_path.parent)
-        record = run_directory.read_record()
+        try:
+            record = run_directory.read_record()
+        except (DstrialError, OSError) as error:
+            logger.warning("the run %s is left out: %s", run_directory.path, error)
+            continue
         if record.name == name and record.context_dir == str(context_dir.resolve()):
-            candidates.append((record.started, run_directory))
-    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
+            found.append((record.started, run_directory))
+    return [run_directory for _, run_directory in sorted(found, key=lambda entry: entry[0], reverse=True)]

@@ -90,7 +90,7 @@ class RunMonitor:
         return self._view
 
     def _progress(self) -> tuple[int | None, int | None]:
-        """Batches trained and in all, as this attempt said last."""
+        """Batches trained and in all, as this attempt said; its reports may be ahead of its progress."""
         known = self._view.batches_trained, self._view.batches_total
         try:
             progress = read_json(self._run_directory.progress_path) or {}
@@ -98,7 +98,7 @@ class RunMonitor:
             return known
         if progress.get("time", "") < self._since or "batches_trained" not in progress:
             return known
-        return int(progress["batches_trained"]), int(progress["batches_total"])
+        return max(int(progress["batches_trained"]), known[0] or 0), int(progress["batches_total"])
 
     def _with(self, view: RunView, report: Report) -> RunView:
         if report.group == "validation":

@@ -292,7 +292,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         Raises:
             TrialContractError: it is outside of that range.
 
-        Ranks: any; the chief writes, at most five times a second.
+        Ranks: any; the chief writes, at most once per ``PROGRESS_PERIOD_S``.
         """
         if not 0 <= progress <= 1:
             raise TrialContractError(
@@ -307,7 +307,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             batches_trained: batches trained so far, those before a resume included.
             batches_total: batches of the whole run.
 
-        Ranks: any; the chief writes, at most five times a second.
+        Ranks: any; the chief writes, at most once per ``PROGRESS_PERIOD_S``.
         """
         fields = {
             "progress": min(1.0, batches_trained / batches_total) if batches_total > 0 else 0.0,

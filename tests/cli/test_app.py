@@ -1,4 +1,6 @@
 import importlib.metadata
+import os
+import signal
 import subprocess
 import sys
 
@@ -34,3 +36,33 @@ def test_wrong_usage_exits_with_2(arguments):
 
     assert result.returncode == 2
     assert "usage: dstrial" in result.stderr
+
+
+@pytest.mark.parametrize("slots", ["0", "x", "1.5"])
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_slots_that_are_no_number_are_explained(command, slots):
+    result = run(command, "exp.yaml", "--slots", slots)
+
+    assert result.returncode == 2
+    assert (
+        f"--slots: the value is '{slots}'; expected an integer of at least 1. Leave --slots out"
+        in result.stderr
+    )
+
+
+def test_output_that_nobody_reads_is_no_traceback(tmp_path):
+    (tmp_path / "exp.yaml").write_text(
+        "searcher: {name: single, metric: loss, max_length: {batches: 1}}\nentrypoint: ls\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "dstrial.cli", "check", "exp.yaml"],
+        cwd=tmp_path,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")

@@ -123,3 +123,11 @@ def test_every_shipped_config_is_good():
         result = check(root, str(config), str(directories[-1]))
         assert result.returncode == 0, f"{config}\n{result.stderr}"
         assert "warning" not in result.stdout
+
+
+def test_an_overwrite_on_the_command_line_is_named_by_its_whole_key(context):
+    key = "hyperparameters.overwrite_deepspeed_args.train_batch_size"
+    result = check(context, "exp.yaml", ".", "--config", f"{key}=63")
+
+    assert result.returncode == 1
+    assert f"--config: {key} is 63 = 4" in result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -154,7 +155,7 @@ class TestScripts:
         record = run_directory.read_record()
         assert record.state is RunState.FAILED
         assert record.failure is not None
-        assert "rank 1" in record.failure
+        assert re.fullmatch(r"rank 1 failed first .*: RuntimeError: the reason", record.failure)
 
     @pytest.mark.parametrize(("signal_", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_latest_goes_on(
@@ -186,7 +187,60 @@ class TestScripts:
         project = make_project(script)
         code, output = run_and_signal(project.command(), "up", [signal.SIGINT, signal.SIGINT])
         assert code == 130
-        assert "state:         stopped" in output
+        assert "state:         stopped (ended at once; no checkpoint)" in output
+
+    def test_without_a_reader_the_run_goes_on_and_its_summary_is_shown_on_the_terminal(
+        self, make_project: MakeProject
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT)
+        ours, theirs = pty.openpty()
+        with started(project.command(), stderr=theirs) as process:
+            os.close(theirs)
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.stdout.close()
+            shown = b"".join(_read_until_closed(ours)).decode()
+            assert process.wait(DEADLINE_S) == 0, shown
+        os.close(ours)
+        assert "state:         completed at batch 10 of 10" in shown
+        assert "Traceback" not in shown
+        (run_directory,) = project.run_directories()
+        assert run_directory.read_record().state is RunState.COMPLETED
+
+    def test_a_stop_after_the_reader_has_gone_saves_a_checkpoint_and_is_on_record(
+        self, make_project: MakeProject
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
+        with started(project.command(), stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            while "waiting for a signal" not in process.stdout.readline():
+                pass
+            process.stdout.close()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 130
+        (run_directory,) = project.run_directories()
+        assert run_directory.read_record().state is RunState.STOPPED
+        assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
+
+    def test_an_attempt_that_cannot_be_started_is_on_record_as_failed(
+        self, make_project: MakeProject
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT, "no-such-program")
+        ended = project.run()
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("the command is 'no-such-program'; expected")
+        (run_directory,) = project.run_directories()
+        record = run_directory.read_record()
+        assert record.state is RunState.FAILED
+        assert record.failure is not None
+        assert record.failure.startswith("LaunchError: the command is 'no-such-program'")
+
+    def test_a_runs_directory_that_cannot_be_made_is_one_clear_error(self, make_project: MakeProject) -> None:
+        project = make_project(CORE_API_SCRIPT)
+        ended = project.run("--runs-dir", str(project.config))
+        assert ended.returncode == 1
+        assert "cannot be made (Not a directory); expected a directory that can be written to" in ended.stderr
+        assert "Traceback" not in ended.stderr
 
     def test_resume_goes_on_from_a_checkpoint_that_is_named_and_keeps_what_came_after(
         self, make_project: MakeProject
@@ -206,7 +260,7 @@ class TestScripts:
     @pytest.mark.parametrize(
         ("resume", "message"),
         [
-            ("latest", "has no run of 'my experiment' with the context directory"),
+            ("latest", "no run of 'my experiment' with the context directory"),
             ("nowhere", "expected 'latest', a run directory, or the directory of a complete checkpoint"),
         ],
     )
@@ -226,7 +280,25 @@ class TestScripts:
         assert project.run().returncode == 7
         ended = project.run("--resume", "latest")
         assert ended.returncode == 1
-        assert "has no complete checkpoint; expected one to resume from" in ended.stderr
+        assert re.search(r"no run of 'my experiment' .* has a complete checkpoint", ended.stderr)
+
+    def test_resume_latest_goes_past_a_run_that_was_stopped_before_it_began(
+        self, make_project: MakeProject
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT)
+        assert project.run().returncode == 0
+        (older,) = project.run_directories()
+        train = project.directory / "train.py"
+        train.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+        code, output = run_and_signal(project.command(), "up", [signal.SIGINT])
+        assert code == 130
+        assert "stopping all ranks (Ctrl-C again to end at once)" in output
+        assert "state:         stopped (SIGINT; no checkpoint)" in output
+        train.write_text(CORE_API_SCRIPT)
+        ended = project.run("--resume", "latest")
+        assert ended.returncode == 0, ended.stderr
+        assert f"has no complete checkpoint; going on with {older.path}" in ended.stderr
+        assert older.read_record().num_attempts == 2
 
     def test_a_wrong_config_starts_nothing_and_leaves_nothing(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT)
@@ -254,6 +326,17 @@ class TestScripts:
         assert code == 0, output
         assert "batch 10/10  loss 0.1" in output
         assert "time left" not in output
+
+
+@contextlib.contextmanager
+def started(command: list[str], stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment()
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def run_and_signal(command: list[str], line: str, signals: list[signal.Signals]) -> tuple[int, str]:
@@ -380,3 +463,25 @@ def test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed(
     assert reported == [*range(5, length, 5), length] if length % 5 else list(range(5, length + 1, 5))
     assert list((run_directory.tensorboard_path).glob("events*"))
     assert json.loads(run_directory.record_path.read_text())["num_attempts"] == 2
+
+    ended = project.run("--resume", "latest", "--config", f"searcher.max_length={{batches: {length}}}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"completed at batch {length} of {length} (nothing was left to train)" in ended.stdout
+    assert run_directory.read_record().state is RunState.COMPLETED
+
+
+STARTING_UP = TRIAL.replace(
+    "        self.context = context\n",
+    "        import time\n        print('up', flush=True)\n        time.sleep(600)\n",
+)
+
+
+@pytest.mark.ranks
+def test_a_trial_that_is_stopped_before_it_trains_promises_no_checkpoint(make_project: MakeProject) -> None:
+    project = make_project(STARTING_UP)
+    project.config.write_text(TRIAL_CONFIG)
+    (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
+    code, output = run_and_signal(project.command("--test", "--slots", "1"), "up", [signal.SIGINT] * 2)
+    assert code == 130, output
+    assert "stopping all ranks; training has not begun (Ctrl-C again to end at once)" in output
+    assert "test stopped by SIGINT; its files are in" in output

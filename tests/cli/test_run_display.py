@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
 
 from dstrial.cli.run_display import BarDisplay, PlainDisplay, make_display
+from dstrial.cli.streams import LastingStream
 from dstrial.local.run_monitor import Report, RunView
 
 TRAINING = Report("training", 10, {"loss": 0.123456, "samples_per_second": 2000.0})
@@ -17,8 +19,12 @@ def view(batches_trained: int = 10, reports: tuple[Report, ...] = ()) -> RunView
     return RunView(batches_trained, 100, ("loss", 0.123456), ("accuracy", 0.75), 2000.0, reports)
 
 
+def streams() -> tuple[LastingStream, LastingStream]:
+    return LastingStream(sys.stdout), LastingStream(sys.stderr)
+
+
 def test_without_a_terminal_there_is_one_line_per_report(capsys: pytest.CaptureFixture[str]) -> None:
-    display = make_display(num_ranks=1, metric="accuracy", is_plain=False)
+    display = make_display(*streams(), num_ranks=1, metric="accuracy", is_plain=False)
     display.view(view(reports=(TRAINING, VALIDATION, OTHER)))
     display.view(view())
     display.close()
@@ -31,8 +37,8 @@ def test_without_a_terminal_there_is_one_line_per_report(capsys: pytest.CaptureF
 def test_lines_of_ranks_keep_their_stream_and_have_a_prefix_if_there_are_several(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    PlainDisplay(num_ranks=1, metric=None).rank_line(0, "stdout", "[alone]")
-    display = PlainDisplay(num_ranks=2, metric=None)
+    PlainDisplay(*streams(), num_ranks=1, metric=None).rank_line(0, "stdout", "[alone]")
+    display = PlainDisplay(*streams(), num_ranks=2, metric=None)
     display.rank_line(0, "stdout", "a")
     display.rank_line(1, "stderr", "b")
     captured = capsys.readouterr()
@@ -43,7 +49,7 @@ def test_lines_of_ranks_keep_their_stream_and_have_a_prefix_if_there_are_several
 def test_the_bar_shows_batches_loss_validation_speed_and_time_left_below_the_lines_of_ranks() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=200, color_system=None)
-    display = BarDisplay(num_ranks=2, metric="accuracy", console=console)
+    display = BarDisplay(console, num_ranks=2, metric="accuracy")
     display.view(RunView())
     display.rank_line(1, "stderr", "[bold]not markup[/bold]")
     display.view(view(40))

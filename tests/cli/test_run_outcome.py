@@ -8,8 +8,11 @@ import pytest
 from dstrial.cli.run_outcome import Verdict, judge, summary
 from dstrial.launch.agent import LaunchOutcome
 from dstrial.launch.failures import RankFailure
-from dstrial.local.json_files import append_json_line, write_json_atomically
+from dstrial.local.json_files import append_json_line
 from dstrial.local.run_directory import RunDirectory, RunState
+from dstrial.local.run_monitor import RunView
+
+UNKNOWN = RunView()
 
 FAILURE = RankFailure(
     rank=1, local_rank=1, pid=7, exit_code=3, signal_name=None, host="here", error="Traceback\nValueError: x"
@@ -20,6 +23,9 @@ def outcome(
     exit_code: int = 0, failure: RankFailure | None = None, stopped_by: str | None = None
 ) -> LaunchOutcome:
     return LaunchOutcome(exit_code, failure, (exit_code,), stopped_by, ())
+
+
+ENDED_AT_ONCE = LaunchOutcome(130, None, (137, 0), "SIGINT", (0,), ended_at_once=True)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,11 @@ def outcome(
         (outcome(stopped_by="SIGTERM"), {}, False, RunState.STOPPED, 143),
         (outcome(stopped_by="SIGINT"), {"status": "completed"}, True, RunState.COMPLETED, 0),
         (outcome(130, stopped_by="SIGINT"), {"status": "training"}, True, RunState.STOPPED, 130),
+        (outcome(143, stopped_by="SIGINT"), {"status": "completed"}, True, RunState.COMPLETED, 0),
+        (outcome(143, stopped_by="SIGTERM"), {"status": "checkpointing"}, True, RunState.STOPPED, 143),
+        (outcome(137, stopped_by="SIGTERM"), {"status": "completed"}, True, RunState.FAILED, 137),
+        (ENDED_AT_ONCE, {"status": "training"}, True, RunState.STOPPED, 130),
+        (ENDED_AT_ONCE, {"status": "completed"}, True, RunState.STOPPED, 130),
         (outcome(3, FAILURE), {"status": "training"}, True, RunState.FAILED, 3),
         (outcome(3, FAILURE, "SIGINT"), {"status": "checkpointing"}, True, RunState.FAILED, 3),
         (outcome(5), {}, False, RunState.FAILED, 5),
@@ -54,37 +65,79 @@ def test_the_first_failing_rank_is_the_reason() -> None:
     )
 
 
-def summary_of(run_directory: RunDirectory, verdict: Verdict) -> str:
+def summary_of(
+    run_directory: RunDirectory, verdict: Verdict, view: RunView = UNKNOWN, steps_before: int | None = None
+) -> str:
     return "\n".join(
         summary(
             run_directory,
             verdict,
+            view,
             metric="accuracy",
             smaller_is_better=False,
+            steps_before=steps_before,
             resume_command=["dstrial", "run", "my exp.yaml", "--resume", "latest"],
         )
     )
 
 
-def test_the_summary_says_where_everything_lies_and_how_to_go_on(tmp_path: Path) -> None:
-    run_directory = RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
-    write_json_atomically(run_directory.progress_path, {"batches_trained": 30, "batches_total": 100})
+@pytest.fixture
+def run_directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
+
+
+def add_checkpoint(run_directory: RunDirectory, steps_completed: int) -> Path:
+    checkpoint = run_directory.checkpoints_path / f"u{steps_completed}"
+    checkpoint.mkdir()
+    (checkpoint / "COMPLETE").write_text(f'{{"steps_completed": {steps_completed}, "time": "2026"}}')
+    return checkpoint
+
+
+def test_the_summary_says_where_everything_lies_and_how_to_go_on(run_directory: RunDirectory) -> None:
     for steps, value in ((10, 0.5), (20, 0.75), (30, float("nan"))):
         row = {"group": "validation", "steps_completed": steps, "metrics": {"accuracy": value}}
         append_json_line(run_directory.metrics_path, row)
-    checkpoint = run_directory.checkpoints_path / "u"
-    checkpoint.mkdir()
-    (checkpoint / "COMPLETE").write_text('{"steps_completed": 30, "time": "2026"}')
-    text = summary_of(run_directory, Verdict(RunState.STOPPED, 130, "SIGINT"))
-    assert "state:         stopped at batch 30 of 100 (SIGINT)" in text
+    checkpoint = add_checkpoint(run_directory, 30)
+    text = summary_of(run_directory, Verdict(RunState.STOPPED, 130, "SIGINT"), RunView(30, 100))
+    assert "state:         stopped at batch 30 of 100 (SIGINT)\n" in text
     assert "accuracy nan at batch 30, best 0.75 at batch 20" in text
     for path in (run_directory.path, checkpoint, run_directory.metrics_path, run_directory.tensorboard_path):
         assert str(path) in text
     assert "resume with:   dstrial run 'my exp.yaml' --resume latest" in text
 
 
-def test_a_run_without_a_checkpoint_does_not_offer_to_resume(tmp_path: Path) -> None:
-    run_directory = RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
+def test_a_run_without_a_checkpoint_does_not_offer_to_resume(run_directory: RunDirectory) -> None:
     text = summary_of(run_directory, Verdict(RunState.FAILED, 1, "rank 0 failed first"))
-    assert "state:         failed (rank 0 failed first)" in text
+    assert "state:         failed (rank 0 failed first; no checkpoint)" in text
     assert "resume" not in text
+
+
+@pytest.mark.parametrize(
+    ("saved", "view", "state"),
+    [
+        (184, RunView(220, 345), "stopped at batch 220 of 345 (ended at once; batches after 184 are lost)"),
+        (None, RunView(220, 345), "stopped at batch 220 of 345 (ended at once; no checkpoint)"),
+        (184, UNKNOWN, "stopped (ended at once)"),
+    ],
+)
+def test_what_an_end_without_a_checkpoint_loses_is_said(
+    saved: int | None, view: RunView, state: str, run_directory: RunDirectory
+) -> None:
+    if saved is not None:
+        add_checkpoint(run_directory, saved)
+    text = summary_of(run_directory, Verdict(RunState.STOPPED, 130, "ended at once"), view)
+    assert f"state:         {state}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("steps_before", "state"),
+    [
+        (345, "completed at batch 345 of 345 (nothing was left to train)"),
+        (184, "completed at batch 345 of 345"),
+    ],
+)
+def test_a_resume_after_the_end_says_that_nothing_was_left_to_train(
+    steps_before: int, state: str, run_directory: RunDirectory
+) -> None:
+    verdict = Verdict(RunState.COMPLETED, 0)
+    assert f"state:         {state}\n" in summary_of(run_directory, verdict, RunView(345, 345), steps_before)

@@ -158,12 +158,45 @@ def test_a_module_and_a_plain_program_run_too(tmp_path: Path) -> None:
     assert (program.stdout, program.returncode) == ("program 0\n", 3)
 
 
+TRIAL_CONFIG = "searcher: {name: single, metric: loss, max_length: {batches: 1}}\n"
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "runs"), ("elsewhere", "elsewhere")])
+def test_ranks_keep_runs_below_the_launchers_directory_not_their_own(
+    given: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("DSTRIAL_RUNS_DIR", given)
+    context_dir = tmp_path / "ctx"
+    context_dir.mkdir()
+    (tmp_path / "exp.yaml").write_text(TRIAL_CONFIG)
+    (context_dir / "model_def.py").write_text(
+        "from pathlib import Path\nfrom dstrial.local.run_directory import default_runs_dir\n"
+        "print(Path.cwd(), default_runs_dir())\n"
+    )
+    words = ["--slots", "1", "--config", "exp.yaml", "--context-dir", "ctx", "--trial", "model_def:MyTrial"]
+    result = launch(*words, cwd=tmp_path)
+    assert result.stdout == f"{context_dir} {tmp_path / expected}\n", result.stderr
+
+
+def test_a_trial_that_cannot_be_imported_is_told_of_once(tmp_path: Path) -> None:
+    (tmp_path / "exp.yaml").write_text(TRIAL_CONFIG)
+    (tmp_path / "model_def.py").write_text("raise ValueError('bad model')\n")
+    result = launch("--slots", "2", "--config", "exp.yaml", "--trial", "model_def:MyTrial", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("TrialImportError") == 1
+    assert result.stderr.rstrip().endswith("ValueError: bad model")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "expected either --trial model_def:MyTrial or a script to run"),
         (["--trial", "model_def:MyTrial", "train.py"], "expected either --trial"),
-        (["--slots", "0", "train.py"], "--slots is 0; expected at least 1"),
+        (["--slots", "0", "train.py"], "--slots: the value is '0'; expected an integer of at least 1"),
+        (["--slots", "x", "train.py"], "--slots: the value is 'x'; expected an integer of at least 1"),
+        (["nope.py"], "the script is 'nope.py'; expected a Python file"),
+        ([], "python -m dstrial.launch: error:"),
         (["--trial", "model_def:MyTrial"], "--config is missing off a cluster"),
         (["no-such-program"], "the command is 'no-such-program'"),
     ],

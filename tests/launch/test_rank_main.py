@@ -51,6 +51,36 @@ def test_other_programs_run_as_they_are() -> None:
     assert script_command(["python3"]) == ["python3"]
 
 
+def test_a_python_file_that_ranks_would_not_find_is_named_before_they_start(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert script_command(["python3", "train.py"], directory=tmp_path)[-1] == "train.py"
+    with pytest.raises(LaunchError, match=r"the script is 'nope\.py'; expected a Python file"):
+        script_command(["python3", "nope.py"], directory=tmp_path)
+
+
+OLD_NAMES_SCRIPT = """
+import sys, warnings
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_gather_into_tensor(torch.zeros(1), torch.ones(1))
+dist.reduce_scatter_tensor(torch.zeros(1), torch.ones(1))
+warnings.warn("something else is deprecated", FutureWarning)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.process
+def test_ranks_are_quiet_about_deepspeeds_old_names_of_collectives_only(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OLD_NAMES_SCRIPT)
+    command = script_command([str(script)])
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "something else is deprecated" in result.stderr
+    assert "torch.distributed." not in result.stderr
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("source", "message"),

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dstrial.config import load_experiment
 from dstrial.local.retention import KeepPolicy, checkpoints_to_delete
 
 CHECKPOINTS = [("a", 100), ("b", 200), ("c", 300), ("d", 400)]
@@ -41,11 +44,28 @@ def test_of_equals_the_earlier_is_better() -> None:
     assert deleted({100: 0.1, 200: 0.1, 300: 0.1}, 1, 1) == ["b", "c"]
 
 
-def test_determineds_defaults_keep_everything_written_out_or_not() -> None:
+def test_everything_is_kept_where_no_number_is_given() -> None:
     assert KeepPolicy.from_config(None) is None
     assert KeepPolicy.from_config({"type": "shared_fs", "host_path": "/x"}) is None
-    defaults = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_best": 0}
-    assert KeepPolicy.from_config(defaults) is None
+    not_given = {"save_trial_latest": None, "save_trial_best": None, "save_experiment_best": None}
+    assert KeepPolicy.from_config(not_given) is None
+
+
+def test_determineds_defaults_are_a_policy_where_they_are_given() -> None:
+    assert KeepPolicy.from_config({"save_trial_latest": 1, "save_trial_best": 1}) == KeepPolicy(1, 1)
+    assert KeepPolicy.from_config({"save_experiment_best": 0}) == KeepPolicy(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("storage", "policy"), [("", None), ("checkpoint_storage: {save_trial_best: 1}", KeepPolicy(1, 1))]
+)
+def test_the_policy_of_an_experiment_config_is_what_its_file_gives(
+    storage: str, policy: KeepPolicy | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(f"searcher: {{name: single, metric: loss, max_length: {{batches: 1}}}}\n{storage}\n")
+    raw = load_experiment(path, tmp_path).raw
+    assert KeepPolicy.from_config(raw["checkpoint_storage"]) == policy
 
 
 def test_missing_fields_have_determineds_defaults() -> None:

@@ -15,7 +15,7 @@ from dstrial.local.run_directory import (
     RunState,
     default_runs_dir,
     experiment_slug,
-    newest_run,
+    find_runs,
 )
 
 
@@ -65,21 +65,37 @@ def test_attempts_are_counted_and_their_end_is_recorded(tmp_path: Path) -> None:
     assert record.command[-1] == "--resume"
 
 
-def test_the_newest_run_is_the_one_of_this_name_and_context_created_last(tmp_path: Path) -> None:
-    assert newest_run(tmp_path, "digits", tmp_path / "a") is None
-    create(tmp_path, "digits", tmp_path / "a")
-    mine = create(tmp_path, "digits", tmp_path / "a")
+def test_the_runs_of_a_name_and_context_are_found_newest_first(tmp_path: Path) -> None:
+    assert find_runs(tmp_path, "digits", tmp_path / "a") == []
+    mine = [create(tmp_path, "digits", tmp_path / "a") for _ in range(3)]
     create(tmp_path, "digits", tmp_path / "b")
     create(tmp_path, "other", tmp_path / "a")
-    found = newest_run(tmp_path, "digits", tmp_path / "b" / ".." / "a")
-    assert found == mine
+    assert find_runs(tmp_path, "digits", tmp_path / "b" / ".." / "a") == mine[::-1]
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"name": "x"}', b"\x00\xff"])
+def test_a_run_whose_record_is_damaged_is_left_out_with_a_warning(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound, damaged = create(tmp_path), create(tmp_path)
+    damaged.record_path.write_bytes(content)
+    assert find_runs(tmp_path, "digits", Path("ctx")) == [sound]
+    assert f"the run {damaged.path} is left out" in caplog.text
+
+
+def test_a_runs_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        LaunchError, match=r"cannot be made \(Not a directory\); expected .* --runs-dir or DSTRIAL_RUNS_DIR"
+    ):
+        create(tmp_path / "file" / "runs")
 
 
 def test_names_that_share_a_directory_are_told_apart(tmp_path: Path) -> None:
     assert experiment_slug("a b") == experiment_slug("a/b")
     mine = create(tmp_path, "a b")
     create(tmp_path, "a/b")
-    assert newest_run(tmp_path, "a b", Path("ctx")) == mine
+    assert find_runs(tmp_path, "a b", Path("ctx")) == [mine]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,16 @@ def test_what_earlier_attempts_wrote_is_not_told_again(run_directory: RunDirecto
     assert [entry.steps_completed for entry in monitor.poll().new_reports] == [20]
 
 
+def test_progress_that_is_held_back_never_takes_back_what_a_report_said(run_directory: RunDirectory) -> None:
+    monitor = RunMonitor(run_directory, metric=None, since="2026")
+    progress = {"batches_trained": 30, "batches_total": 100, "time": "2027-01"}
+    write_json_atomically(run_directory.progress_path, progress)
+    report(run_directory, "training", 40, {"loss": 1.0}, "2027-01")
+    assert [monitor.poll().batches_trained for _ in range(3)] == [40, 40, 40]
+    write_json_atomically(run_directory.progress_path, {**progress, "batches_trained": 45})
+    assert monitor.poll().batches_trained == 45
+
+
 def test_a_file_rewritten_by_a_resume_tells_nothing_twice(run_directory: RunDirectory) -> None:
     monitor = RunMonitor(run_directory, metric=None, since="2026-01")
     report(run_directory, "training", 10, {"loss": 1.0}, "2026-02")

@@ -1,0 +1,95 @@
+"""What ``dstrial run --resume`` means: which run goes on, and from which checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from dstrial.checkpoint.manifest import MANIFEST_NAME
+from dstrial.checkpoint.mark import is_complete
+from dstrial.errors import CheckpointNotFoundError
+from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
+from dstrial.local.run_directory import RunDirectory, find_runs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where to go on.
+
+    Attributes:
+        run_directory: the run that goes on; None to start a new one from the checkpoint.
+        checkpoint: directory of the checkpoint.
+        note: what the user may not expect, as a clause; None if there is nothing.
+    """
+
+    run_directory: RunDirectory | None
+    checkpoint: Path
+    note: str | None = None
+
+    @property
+    def steps_completed(self) -> int | None:
+        """Batches trained at the checkpoint; None if it does not belong to the run that goes on."""
+        if self.run_directory is None:
+            return None
+        stored = list_checkpoints(self.run_directory.checkpoints_path)
+        return next((found.steps_completed for found in stored if found.path == self.checkpoint), None)
+
+
+def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | None:
+    """Return the first of these runs that has a complete checkpoint, and its newest one; None if none has."""
+    for run_directory in runs:
+        checkpoint = newest_checkpoint(run_directory.checkpoints_path)
+        if checkpoint is not None:
+            return run_directory, checkpoint.path
+    return None
+
+
+def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
+    """Resolve ``--resume``.
+
+    Args:
+        resume: ``latest``, a run directory, or the directory of a checkpoint.
+        runs_dir: the directory of all runs, where ``latest`` is looked for.
+        name: the experiment's name.
+        context_dir: directory of the model definition.
+
+    Raises:
+        CheckpointNotFoundError: there is no such run, or it has no complete checkpoint.
+    """
+    if resume == "latest":
+        return _latest(runs_dir, name, context_dir)
+    path = Path(resume).resolve()
+    if RunDirectory(path).record_path.is_file():
+        run_directory = RunDirectory.open(path)
+        resumable = newest_resumable([run_directory])
+        if resumable is None:
+            raise CheckpointNotFoundError(
+                f"the run {path} has no complete checkpoint; expected one to resume from. Leave --resume out to start "
+                "anew."
+            )
+        return ResumePoint(run_directory, resumable[1])
+    if is_complete(path) or (path / MANIFEST_NAME).is_file():
+        owner = RunDirectory(path.parent.parent)
+        is_of_a_run = owner.record_path.is_file() and owner.checkpoints_path == path.parent
+        if not is_of_a_run or is_complete(path):
+            return ResumePoint(owner if is_of_a_run else None, path)
+    raise CheckpointNotFoundError(
+        f"--resume is {resume!r}; expected 'latest', a run directory, or the directory of a complete "
+        "checkpoint. Name one that a run has printed."
+    )
+
+
+def _latest(runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
+    runs = find_runs(runs_dir, name, context_dir)
+    resumable = newest_resumable(runs)
+    if resumable is None:
+        has = "has a complete checkpoint" if runs else "is there"
+        raise CheckpointNotFoundError(
+            f"--resume is 'latest', and no run of {name!r} with the context directory {context_dir.resolve()} {has} in "
+            f"{runs_dir}; expected one to resume from. Leave --resume out to start anew, or pass --runs-dir."
+        )
+    run_directory, checkpoint = resumable
+    note = None
+    if run_directory != runs[0]:
+        note = f"the newest run {runs[0].path} has no complete checkpoint; going on with {run_directory.path}"
+    return ResumePoint(run_directory, checkpoint, note)
