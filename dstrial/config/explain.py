@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_check import CheckResult
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.findings import KeyPath, dotted, locate, render
+from dstrial.config.findings import KeyPath, dotted, locate
 from dstrial.config.keys import AUTO
 
 DEFAULT_ORIGIN = "DeepSpeed's default"
@@ -31,9 +32,7 @@ class ExplainedValue:
 
 
 def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedValue, ...]:
-    """List every setting with its value and origin, batch sizes first.
-
-    A section that the config does not mention is one row, with its defaults as (shortened) JSON.
+    """List every setting with its value and origin: batch sizes, then what was set, then DeepSpeed's defaults.
 
     Args:
         source: the config before solving and defaults.
@@ -41,15 +40,13 @@ def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedVal
     """
     effective = checked.effective
     rows = [_row((key,), effective[key], source, checked) for key in BATCH_KEYS]
-    for key in sorted(effective):
-        if key in BATCH_KEYS:
-            continue
-        value = effective[key]
-        if key not in source.merged and isinstance(value, Mapping):
-            rows.append(_row((key,), value, source, checked))
-            continue
-        rows.extend(_row(path, leaf, source, checked) for path, leaf in _leaves(value, (key,)))
-    return tuple(rows)
+    others = [
+        _row(path, leaf, source, checked)
+        for key in sorted(effective)
+        if key not in BATCH_KEYS
+        for path, leaf in _leaves(effective[key], (key,))
+    ]
+    return (*rows, *sorted(others, key=lambda row: row.origin.startswith(DEFAULT_ORIGIN)))
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -61,7 +58,7 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> ExplainedValue:
-    return ExplainedValue(dotted(path), render(value), _origin(path, value, source, checked))
+    return ExplainedValue(dotted(path), json.dumps(value, ensure_ascii=False), _origin(path, value, source, checked))
 
 
 def _origin(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> str:
