@@ -58,7 +58,9 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> ExplainedValue:
-    return ExplainedValue(dotted(path), json.dumps(value, ensure_ascii=False), _origin(path, value, source, checked))
+    return ExplainedValue(
+        dotted(path), json.dumps(value, ensure_ascii=False), _origin(path, value, source, checked)
+    )
 
 
 def _origin(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> str:

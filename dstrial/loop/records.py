@@ -18,6 +18,7 @@ from torch.utils import data
 
 from dstrial.errors import TrialContractError
 from dstrial.loop.order import record_seed, seed_all
+from dstrial.ranks.control import timeout_from_environ
 
 
 class SeededRecords(data.Dataset[Any]):
@@ -74,7 +75,8 @@ def torch_loader(
     """Build the torch loader that reads ``batch_sampler``'s records as ``loader`` would.
 
     It gets a generator of its own, because a loader without one draws from the training's random state
-    every time it is started.
+    every time it is started; and where the user gave no ``timeout``, workers that answer nothing are waited for
+    as long as ranks wait for each other, not for ever.
     """
     return data.DataLoader(
         dataset,
@@ -82,7 +84,7 @@ def torch_loader(
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
+        timeout=loader.timeout or (timeout_from_environ() if loader.num_workers else 0),
         worker_init_fn=_WorkerStart(loader.worker_init_fn) if loader.num_workers else None,
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator().manual_seed(seed),

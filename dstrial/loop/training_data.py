@@ -46,6 +46,14 @@ class CountingIterator:
                 f"{self.drawn} micro batches; expected records until the end of training. Give it a __len__ so that it is "
                 "repeated, or make it repeat without end."
             ) from None
+        except RuntimeError as error:
+            if "DataLoader timed out" not in str(error):
+                raise
+            raise DataError(
+                f"a training loader worker of rank {self._rank} has answered nothing in batch "
+                f"{self.drawn // self._per_batch} ({error}); expected records. Look at what the data set waits for, or set the "
+                "loader's timeout or DSTRIAL_TIMEOUT_S (seconds)."
+            ) from error
         self.drawn += 1
         return item
 

@@ -1,5 +1,7 @@
 """Loaders that are not plain: batch samplers, loaders of the user's own, pipelines with ragged ends, ZeRO 3 fillers."""
 
+import threading
+
 import deepspeed
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils import data
 
 from dstrial import Batch, DataLoader
+from dstrial.errors import DataError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
@@ -102,8 +105,6 @@ def test_a_pipeline_validates_every_record_whatever_the_loader(own, accumulation
 def test_a_pipeline_whose_loader_is_too_short_is_refused_before_the_first_step():
     import small_trials
 
-    from dstrial.errors import DataError
-
     def build_engine(self):
         module = PipelineModule([LayerSpec(nn.Linear, 8, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
         engine, *_ = deepspeed.initialize(
@@ -114,6 +115,23 @@ def test_a_pipeline_whose_loader_is_too_short_is_refused_before_the_first_step()
     members = {"build_engine": build_engine}
     with pytest.raises(DataError, match=r"has 7 records; expected at least one batch of 8"):
         fit(type("Short", (small_trials.PipelineTrial,), members), hparams={"num_records": 7})
+
+
+class Stuck(data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, record):
+        threading.Event().wait()
+
+
+def test_a_worker_that_answers_nothing_is_an_error_that_names_rank_and_batch(monkeypatch):
+    monkeypatch.setenv("DSTRIAL_TIMEOUT_S", "2")
+    trial = trial_class(
+        build_training_data_loader=lambda self: DataLoader(Stuck(), batch_size=4, num_workers=1)
+    )
+    with pytest.raises(DataError, match="loader worker of rank 0 has answered nothing in batch 0"):
+        fit(trial)
 
 
 def test_loaders_on_some_ranks_only_are_refused(tmp_path):
