@@ -8,21 +8,22 @@ from small_runs import deepspeed_config, experiment, train
 
 pytestmark = pytest.mark.ranks
 
+# trial, ZeRO stage, loader workers
 ARRANGEMENTS = [
-    ("DataParallelTrial", 0),
-    ("DataParallelTrial", 1),
-    ("DataParallelTrial", 2),
-    ("DataParallelTrial", 3),
-    ("PipelineTrial", 0),
-    ("PipelineTrial", 1),
+    ("DataParallelTrial", 0, 0),
+    ("DataParallelTrial", 1, 1),
+    ("DataParallelTrial", 2, 0),
+    ("DataParallelTrial", 3, 0),
+    ("PipelineTrial", 0, 1),
+    ("PipelineTrial", 1, 0),
 ]
 
 
-def whole_and_resumed(tmp_path, trial, stage):
+def whole_and_resumed(tmp_path, trial, stage, num_workers):
     """Train 20 batches in one go, and again with rank 1 killed inside batch 12 and the run resumed."""
     hyperparameters = {
         "deepspeed_config": deepspeed_config(stage),
-        "num_workers": 1,
+        "num_workers": num_workers,
         "noise": 0.1,
         "num_records": 70,
     }
@@ -38,9 +39,9 @@ def whole_and_resumed(tmp_path, trial, stage):
     return whole, resumed
 
 
-@pytest.mark.parametrize(("trial", "stage"), ARRANGEMENTS)
-def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path, trial, stage):
-    whole, resumed = whole_and_resumed(tmp_path, trial, stage)
+@pytest.mark.parametrize(("trial", "stage", "num_workers"), ARRANGEMENTS)
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path, trial, stage, num_workers):
+    whole, resumed = whole_and_resumed(tmp_path, trial, stage, num_workers)
     assert "resumed from checkpoint" in resumed.output
     assert list(whole.reports("training")) == [7, 14, 20]
     assert resumed.reports("training") == whole.reports("training")
@@ -52,9 +53,9 @@ def print_table():
     """Print the last training and validation losses of every arrangement as a Markdown table."""
     print("| arrangement | training loss, whole | resumed | validation loss, whole | resumed | equal |")
     print("|---|---|---|---|---|---|")
-    for trial, stage in ARRANGEMENTS:
+    for trial, stage, num_workers in ARRANGEMENTS:
         with tempfile.TemporaryDirectory() as scratch:
-            runs = whole_and_resumed(pathlib.Path(scratch), trial, stage)
+            runs = whole_and_resumed(pathlib.Path(scratch), trial, stage, num_workers)
             losses = [
                 run.reports(group)[20][name]
                 for group, name in (("training", "loss"), ("validation", "validation_loss"))

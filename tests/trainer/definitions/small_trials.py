@@ -2,36 +2,16 @@
 
 import os
 import pathlib
-import random
 import signal
 import time
 
 import deepspeed
-import numpy as np
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from small_records import Records
 from torch import nn
 
 from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback, overwrite_deepspeed_config
-
-
-class Records(torch.utils.data.Dataset):
-    """Records whose features carry noise drawn at reading time, so that seeding of workers matters."""
-
-    def __init__(self, count, seed, noise=0.0):
-        generator = torch.Generator().manual_seed(seed)
-        self.features = torch.randn(count, 8, generator=generator)
-        self.targets = self.features[:, :4].cumsum(1) * 0.5
-        self.noise = noise
-
-    def __len__(self):
-        return len(self.features)
-
-    def __getitem__(self, record_idx):
-        features = self.features[record_idx]
-        if self.noise:
-            features = features + self.noise * (torch.randn(8) + random.random() + float(np.random.rand()))
-        return features, self.targets[record_idx]
 
 
 def kill_if_asked(rank, batch_idx):
@@ -87,6 +67,8 @@ class Common(DeepSpeedTrial):
             batch_size=self.context.get_train_micro_batch_size_per_gpu(),
             shuffle=True,
             num_workers=workers,
+            # Not forked: a fork of a process that has communication threads may inherit a lock that one of them holds.
+            multiprocessing_context="forkserver" if workers else None,
             drop_last=self.hparams.get("drop_last", False),
         )
 
