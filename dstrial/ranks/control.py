@@ -98,7 +98,11 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         name = f"dstrial/control/{next(_channel_numbers)}"
         self._lane = _Lane(name, tuple(range(self.size)), self.rank, self.timeout_s)
         identities: list[RankIdentity] = self._lane.allgather(self.identity, "start of the control channel")
-        _check_consistent(identities)
+        try:
+            _check_consistent(identities)
+        except RankIdentityError:
+            self.close()
+            raise
         if self.local_size == self.size:
             self._local_lane = self._lane
             return

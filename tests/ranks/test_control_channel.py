@@ -81,11 +81,14 @@ def test_local_operations_stay_on_their_machine() -> None:
 def claim_the_same_place() -> str:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", GROUP_WORLD_SIZE="2")
     from dstrial.errors import RankIdentityError
+    from dstrial.ranks.process_group import shutdown
 
     try:
         _channel()
     except RankIdentityError as error:
         return str(error)
+    finally:
+        shutdown()
     return ""
 
 
