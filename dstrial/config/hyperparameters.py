@@ -50,7 +50,7 @@ def concrete_values(
         inner = (*path, str(name))
         if not isinstance(spec, Mapping):
             values[str(name)] = spec
-        elif not _is_spec(spec, inner):
+        elif not is_specification(spec, inner):
             values[str(name)] = concrete_values(
                 spec, findings, require_concrete=require_concrete, needs_counts=needs_counts, path=inner
             )
@@ -80,15 +80,20 @@ def normalised_specs(
         inner = (*path, str(name))
         if not isinstance(spec, Mapping):
             specs[str(name)] = {"type": "const", "val": spec}
-        elif _is_spec(spec, inner):
+        elif is_specification(spec, inner):
             specs[str(name)] = dict(spec)
         else:
             specs[str(name)] = normalised_specs(spec, inner)
     return specs
 
 
-def _is_spec(spec: Mapping[str, Any], path: KeyPath) -> bool:
-    """Say whether a mapping is a hyperparameter rather than a group of them."""
+def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
+    """Say whether a mapping is one hyperparameter rather than a group of them.
+
+    Args:
+        spec: the mapping.
+        path: the keys that lead to it; below DeepSpeed settings a ``type`` may be an optimizer's.
+    """
     if "type" not in spec:
         return False
     return spec["type"] in _FIELDS or not set(path) & set(DEEPSPEED_KEYS)

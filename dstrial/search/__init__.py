@@ -1,0 +1,27 @@
+"""Searchers: which trials an experiment runs, with which hyperparameters, and which of them stop early.
+
+Events go in, actions come out. Everything is seeded, a snapshot after any event restores the rest of the search exactly,
+and nothing here reads a clock, a file or a network. The semantics are those of Determined 0.38.1's experiment config v0.
+"""
+
+from dstrial.search.actions import Action, Create, ExitReason, Shutdown, Stop
+from dstrial.search.preview import PreviewedTrials, SearchSummary, preview
+from dstrial.search.searcher import Searcher
+from dstrial.search.simulation import SimulatedTrial, SimulationResult, simulate
+
+__all__ = [
+    # a search
+    "Action",
+    "Create",
+    "ExitReason",
+    "Searcher",
+    "Shutdown",
+    "Stop",
+    # without trials
+    "PreviewedTrials",
+    "SearchSummary",
+    "SimulatedTrial",
+    "SimulationResult",
+    "preview",
+    "simulate",
+]

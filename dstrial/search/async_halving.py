@@ -1,0 +1,189 @@
+"""The searcher ``async_halving``: asynchronous successive halving that stops trials and never pauses one.
+
+A trial reports at any time. At each rung (a time) only the best ``1 / divisor`` of those that got there go on.
+Source: Determined 0.38.1, searcher ``async_halving``; Li et al., "A System for Massively Parallel Hyperparameter
+Tuning", MLSys 2020, in the variant that stops instead of pausing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dstrial.errors import SearchError
+from dstrial.search.actions import Create, ExitReason, Stop
+from dstrial.search.method import create
+from dstrial.search.random_state import SearchRandom
+
+_WORST = sys.float_info.max
+_OVERSHOOT = 1.2
+
+
+def rung_units(num_rungs: int, divisor: float, max_time: int) -> list[int]:
+    """Return the time of each rung, lowest first, in units of the time metric."""
+    return [max(int(max_time / divisor ** (num_rungs - 1 - i)), 1) for i in range(num_rungs)]
+
+
+def number(metrics: Mapping[str, Any], name: str) -> float:
+    """Return a metric as a number.
+
+    Raises:
+        SearchError: it is missing, or not a number.
+    """
+    if name not in metrics:
+        have = ", ".join(sorted(map(str, metrics))) or "none"
+        raise SearchError(
+            f"the validation metric {name!r} is missing; expected it in every validation (reported: {have}). "
+            "Report it, or correct searcher.metric or searcher.time_metric."
+        )
+    value = metrics[name]
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value.replace("Infinity", "inf"))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SearchError(f"the validation metric {name!r} is {value!r}; expected a number. Report a number.")
+    return float(value)
+
+
+class AsyncHalving:
+    """One bracket of asynchronous halving.
+
+    Args:
+        hyperparameters: the search space.
+        metric: what is compared.
+        smaller_is_better: whether less of it is better.
+        time_metric: the metric that says how long a trial has trained.
+        max_time: the longest that a trial trains, in units of ``time_metric``.
+        num_rungs: how many rungs.
+        divisor: one of ``divisor`` trials goes on from each rung.
+        max_trials: how many trials, not counting those with invalid hyperparameters.
+        max_concurrent_trials: how many at once; 0 for ``divisor ** (num_rungs - 1)``.
+    """
+
+    def __init__(
+        self,
+        hyperparameters: Mapping[str, Any],
+        *,
+        metric: str,
+        smaller_is_better: bool,
+        time_metric: str,
+        max_time: int,
+        num_rungs: int,
+        divisor: float,
+        max_trials: int,
+        max_concurrent_trials: int,
+    ) -> None:
+        self._hyperparameters = hyperparameters
+        self._metric = metric
+        self._sign = 1.0 if smaller_is_better else -1.0
+        self._time_metric = time_metric
+        self._units = rung_units(num_rungs, divisor, max_time)
+        self._divisor = divisor
+        self._max_trials = max_trials
+        if max_concurrent_trials:
+            self._num_initial = min(max_concurrent_trials, max_trials)
+        else:
+            self._num_initial = max(min(int(divisor ** (num_rungs - 1)), max_trials), 1)
+        self._rungs: list[list[tuple[float, str]]] = [[] for _ in self._units]
+        self._rung_of: dict[str, int] = {}
+        self._stopped: set[str] = set()
+        self._num_invalid = 0
+        self._num_completed = 0
+
+    @property
+    def units(self) -> list[int]:
+        """Time of each rung, lowest first."""
+        return list(self._units)
+
+    def owns(self, request_id: str) -> bool:
+        """Say whether this bracket created the trial."""
+        return request_id in self._rung_of
+
+    def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
+        """Start as many trials as may run at once."""
+        return [self._create(random) for _ in range(self._num_initial)]
+
+    def validation_completed(
+        self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
+    ) -> list[Create | Stop]:
+        """Rank the trial in every rung that it has reached, and stop it at the first where it is not good enough."""
+        if request_id in self._stopped:
+            return []
+        value = self._sign * number(metrics, self._metric)
+        time = number(metrics, self._time_metric)
+        if math.isnan(value):
+            value = _WORST
+        for rung in range(self._rung_of[request_id], len(self._units)):
+            self._rung_of[request_id] = rung
+            if math.isnan(time) or time < self._units[rung]:
+                return []
+            entries = self._rungs[rung]
+            position = bisect.bisect_left(entries, value, key=lambda entry: entry[0])
+            entries.insert(position, (value, request_id))
+            is_top = rung == len(self._units) - 1
+            if is_top or position >= max(int(len(entries) / self._divisor), 1):
+                return self._stop(random, request_id)
+        return []
+
+    def trial_exited_early(
+        self, random: SearchRandom, request_id: str, reason: ExitReason
+    ) -> list[Create | Stop]:
+        """Count a failed trial as the worst of its rung; forget one with invalid hyperparameters. Replace both."""
+        if request_id in self._stopped:
+            return []
+        if reason is ExitReason.INVALID_HP:
+            self._num_invalid += 1
+            for entries in self._rungs:
+                entries[:] = [entry for entry in entries if entry[1] != request_id]
+        else:
+            self._rungs[self._rung_of[request_id]].append((_WORST, request_id))
+        self._stopped.add(request_id)
+        return self._replacement(random)
+
+    def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
+        """Count a trial that ended by itself; only a stop makes room for another."""
+        self._num_completed += 1
+        return []
+
+    def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
+        """Return the share of trials that got to the first rung, then of those that ended."""
+        del trial_progress, closed
+        lowest = len(self._rungs[0])
+        share = lowest / (_OVERSHOOT * self._max_trials)
+        if lowest >= self._max_trials:
+            share = max(share, (self._num_completed - self._num_invalid) / self._max_trials)
+        return min(share, 1.0)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the rungs and who stands where."""
+        return {
+            "rungs": [[list(entry) for entry in entries] for entries in self._rungs],
+            "rung_of": dict(self._rung_of),
+            "stopped": sorted(self._stopped),
+            "num_invalid": self._num_invalid,
+            "num_completed": self._num_completed,
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of :meth:`snapshot`."""
+        self._rungs = [
+            [(value, request_id) for value, request_id in entries] for entries in snapshot["rungs"]
+        ]
+        self._rung_of = dict(snapshot["rung_of"])
+        self._stopped = set(snapshot["stopped"])
+        self._num_invalid = snapshot["num_invalid"]
+        self._num_completed = snapshot["num_completed"]
+
+    def _stop(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
+        self._stopped.add(request_id)
+        return [Stop(request_id), *self._replacement(random)]
+
+    def _replacement(self, random: SearchRandom) -> list[Create | Stop]:
+        return [self._create(random)] if len(self._rung_of) - self._num_invalid < self._max_trials else []
+
+    def _create(self, random: SearchRandom) -> Create:
+        action = create(self._hyperparameters, random)
+        self._rung_of[action.request_id] = 0
+        return action

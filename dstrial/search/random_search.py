@@ -1,0 +1,117 @@
+"""The searchers ``single``, ``random`` and ``grid``: trials that do not depend on each other's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dstrial.search.actions import Create, ExitReason, Stop
+from dstrial.search.hyperparameters import grid_points
+from dstrial.search.method import complete, create
+from dstrial.search.random_state import SearchRandom
+
+
+class RandomSearch:
+    """``max_trials`` random points, at most ``max_concurrent_trials`` at once (0 for all); also ``single``.
+
+    A failed trial counts; one with invalid hyperparameters is replaced.
+    """
+
+    def __init__(
+        self, hyperparameters: Mapping[str, Any], *, max_trials: int, max_concurrent_trials: int
+    ) -> None:
+        self._hyperparameters = hyperparameters
+        self._max_trials = max_trials
+        self._max_concurrent_trials = max_concurrent_trials
+        self._num_created = 0
+        self._num_invalid = 0
+
+    def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
+        """Start as many trials as may run at once."""
+        count = min(self._max_trials, self._max_concurrent_trials or self._max_trials)
+        return [self._create(random) for _ in range(count)]
+
+    def validation_completed(
+        self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
+    ) -> list[Create | Stop]:
+        """Do nothing."""
+        return []
+
+    def trial_exited_early(
+        self, random: SearchRandom, request_id: str, reason: ExitReason
+    ) -> list[Create | Stop]:
+        """Grant another trial for invalid hyperparameters; it starts at the exit."""
+        if reason is ExitReason.INVALID_HP:
+            self._num_invalid += 1
+        return []
+
+    def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
+        """Start the next trial, if there is one left."""
+        if self._num_created - self._num_invalid < self._max_trials:
+            return [self._create(random)]
+        return []
+
+    def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
+        """Return the mean over all trials of the search."""
+        still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
+        return (still_open + len(closed)) / (self._max_trials + self._num_invalid)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return how many trials were created."""
+        return {"num_created": self._num_created, "num_invalid": self._num_invalid}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the counts."""
+        self._num_created = snapshot["num_created"]
+        self._num_invalid = snapshot["num_invalid"]
+
+    def _create(self, random: SearchRandom) -> Create:
+        self._num_created += 1
+        return create(self._hyperparameters, random)
+
+
+class GridSearch:
+    """Every point of the grid once, the last ones first; nothing is replaced."""
+
+    def __init__(self, hyperparameters: Mapping[str, Any], *, max_concurrent_trials: int) -> None:
+        self._points = grid_points(hyperparameters)
+        self._max_concurrent_trials = max_concurrent_trials
+        self._num_left = len(self._points)
+
+    def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
+        """Start as many trials as may run at once."""
+        count = min(len(self._points), self._max_concurrent_trials or len(self._points))
+        return [self._create(random) for _ in range(count)]
+
+    def validation_completed(
+        self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
+    ) -> list[Create | Stop]:
+        """Do nothing."""
+        return []
+
+    def trial_exited_early(
+        self, random: SearchRandom, request_id: str, reason: ExitReason
+    ) -> list[Create | Stop]:
+        """Do nothing."""
+        return []
+
+    def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
+        """Start the next point, if there is one left."""
+        return [self._create(random)] if self._num_left else []
+
+    def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
+        """Return the mean over all points."""
+        still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
+        return (still_open + len(closed)) / len(self._points)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return how many points are left."""
+        return {"num_left": self._num_left}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the number of points left."""
+        self._num_left = snapshot["num_left"]
+
+    def _create(self, random: SearchRandom) -> Create:
+        self._num_left -= 1
+        return complete(self._points[self._num_left], random)

@@ -1,0 +1,59 @@
+"""The random numbers of a search: NumPy's legacy MT19937, whose streams Determined's searchers reproduce."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_MAX_TRIAL_SEED = 2**31
+
+
+class SearchRandom:
+    """Random numbers of one search, seeded and restorable.
+
+    Args:
+        seed: 0 to 2^32 - 1, the experiment's seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._state = np.random.RandomState(seed)
+
+    @classmethod
+    def restore(cls, snapshot: Mapping[str, Any]) -> SearchRandom:
+        """Go on where :meth:`snapshot` was taken."""
+        random = cls(0)
+        key = np.array(snapshot["key"], dtype=np.uint32)
+        random._state.set_state(("MT19937", key, int(snapshot["position"]), 0, 0.0))
+        return random
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the generator's state as JSON values."""
+        state = self._state.get_state(legacy=True)
+        return {"key": [int(word) for word in state[1]], "position": int(state[2])}
+
+    def integer_below(self, bound: int) -> int:
+        """Return 0 to ``bound - 1``: the smallest bit mask, rejecting what lies above; nothing is drawn for 1."""
+        highest = bound - 1
+        if highest <= 0:
+            return 0
+        mask = (1 << highest.bit_length()) - 1
+        num_words = (highest.bit_length() + 31) // 32
+        while True:
+            drawn = int.from_bytes(self._state.bytes(4 * num_words), "little") & mask
+            if drawn <= highest:
+                return drawn
+
+    def uniform(self, low: float, high: float) -> float:
+        """Return a number of at least ``low`` and below ``high``, from 53 random bits."""
+        return low + (high - low) * float(self._state.random_sample())
+
+    def request_id(self) -> str:
+        """Return a version-4 UUID made of the next 16 bytes."""
+        return str(uuid.UUID(bytes=self._state.bytes(16), version=4))
+
+    def trial_seed(self) -> int:
+        """Return the seed of a trial, below 2^31."""
+        return self.integer_below(_MAX_TRIAL_SEED)

@@ -1,0 +1,124 @@
+"""The search of one experiment: its method, its random numbers, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dstrial.search.actions import Action, Create, ExitReason, Shutdown, Stop
+from dstrial.search.methods import search_method
+from dstrial.search.random_state import SearchRandom
+
+
+class Searcher:
+    """Events in, actions out.
+
+    Every trial that a ``Create`` asks for must at last be reported by :meth:`trial_exited`; when all have been, the
+    actions end with one ``Shutdown``. Events of a trial that has exited are ignored, and so are further validations of one
+    that was stopped, since a trial may report while it saves its last checkpoint.
+
+    Args:
+        config: the experiment config with defaults; ``hyperparameters`` and ``searcher`` are read.
+        seed: the experiment's seed, 0 to 2^32 - 1.
+    """
+
+    def __init__(self, config: Mapping[str, Any], seed: int) -> None:
+        self._method = search_method(config)
+        self._random = SearchRandom(seed)
+        self._requested: list[str] = []
+        self._closed: set[str] = set()
+        self._failed: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._stopped: set[str] = set()
+        self._is_shut_down = False
+
+    @classmethod
+    def new(cls, config: Mapping[str, Any], seed: int) -> Searcher:
+        """Start a search; :meth:`initial_trials` comes next."""
+        return cls(config, seed)
+
+    @classmethod
+    def restore(cls, config: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
+        """Go on where :meth:`snapshot` was taken."""
+        searcher = cls(config, 0)
+        searcher._random = SearchRandom.restore(snapshot["random"])
+        searcher._method.restore(snapshot["method"])
+        searcher._requested = list(snapshot["requested"])
+        for name in ("closed", "failed", "cancelled", "stopped"):
+            setattr(searcher, f"_{name}", set(snapshot[name]))
+        searcher._is_shut_down = snapshot["is_shut_down"]
+        return searcher
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the whole state as JSON values."""
+        return {
+            "random": self._random.snapshot(),
+            "method": self._method.snapshot(),
+            "requested": list(self._requested),
+            "closed": sorted(self._closed),
+            "failed": sorted(self._failed),
+            "cancelled": sorted(self._cancelled),
+            "stopped": sorted(self._stopped),
+            "is_shut_down": self._is_shut_down,
+        }
+
+    def initial_trials(self) -> list[Action]:
+        """Start the search."""
+        return self._finished(self._method.initial_trials(self._random))
+
+    def trial_created(self, request_id: str) -> list[Action]:
+        """Take that a trial exists; no method of today acts on it."""
+        del request_id
+        return []
+
+    def validation_completed(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
+        """Take a validation of a trial.
+
+        Raises:
+            SearchError: a metric that the searcher needs is missing or no number.
+        """
+        if request_id in self._closed or request_id in self._stopped:
+            return []
+        return self._finished(self._method.validation_completed(self._random, request_id, metrics))
+
+    def trial_exited_early(self, request_id: str, reason: ExitReason) -> list[Action]:
+        """Take that a trial failed, was cancelled or had invalid hyperparameters; :meth:`trial_exited` follows."""
+        if request_id in self._closed or request_id in self._failed | self._cancelled:
+            return []
+        if reason is ExitReason.ERRORED:
+            self._failed.add(request_id)
+        elif reason is ExitReason.USER_CANCELED:
+            self._cancelled.add(request_id)
+        return self._finished(self._method.trial_exited_early(self._random, request_id, reason))
+
+    def trial_exited(self, request_id: str) -> list[Action]:
+        """Take the end of a trial; the last one shuts the search down."""
+        if request_id in self._closed:
+            return []
+        self._closed.add(request_id)
+        return self._finished(self._method.trial_exited(self._random, request_id))
+
+    def progress(self, trial_progress: Mapping[str, float], closed: Collection[str] | None = None) -> float:
+        """Return the share of the search that is done, 0 to 1.
+
+        Args:
+            trial_progress: share by request id, 0 to 1.
+            closed: request ids of the trials that have exited; those that the searcher knows of if left out.
+        """
+        if self._is_shut_down:
+            return 1.0
+        share = self._method.progress(trial_progress, self._closed if closed is None else closed)
+        return min(max(share, 0.0), 1.0) if share == share else 0.0
+
+    def _finished(self, actions: Sequence[Create | Stop]) -> list[Action]:
+        for action in actions:
+            if isinstance(action, Create):
+                self._requested.append(action.request_id)
+            else:
+                self._stopped.add(action.request_id)
+        if self._is_shut_down or len(self._closed) < len(self._requested) or not self._requested:
+            return list(actions)
+        self._is_shut_down = True
+        everyone = set(self._requested)
+        shutdown = Shutdown(cancel=self._cancelled == everyone, failure=self._failed == everyone)
+        return [*actions, shutdown]

@@ -1,0 +1,81 @@
+"""The geometry of adaptive ASHA, against vectors of Determined's own tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dstrial.search import preview
+from dstrial.search.adaptive_asha import Bracket, bracket_concurrency, bracket_trials, brackets
+from dstrial.search.async_halving import rung_units
+
+
+def searcher(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "adaptive_asha",
+        "metric": "loss",
+        "smaller_is_better": True,
+        "max_trials": 10,
+        "max_rungs": 5,
+        "bracket_rungs": [],
+        "mode": "standard",
+        "divisor": 4,
+        "max_concurrent_trials": 16,
+        "max_time": 100,
+        "time_metric": "batches",
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_rungs", "divisor", "max_time", "units"),
+    [(3, 3, 9, [1, 3, 9]), (4, 2, 10, [1, 2, 5, 10]), (3, 3, 900, [100, 300, 900])],
+)
+def test_rungs_lie_a_divisor_apart(num_rungs: int, divisor: int, max_time: int, units: list[int]) -> None:
+    assert rung_units(num_rungs, divisor, max_time) == units
+
+
+@pytest.mark.parametrize(
+    ("max_trials", "divisor", "rungs", "trials"),
+    [
+        (20, 3, [3, 2, 1], [12, 5, 3]),
+        (50, 3, [4, 3], [35, 15]),
+        (50, 4, [3, 2], [37, 13]),
+        (100, 4, [4, 3, 2], [70, 22, 8]),
+    ],
+)
+def test_trials_are_divided_by_the_cost_of_brackets(
+    max_trials: int, divisor: int, rungs: list[int], trials: list[int]
+) -> None:
+    assert bracket_trials(max_trials, divisor, rungs) == trials
+
+
+@pytest.mark.parametrize(
+    ("max_concurrent", "divisor", "trials", "concurrency"),
+    [(0, 3, [9, 3, 1], [3, 3, 3]), (11, 3, [9, 3, 1], [4, 4, 3]), (0, 4, [40, 10], [10, 10])],
+)
+def test_concurrent_trials_are_divided_evenly(
+    max_concurrent: int, divisor: int, trials: list[int], concurrency: list[int]
+) -> None:
+    assert bracket_concurrency(max_concurrent, divisor, trials) == concurrency
+
+
+def test_brackets_of_a_mode() -> None:
+    assert brackets(searcher(max_concurrent_trials=2)) == [Bracket(2, 7, 1), Bracket(1, 3, 1)]
+    conservative = searcher(mode="conservative", divisor=3, max_concurrent_trials=5)
+    assert brackets(conservative) == [Bracket(3, 7, 2), Bracket(2, 2, 2), Bracket(1, 1, 1)]
+
+
+def test_a_preview_adds_up_the_stops_of_all_brackets() -> None:
+    summary = preview({"hyperparameters": {}, "searcher": searcher(max_rungs=10, divisor=3, max_time=900)})
+
+    assert [(trials.count, trials.value) for trials in summary.trials] == [(5, 100), (3, 300), (2, 900)]
+
+
+def test_a_preview_of_async_halving_shows_its_rungs() -> None:
+    config = searcher(name="async_halving", num_rungs=3, max_trials=9, divisor=3, max_time=9)
+
+    summary = preview({"hyperparameters": {}, "searcher": config})
+
+    assert [(trials.count, trials.value) for trials in summary.trials] == [(6, 1), (2, 3), (1, 9)]

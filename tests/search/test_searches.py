@@ -1,0 +1,234 @@
+"""Whole searches, played with a metric that depends on a hyperparameter: what must hold for every seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dstrial.errors import SearchError
+from dstrial.search import Create, ExitReason, Searcher, Shutdown, SimulationResult, Stop, simulate
+
+SPACE = {
+    "lr": {"type": "log", "minval": -4, "maxval": -1, "base": 10},
+    "width": {"type": "int", "minval": 1, "maxval": 64},
+    "net": {"drop": {"type": "double", "minval": 0.0, "maxval": 1.0}, "kind": "cnn"},
+    "act": {"type": "categorical", "vals": ["relu", "gelu"]},
+}
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    searcher = {
+        "name": name,
+        "metric": "loss",
+        "smaller_is_better": True,
+        "max_trials": 12,
+        "max_concurrent_trials": 4,
+        "divisor": 3,
+        "num_rungs": 3,
+        "max_rungs": 3,
+        "bracket_rungs": [],
+        "mode": "standard",
+        "max_time": 9,
+        "time_metric": "epochs",
+        **changes,
+    }
+    return {"hyperparameters": SPACE, "searcher": searcher}
+
+
+def loss(hparams: dict[str, Any], time: int) -> float:
+    """No two trials are equal, and the better one is better at every time."""
+    return hparams["net"]["drop"] + 1.0 / time
+
+
+configs = st.builds(
+    config,
+    st.sampled_from(["random", "adaptive_asha", "async_halving"]),
+    max_trials=st.integers(1, 20),
+    max_concurrent_trials=st.integers(0, 8),
+    divisor=st.integers(2, 4),
+    num_rungs=st.integers(1, 4),
+    max_rungs=st.integers(1, 4),
+    mode=st.sampled_from(["aggressive", "standard", "conservative"]),
+    max_time=st.integers(1, 20),
+)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def play(search: dict[str, Any], seed: int, **options: Any) -> SimulationResult:
+    return simulate(search, seed, loss, schedule_seed=seed // 2, **options)
+
+
+def concurrency(search: dict[str, Any]) -> int:
+    """At most this many may be open; brackets get one each whatever the limit is."""
+    limit = search["searcher"]["max_concurrent_trials"]
+    return max(limit, 4) if limit else search["searcher"]["max_trials"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs, seeds)
+def test_a_search_keeps_its_limits_and_shuts_down_once(search: dict[str, Any], seed: int) -> None:
+    result = play(search, seed)
+
+    assert len(result.trials) <= max(search["searcher"]["max_trials"], 4)
+    assert result.max_open <= concurrency(search)
+    assert all(trial.length <= search["searcher"]["max_time"] for trial in result.trials)
+    assert result.actions[-1] == Shutdown()
+    assert sum(isinstance(action, Shutdown) for action in result.actions) == 1
+    stops = [action.request_id for action in result.actions if isinstance(action, Stop)]
+    assert len(stops) == len(set(stops))
+
+
+@settings(max_examples=40, deadline=None)
+@given(configs, seeds)
+def test_the_best_trial_is_never_stopped_early(search: dict[str, Any], seed: int) -> None:
+    result = play(search, seed)
+
+    best = min(result.trials, key=lambda trial: trial.hparams["net"]["drop"])
+    assert best.length == search["searcher"]["max_time"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(configs, seeds)
+def test_a_search_that_is_restored_before_every_event_goes_on_the_same(
+    search: dict[str, Any], seed: int
+) -> None:
+    assert play(search, seed, restart_searcher=True) == play(search, seed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(configs, seeds)
+def test_trials_with_invalid_hyperparameters_are_replaced(search: dict[str, Any], seed: int) -> None:
+    def reject_gelu(hparams: dict[str, Any], _time: int) -> ExitReason | None:
+        return ExitReason.INVALID_HP if hparams["act"] == "gelu" else None
+
+    result = play(search, seed, early_exit=reject_gelu)
+
+    valid = [trial for trial in result.trials if trial.exit_reason is None]
+    assert len(valid) == len(play(search, seed).trials)
+    assert not result.shutdown.failure
+
+
+@settings(max_examples=30, deadline=None)
+@given(configs, seeds)
+def test_a_search_whose_trials_all_fail_ends_as_a_failure(search: dict[str, Any], seed: int) -> None:
+    result = play(search, seed, early_exit=lambda _hparams, _time: ExitReason.ERRORED)
+
+    assert result.shutdown == Shutdown(failure=True)
+    assert len(result.trials) == len(play(search, seed).trials)
+
+
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+def test_halving_keeps_the_better_end(smaller_is_better: bool) -> None:
+    search = config("async_halving", smaller_is_better=smaller_is_better, max_trials=30)
+    result = simulate(search, 3, lambda hparams, _time: hparams["net"]["drop"])
+
+    longest = [trial.hparams["net"]["drop"] for trial in result.trials if trial.length == 9]
+    shortest = [trial.hparams["net"]["drop"] for trial in result.trials if trial.length == 1]
+    choose = min if smaller_is_better else max
+    assert choose(longest) == choose(longest + shortest)
+
+
+def test_a_tie_goes_to_the_later_trial() -> None:
+    searcher = Searcher.new(config("async_halving", max_trials=2, max_concurrent_trials=2, divisor=2), 0)
+    first, second = (action.request_id for action in searcher.initial_trials())
+
+    assert searcher.validation_completed(first, {"loss": 1.0, "epochs": 2}) == []
+    assert searcher.validation_completed(second, {"loss": 1.0, "epochs": 2}) == []
+
+
+def test_a_stopped_trial_may_report_again_without_any_effect() -> None:
+    searcher = Searcher.new(config("async_halving", max_trials=3, max_concurrent_trials=2, num_rungs=1), 0)
+    first, _ = (action.request_id for action in searcher.initial_trials())
+
+    actions = searcher.validation_completed(first, {"loss": 1.0, "epochs": 9})
+
+    assert [type(action) for action in actions] == [Stop, Create]
+    assert searcher.validation_completed(first, {}) == []
+
+
+def test_a_missing_metric_is_named_with_those_that_were_reported() -> None:
+    searcher = Searcher.new(config("adaptive_asha"), 0)
+    request_id = searcher.initial_trials()[0].request_id
+
+    with pytest.raises(SearchError, match=r"'loss' is missing.*reported: accuracy, epochs"):
+        searcher.validation_completed(request_id, {"accuracy": 1.0, "epochs": 1})
+    with pytest.raises(SearchError, match="'epochs' is 'one'; expected a number"):
+        searcher.validation_completed(request_id, {"loss": 1.0, "epochs": "one"})
+
+
+def test_a_grid_visits_every_point_once_and_the_last_first() -> None:
+    search = config("grid", max_concurrent_trials=2)
+    search["hyperparameters"] = {
+        "b": {"type": "int", "minval": 0, "maxval": 10, "count": 3},
+        "a": {"type": "categorical", "vals": ["x", "y"]},
+        "n": {"c": {"type": "log", "minval": -2, "maxval": 0, "base": 10, "count": 2}},
+    }
+
+    result = play_grid(search)
+
+    points = [(trial.hparams["a"], trial.hparams["b"], trial.hparams["n"]["c"]) for trial in result.trials]
+    assert points[0] == ("y", 10, 1.0)
+    assert sorted(points) == [(a, b, c) for a in "xy" for b in (0, 5, 10) for c in (0.01, 1.0)]
+    assert result.max_open == 2
+
+
+def play_grid(search: dict[str, Any]) -> SimulationResult:
+    return simulate(search, 0, lambda _hparams, _time: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "count", "points"),
+    [(0, 1, 5, [0, 1]), (0, 5, 1, [3]), (-5, 0, 1, [-3]), (0, 9, 4, [0, 3, 6, 9]), (0, 5, 3, [0, 3, 5])],
+)
+def test_integers_of_a_grid_are_rounded_half_away_from_zero(
+    low: int, high: int, count: int, points: list[int]
+) -> None:
+    search = config("grid", max_concurrent_trials=0)
+    search["hyperparameters"] = {"x": {"type": "int", "minval": low, "maxval": high, "count": count}}
+
+    assert [trial.hparams["x"] for trial in play_grid(search).trials] == points[::-1]
+
+
+def test_an_optimizers_type_is_no_hyperparameter() -> None:
+    search = config("single")
+    settings_ = {"optimizer": {"type": "AdamW", "params": {"lr": {"type": "const", "val": 0.1}}}}
+    search["hyperparameters"] = {"overwrite_deepspeed_args": settings_}
+
+    create = Searcher.new(search, 0).initial_trials()[0]
+
+    assert isinstance(create, Create)
+    expected = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    assert create.hparams == {"overwrite_deepspeed_args": expected}
+
+
+def test_the_random_numbers_of_a_seed_are_those_of_numpy() -> None:
+    search = config("single")
+    search["hyperparameters"] = {"x": {"type": "double", "minval": 0, "maxval": 1}}
+
+    first = Searcher.new(search, 20).initial_trials()[0]
+
+    assert isinstance(first, Create)
+    assert first.hparams["x"] == pytest.approx(0.5881308010772742)
+    assert first.trial_seed < 2**31
+    assert first.request_id[14] == "4"
+
+
+def test_progress_ends_at_one() -> None:
+    search = config("random", max_trials=4, max_concurrent_trials=2)
+    searcher = Searcher.new(search, 0)
+    first, second = (action.request_id for action in searcher.initial_trials())
+
+    assert searcher.progress({first: 0.5, second: 0.5}) == pytest.approx(0.25)
+    open_trials = [first, second]
+    while open_trials:
+        actions = searcher.trial_exited(open_trials.pop())
+        open_trials += [action.request_id for action in actions if isinstance(action, Create)]
+    assert searcher.progress({}) == 1.0
+
+
+def test_results_are_values() -> None:
+    assert dataclasses.is_dataclass(play(config("random"), 1))
