@@ -14,8 +14,11 @@ The tree, drawn once::
     ├── RankError                     the ranks of this job do not agree or cannot reach each other
     │   ├── RankTimeoutError          a rank did not arrive at an operation in time; names the missing ranks
     │   └── RankIdentityError         the environment does not say consistently who this process is
-    └── LaunchError                   ranks could not be started
-        └── RankFailedError           a started rank exited with a failure; names the first one
+    ├── LaunchError                   ranks could not be started
+    │   └── RankFailedError           a started rank exited with a failure; names the first one
+    ├── SearchError                   a searcher cannot go on with what a trial reported
+    └── MasterError                   the embedded master cannot start, stop or go on
+        └── RequestError              a request to it cannot be answered; carries the HTTP status
 
 Every message says where, what, what was expected and how to fix it. This module imports nothing
 but the standard library, so that every other package may use it.
@@ -110,3 +113,25 @@ class LaunchError(DstrialError):
 
 class RankFailedError(LaunchError):
     """A started rank exited with a failure."""
+
+
+class SearchError(DstrialError):
+    """A searcher cannot go on with what a trial reported; the experiment ends with this reason."""
+
+
+class MasterError(DstrialError):
+    """The embedded master cannot start, stop or go on."""
+
+
+class RequestError(MasterError):
+    """A request to the master cannot be answered.
+
+    Args:
+        status: HTTP status: 400 invalid, 401 no valid token, 403 forbidden, 404 not found, 409 conflict, 413 too
+            large, 501 not offered.
+        message: what is wrong and how to fix it, for the person who sent the request.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status

@@ -30,13 +30,17 @@ from dstrial.errors import (
     RankIdentityError,
 )
 from dstrial.local.context import LocalContext
+from dstrial.local.json_files import read_json
+from dstrial.local.mirror import MirroredTrainContext, mirror
 from dstrial.local.run_directory import (
     RESUME_VARIABLE,
     RUN_DIR_VARIABLE,
+    TEST_VARIABLE,
     RunDirectory,
     RunState,
     default_runs_dir,
 )
+from dstrial.local.train_context import LOCAL_ID, LocalTrainContext
 from dstrial.loop.agreement import StopReason
 from dstrial.loop.loop import TrainingLoop, require_engine
 from dstrial.loop.settings import FitResult, LoopSettings
@@ -107,6 +111,9 @@ def init(
                 preempt_mode=core.PreemptMode.ChiefOnly,
                 tensorboard_mode=core.TensorboardMode.MANUAL,
             )
+            if os.environ.get(RUN_DIR_VARIABLE):
+                mirrored = _mirror(core_context, RunDirectory.open(os.environ[RUN_DIR_VARIABLE]), exp_conf)
+                stack.callback(mirrored.flush_progress)
         else:
             seed = ((exp_conf or {}).get("reproducibility") or {}).get("experiment_seed")
             steps_completed = 0
@@ -133,6 +140,21 @@ def init(
         context._own_run = own_run
         stack.callback(context._close_tensorboard_writer)
         yield context
+
+
+def _mirror(
+    core_context: core.Context, directory: RunDirectory, exp_conf: Mapping[str, Any]
+) -> MirroredTrainContext:
+    """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of its own config."""
+    searcher = exp_conf.get("searcher") or {}
+    asked = read_json(directory.submission_path) or {}
+    return mirror(
+        core_context,
+        directory,
+        metric=searcher.get("metric"),
+        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
+        keep=local.retention.KeepPolicy.from_config(asked.get("checkpoint_storage")),
+    )
 
 
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
@@ -295,6 +317,11 @@ class Trainer:
         if self._info is not None:
             if test_mode:
                 raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
+            if latest_checkpoint is None and self._is_mirrored:
+                latest_checkpoint = self._info.latest_checkpoint or os.environ.get(RESUME_VARIABLE)
+                if latest_checkpoint is not None and self._info.latest_checkpoint is None:
+                    metadata = context._core.checkpoint.get_metadata(latest_checkpoint)
+                    context._steps_completed = int(metadata.get("steps_completed", 0))
             if latest_checkpoint is None and self._info.latest_checkpoint is not None:
                 logger.warning(
                     "latest_checkpoint is not given, so this trial starts anew; pass "
@@ -303,11 +330,12 @@ class Trainer:
             if max_length is None:
                 max_length = _length_from_searcher(searcher, _global_batch_size(context))
             _warn_of_another_length(searcher, max_length)
-            trial_id = int(self._info.trial.trial_id)
+            # A run that goes on in another experiment of the master is the same trial to its checkpoints.
+            trial_id = LOCAL_ID if self._is_mirrored else int(self._info.trial.trial_id)
             if profiling_enabled:
                 context._core.profiler.on()
         else:
-            trial_id = 0
+            trial_id = LOCAL_ID
             if profiling_enabled and context.distributed.rank == 0:
                 logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
             latest_checkpoint = self._local_checkpoint(latest_checkpoint)
@@ -360,6 +388,10 @@ class Trainer:
                 self._context._own_run.end_attempt(RunState.STOPPED)
         return result
 
+    @property
+    def _is_mirrored(self) -> bool:
+        return isinstance(self._context._core.train, MirroredTrainContext)
+
     def _wish_to_stop(self) -> StopReason | None:
         context = self._context
         if (
@@ -374,12 +406,14 @@ class Trainer:
         return StopReason.REQUESTED if context._stop_requested else None
 
     def _on_start(self, batches_trained: int) -> None:
-        if isinstance(self._context._core, LocalContext):
-            self._context._core.train.rewind_to(batches_trained)
+        train = self._context._core.train
+        if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
+            train.rewind_to(batches_trained)
 
     def _on_progress(self, batches_trained: int, batches_total: int) -> None:
-        if isinstance(self._context._core, LocalContext):
-            self._context._core.train.report_batches(batches_trained, batches_total)
+        train = self._context._core.train
+        if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
+            train.report_batches(batches_trained, batches_total)
 
     def _local_checkpoint(self, asked: str | None) -> str | None:
         """Resolve ``latest`` and what ``dstrial run --resume`` asked for."""
@@ -462,6 +496,7 @@ def run_trial(
     """
     _show_log(identify(os.environ).rank)
     info = _cluster_info()
+    test_mode = test_mode or os.environ.get(TEST_VARIABLE) == "1"
     config: Mapping[str, Any] = (
         info.trial._config if info is not None else cast(ExperimentConfig, experiment).raw
     )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dstrial.testing.master import MasterForTest, master_for_test
+
 _SETTLE_S = 5.0
 # Set by libraries when they are first imported, once per process and for good.
 _IMPORT_TIME_VARIABLES = {
@@ -27,6 +29,13 @@ _IMPORT_TIME_VARIABLES = {
 # Threads that a library keeps for the life of the process.
 _LIFELONG_TARGETS = "(_serve)"  # multiprocessing's sharer of file descriptors
 _LIFELONG_THREADS = ("pytest_timeout", "tqdm_monitor", "asyncio_", "Thread-pool")
+
+
+@pytest.fixture(scope="session")
+def shared_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    """One master for all tests that only need some master; it offers 4 slots."""
+    with master_for_test(tmp_path_factory.mktemp("master"), num_slots=4) as master:
+        yield master
 
 
 @pytest.fixture(autouse=True)

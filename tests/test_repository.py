@@ -122,7 +122,8 @@ def test_a_config_sets_what_a_reader_looks_for(config_path: Path) -> None:
         "max_restarts",
         "reproducibility",
     } <= config.keys()
-    assert {"metric", "smaller_is_better", "max_length"} <= config["searcher"].keys()
+    assert {"metric", "smaller_is_better"} <= config["searcher"].keys()
+    assert {"max_length", "max_time"} & config["searcher"].keys()
     assert config_path.read_text().startswith("# ")
 
 

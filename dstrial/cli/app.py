@@ -19,7 +19,11 @@ from dstrial.errors import DstrialError
 
 COMMANDS = {
     "check": "check an experiment config and its DeepSpeed config; starts nothing",
-    "run": "train one experiment on this machine, in the foreground",
+    "down": "stop all trials with a checkpoint and end the master",
+    "logs": "print the master's own log",
+    "run": "train one experiment on this machine and follow it",
+    "status": "show the master's address, slots, experiments and disk use",
+    "up": "start the master of this machine in the background",
 }
 """Name of each subcommand (and of its module in this package) and its line in the help."""
 

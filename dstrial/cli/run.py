@@ -1,46 +1,41 @@
-"""``dstrial run``: train one experiment on this machine, in the foreground."""
+"""``dstrial run``: train one experiment on this machine and follow it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import dataclasses
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
-from dstrial.cli.run_outcome import Verdict, failure_text, judge, summary
+from dstrial.cli.run_outcome import Verdict, failure_text, judge, judge_experiment, outcome_of, summary
 from dstrial.cli.run_resume import ResumePoint, newest_resumable, resume_point
 from dstrial.cli.streams import LastingStream
 from dstrial.config import ExperimentConfig, load_experiment
-from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
-from dstrial.local.run_directory import (
-    RESUME_VARIABLE,
-    RUN_DIR_VARIABLE,
-    RunDirectory,
-    RunState,
-    default_runs_dir,
-    find_runs,
-    utc_now,
-)
+from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir, find_runs, utc_now
 from dstrial.local.run_monitor import RunMonitor, RunView
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from dstrial.cli.run_display import Display
-    from dstrial.launch.agent import LaunchOutcome
+    from dstrial.cli.run_follow import Followed
+    from dstrial.cli.run_submission import Master
+    from dstrial.launch.outcome import LaunchOutcome
+    from dstrial.master.observe import ExperimentView
 
 _EPILOG = (
-    "Ctrl-C and SIGTERM stop all ranks at the same batch with a checkpoint; a second Ctrl-C ends them at once. "
-    "Exit status: 0 if training completed; 130 or 143 if SIGINT or SIGTERM stopped it; that of the first rank "
-    "that failed; 1 for a wrong configuration; 2 for wrong usage."
+    "Ctrl-C and SIGTERM pause the experiment with a checkpoint; a second Ctrl-C leaves that to the master. "
+    "Exit status: 0 if training completed; 130 or 143 if SIGINT or SIGTERM paused it; that of the first rank "
+    "that failed; 1 for a wrong configuration and for an experiment that was cancelled; 2 for wrong usage."
 )
 
 
@@ -48,11 +43,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "run",
-        help="train one experiment on this machine, in the foreground",
-        description="Check an experiment, train it on this machine in the foreground, and say where its files lie.",
+        help="train one experiment on this machine and follow it",
+        description="Check an experiment, submit it to this machine's master, which is started if none runs, follow "
+        "it to its end, and say where its files lie.",
         epilog=_EPILOG,
     )
-    add_experiment_arguments(parser, slots_help="number of ranks instead of slots_per_trial")
+    add_experiment_arguments(parser, slots_help="number of slots instead of slots_per_trial")
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
     )
@@ -72,26 +68,28 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    """What the user asked for, read and checked."""
+
+    args: argparse.Namespace
+    experiment: ExperimentConfig
+    entrypoint: Entrypoint
+    point: ResumePoint | None
+    is_search: bool
+    max_restarts: int
+
+
 def main(args: argparse.Namespace) -> int:
     """Train and return the exit status; see the epilog of ``dstrial run --help``.
 
     Raises:
         DstrialError: the experiment cannot be started.
     """
-    experiment = load_experiment(
-        args.experiment, args.context_dir, args.config, require_entrypoint=True, slots=args.slots
-    )
-    entrypoint = parse_entrypoint(experiment.entrypoint, str(experiment.path))
-    _require_trainable(args, experiment, entrypoint)
-    err = LastingStream(sys.stderr)
-    for warning in experiment.warnings:
-        err.write(f"warning: {warning}\n")
-    point = None if args.resume is None else _resume_point(args, experiment)
-    if point is not None and point.note is not None:
-        err.write(f"warning: {point.note}\n")
+    request = _read_request(args)
     command = ["dstrial", *_own_arguments(args)]
-    run_directory = None if point is None else point.run_directory
-    is_new = run_directory is None
+    run_directory = None if request.point is None else request.point.run_directory
+    experiment = request.experiment
     if run_directory is None:
         run_directory = RunDirectory.create(
             default_runs_dir(args.runs_dir),
@@ -100,21 +98,52 @@ def main(args: argparse.Namespace) -> int:
             command=command,
             config=experiment.raw,
         )
-    with run_directory.lock():
-        if not is_new:
-            run_directory.begin_attempt(command)
-            run_directory.write_config(experiment.raw)
-        with _ended_on_record(run_directory):
-            return _attempt(args, experiment, entrypoint, run_directory, point)
+    with run_directory.lock(), _ended_on_record(run_directory):
+        return _attempt(request, run_directory)
 
 
-def _resume_point(args: argparse.Namespace, experiment: ExperimentConfig) -> ResumePoint:
-    return resume_point(
-        args.resume,
-        runs_dir=default_runs_dir(args.runs_dir),
-        name=experiment.name,
-        context_dir=experiment.context_dir,
+def _read_request(args: argparse.Namespace) -> _Request:
+    """Read and check everything that can be checked before anything is made."""
+    given = load_experiment(
+        args.experiment,
+        args.context_dir,
+        args.config,
+        require_concrete=False,
+        require_entrypoint=True,
+        slots=args.slots,
     )
+    is_search = given.raw["searcher"]["name"] != "single"
+    if not is_search:
+        given = load_experiment(
+            args.experiment, args.context_dir, args.config, require_entrypoint=True, slots=args.slots
+        )
+    entrypoint = parse_entrypoint(given.entrypoint, str(given.path))
+    _require_trainable(args, given, entrypoint, is_search=is_search)
+    err = LastingStream(sys.stderr)
+    for warning in given.warnings:
+        err.write(f"warning: {warning}\n")
+    point = None
+    if args.resume is not None:
+        point = resume_point(
+            args.resume,
+            runs_dir=default_runs_dir(args.runs_dir),
+            name=given.name,
+            context_dir=given.context_dir,
+        )
+        if point.note is not None:
+            err.write(f"warning: {point.note}\n")
+    return _Request(args, given, entrypoint, point, is_search, _max_restarts(args, given))
+
+
+def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
+    """What the user wrote; where nothing is written, whoever follows is told of a failure at once."""
+    import yaml
+
+    if args.test:
+        return 0
+    is_given = "max_restarts" in (yaml.safe_load(experiment.path.read_text(encoding="utf-8")) or {})
+    is_given = is_given or any(override.startswith("max_restarts=") for override in args.config)
+    return experiment.max_restarts if is_given else 0
 
 
 @contextlib.contextmanager
@@ -133,15 +162,26 @@ def _ended_on_record(run_directory: RunDirectory) -> Iterator[None]:
 
 
 def _require_trainable(
-    args: argparse.Namespace, experiment: ExperimentConfig, entrypoint: Entrypoint
+    args: argparse.Namespace, experiment: ExperimentConfig, entrypoint: Entrypoint, *, is_search: bool
 ) -> None:
-    if entrypoint.trial is None and args.test:
+    problem: ConfigProblem | None = None
+    if is_search and (args.test or args.resume):
+        problem = ConfigProblem(
+            f"{experiment.path}: searcher.name",
+            f"{experiment.raw['searcher']['name']!r} with {'--test' if args.test else '--resume'}",
+            "'single', one trial",
+            "Add --config searcher.name=single and concrete hyperparameters."
+            if args.test
+            else "Go on with a search by `det experiment activate`.",
+        )
+    elif entrypoint.trial is None and args.test:
         problem = ConfigProblem(
             f"{experiment.path}: entrypoint",
             f"{experiment.entrypoint!r} with --test",
             "a trial class, which can be stopped after two batches",
             "Run the script without --test, or write entrypoint: model_def:MyTrial.",
         )
+    if problem is not None:
         raise ConfigError([problem])
     if entrypoint.trial is not None and not args.test:
         experiment.require_max_length()
@@ -167,41 +207,106 @@ def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[
     return words
 
 
-def _attempt(
-    args: argparse.Namespace,
-    experiment: ExperimentConfig,
-    entrypoint: Entrypoint,
-    run_directory: RunDirectory,
-    point: ResumePoint | None,
-) -> int:
+def _attempt(request: _Request, run_directory: RunDirectory) -> int:
     """Train in a run directory that this process owns, put the outcome on record and print it."""
-    from dstrial.cli.run_display import Refresher, make_display
-    from dstrial.launch.slots import num_slots
+    from dstrial.cli.run_follow import noted_signals
+    from dstrial.cli.run_submission import find_or_start_master
 
-    is_cpu = experiment.slots_per_trial == 0
-    num_ranks = 1 if entrypoint.starts_ranks or is_cpu else num_slots(args.slots, experiment.slots_per_trial)
-    metric = experiment.metric
+    experiment, args = request.experiment, request.args
+    num_slots = args.slots if args.slots is not None else experiment.slots_per_trial
+    _require_startable(request)
     out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
-    steps_before = None if point is None else point.steps_completed
-    monitor = RunMonitor(run_directory, metric=metric, since=utc_now())
+    with noted_signals() as signals:
+        master, is_new_master = find_or_start_master(num_slots)
+        if is_new_master:
+            out.write(f"started a master at {master.record.address}, which `dstrial down` ends\n")
+        if request.is_search:
+            from dstrial.cli.run_search import search
+
+            return search(
+                request.experiment,
+                request.entrypoint,
+                master,
+                run_directory,
+                signals,
+                out,
+                num_slots=num_slots,
+                max_restarts=request.max_restarts,
+            )
+        return _train(request, master, run_directory, signals, out, err, num_slots)
+
+
+def _require_startable(request: _Request) -> None:
+    """Refuse a command that does not exist before the master tries it.
+
+    Raises:
+        LaunchError: the program or the script is not there.
+    """
+    if request.entrypoint.trial is not None:
+        return
+    from dstrial.launch.rank_main import script_command
+
+    program = script_command(request.entrypoint.words, directory=request.experiment.context_dir)[0]
+    if shutil.which(program) is None and not (request.experiment.context_dir / program).is_file():
+        raise LaunchError(
+            f"the command is {program!r}; expected a program that can be run. Check its path and permissions."
+        )
+
+
+def _train(
+    request: _Request,
+    master: Master,
+    run_directory: RunDirectory,
+    signals: list[signal.Signals],
+    out: LastingStream,
+    err: LastingStream,
+    num_slots: int,
+) -> int:
+    from dstrial.cli.run_display import Refresher, make_display
+    from dstrial.cli.run_follow import LogTail, follow
+
+    experiment, args, point = request.experiment, request.args, request.point
+    metric = experiment.metric
+    num_ranks = 1 if request.entrypoint.starts_ranks else max(num_slots, 1)
+    since = utc_now()
+    monitor = RunMonitor(run_directory, metric=metric, since=since)
     display = make_display(out, err, num_ranks=num_ranks, metric=metric, is_plain=args.no_progress)
     try:
         display.message(f"run directory: {run_directory.path}")
         if point is not None:
             display.message(f"resuming from checkpoint {point.checkpoint}")
+        experiment_id, known = _start(request, master, run_directory, num_slots)
+        display.message(f"experiment:    {experiment_id} (det experiment describe {experiment_id})")
+        log = LogTail(master, _shower(display), known)
+
+        def on_look(view: ExperimentView) -> None:
+            for trial in view.trials:
+                log.poll(trial.id)
+
+        def on_stop(_signal: signal.Signals) -> None:
+            what = "stopping all ranks"
+            if RunMonitor(run_directory, metric=None, since=since).poll().batches_trained is not None:
+                what = "stopping all ranks at the same batch, saving a checkpoint"
+            elif request.entrypoint.trial is not None:
+                what = "stopping all ranks; training has not begun"
+            display.message(f"{what} (Ctrl-C again to leave that to the master)")
+
         with Refresher(monitor.poll, display.view):
-            outcome = _run_ranks(args, experiment, entrypoint, run_directory, point, num_ranks, display)
+            followed = follow(master, experiment_id, signals, on_look=on_look, on_stop=on_stop)
     finally:
         display.close()
-    is_trial = entrypoint.trial is not None
-    verdict = judge(outcome, read_json(run_directory.status_path) or {}, is_trial=is_trial)
+    outcome = outcome_of(run_directory, followed)
+    verdict = _verdict(request, run_directory, followed, outcome)
     failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
     run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
     if args.test:
         lines, exit_code = _end_test(run_directory, verdict, outcome)
     else:
-        lines = _summary_of(args, experiment, run_directory, verdict, monitor.poll(), steps_before)
+        steps_before = None if point is None else point.steps_completed
+        lines = _summary_of(request, run_directory, verdict, monitor.poll(), steps_before)
         exit_code = verdict.exit_code
+        if verdict.state is not RunState.COMPLETED and followed.view is not None:
+            lines += _ways_on(followed)
     out.write("\n".join(lines) + "\n")
     if out.is_lost and err.isatty():
         err.write("\n".join(lines) + "\n")
@@ -209,82 +314,88 @@ def _attempt(
     return exit_code
 
 
-def _run_ranks(
-    args: argparse.Namespace,
-    experiment: ExperimentConfig,
-    entrypoint: Entrypoint,
-    run_directory: RunDirectory,
-    point: ResumePoint | None,
-    num_ranks: int,
-    display: Display,
-) -> LaunchOutcome:
-    from dstrial.launch.agent import run_ranks
-    from dstrial.launch.rank_main import script_command, trial_command
+def _start(
+    request: _Request, master: Master, run_directory: RunDirectory, num_slots: int
+) -> tuple[int, dict[int, int]]:
+    """Submit the run, or activate its paused experiment, or join the one that has become active again.
 
-    checkpoint = None if point is None else point.checkpoint
-    env = dict(experiment.environment_variables)
-    env[RUN_DIR_VARIABLE] = str(run_directory.path)
-    env["DET_PYTHON_EXECUTABLE"] = sys.executable
-    env["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), env.get("PATH", os.environ.get("PATH", ""))]
+    Returns:
+        The experiment's number, and for its trials the last line of their logs that belongs to earlier attempts.
+    """
+    from dstrial.cli import run_submission as submission
+    from dstrial.master import observe
+
+    experiment, point = request.experiment, request.point
+    files = submission.read_context(experiment.context_dir)
+    config = submission.submitted_config(
+        experiment, request.entrypoint, num_slots=num_slots, max_restarts=request.max_restarts
     )
-    if checkpoint is not None:
-        env[RESUME_VARIABLE] = str(checkpoint)
-    if experiment.slots_per_trial == 0:
-        env["DS_ACCELERATOR"] = "cpu"
-    if entrypoint.trial is not None:
-        command = trial_command(
-            entrypoint.trial,
-            context_dir=experiment.context_dir,
-            config=experiment.path,
-            overrides=args.config,
-            run_dir=run_directory.path,
-            resume=None if checkpoint is None else str(checkpoint),
-            test_mode=args.test,
-        )
-    else:
-        command = script_command(entrypoint.words, directory=experiment.context_dir)
-    since = utc_now()
-
-    def tell_stopping(_signal_name: str) -> None:
-        what = "stopping all ranks"
-        if RunMonitor(run_directory, metric=None, since=since).poll().batches_trained is not None:
-            what = "stopping all ranks at the same batch, saving a checkpoint"
-        elif entrypoint.trial is not None:
-            what = "stopping all ranks; training has not begun"
-        display.message(f"{what} (Ctrl-C again to end at once)")
-
-    with _working_directory(experiment.context_dir):
-        return run_ranks(
-            command,
-            num_ranks=num_ranks,
-            env=env,
-            log_dir=run_directory.attempt_logs_path(run_directory.read_record().num_attempts),
-            shutdown_timeout_s=experiment.preemption_timeout_s,
-            on_line=display.rank_line,
-            on_stop=tell_stopping,
-        )
+    mark = submission.fingerprint(config, files)
+    if point is not None and point.run_directory is not None:
+        newest = newest_checkpoint(run_directory.checkpoints_path)
+        is_newest = newest is not None and newest.path == point.checkpoint
+        living = submission.living_experiment(master, run_directory, mark, is_newest=is_newest)
+        if living is None or living.state == "PAUSED":
+            run_directory.begin_attempt(["dstrial", *_own_arguments(request.args)])
+            run_directory.write_config(experiment.raw)
+        if living is not None:
+            known = {trial.id: observe.last_log_id(master.state, trial.id) for trial in living.trials}
+            if living.state == "PAUSED":
+                master.client.post(f"/api/v1/experiments/{living.id}/activate")
+            return living.id, known
+    storage: dict[str, Any] = dict(config.get("checkpoint_storage") or {})
+    whole = submission.config_of_run(
+        config,
+        experiment,
+        run_directory,
+        checkpoint=None if point is None else point.checkpoint,
+        is_test=request.args.test,
+        is_search=False,
+    )
+    # Before the trial can start, which reads it.
+    remembered = submission.Submission(0, master.record.cluster_id, mark, storage)
+    remembered.write(run_directory)
+    experiment_id = submission.submit(master, whole, files)
+    dataclasses.replace(remembered, experiment_id=experiment_id).write(run_directory)
+    return experiment_id, {}
 
 
-@contextlib.contextmanager
-def _working_directory(path: Path) -> Iterator[None]:
-    """Ranks start in the context directory, and the launcher hands on this process's own."""
-    before = Path.cwd()
-    os.chdir(path)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+def _shower(display: Display) -> Any:
+    def show(rank: int | None, stream: str, line: str) -> None:
+        if rank is None:
+            display.message(line)
+        else:
+            display.rank_line(rank, stream, line)
+
+    return show
+
+
+def _verdict(
+    request: _Request, run_directory: RunDirectory, followed: Followed, outcome: LaunchOutcome
+) -> Verdict:
+    status = read_json(run_directory.status_path) or {}
+    judged = judge(outcome, status, is_trial=request.entrypoint.trial is not None)
+    return judge_experiment(followed, judged)
+
+
+def _ways_on(followed: Followed) -> list[str]:
+    view = followed.view
+    assert view is not None
+    if followed.is_master_gone:
+        return [f"{'master:':<15}has ended; experiment {view.id} goes on at the next `dstrial up`"]
+    if view.state == "PAUSED":
+        return [f"{'or with:':<15}det experiment activate {view.id}"]
+    return []
 
 
 def _summary_of(
-    args: argparse.Namespace,
-    experiment: ExperimentConfig,
+    request: _Request,
     run_directory: RunDirectory,
     verdict: Verdict,
     view: RunView,
     steps_before: int | None,
 ) -> list[str]:
+    experiment, args = request.experiment, request.args
     is_latest = False
     if verdict.state is not RunState.COMPLETED:
         runs = find_runs(default_runs_dir(args.runs_dir), experiment.name, experiment.context_dir)

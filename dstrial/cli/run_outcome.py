@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dstrial.errors import DstrialError
+from dstrial.launch.outcome import LaunchOutcome
 from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.local.run_monitor import RunView, read_validations
 
 if TYPE_CHECKING:
-    from dstrial.launch.agent import LaunchOutcome
+    from dstrial.cli.run_follow import Followed
 
 _BY_SIGTERM = 128 + signal.SIGTERM
 
@@ -31,6 +35,39 @@ class Verdict:
     state: RunState
     exit_code: int
     reason: str | None = None
+
+
+def outcome_of(run_directory: RunDirectory, followed: Followed) -> LaunchOutcome:
+    """Return how the ranks of the last attempt ended: as their launcher wrote, else as the master knows."""
+    fields = None
+    with contextlib.suppress(DstrialError):
+        fields = read_json(run_directory.outcome_path)
+    if fields is not None:
+        outcome = LaunchOutcome.from_json(fields)
+    else:
+        trials = () if followed.view is None else followed.view.trials
+        exit_code = next((trial.exit_code for trial in trials if trial.exit_code is not None), 0)
+        if followed.stopped_by is not None:
+            exit_code = 0  # it was ended for the pause
+        outcome = LaunchOutcome(exit_code, None, (exit_code,), None, ())
+    return dataclasses.replace(outcome, stopped_by=followed.stopped_by)
+
+
+def judge_experiment(followed: Followed, judged: Verdict) -> Verdict:
+    """Correct a verdict on the ranks by what the master says of the experiment."""
+    view = followed.view
+    if view is None:
+        return Verdict(RunState.FAILED, 1, "the experiment was deleted")
+    if followed.is_detached:
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, "left to the master")
+    if followed.is_master_gone:
+        return Verdict(RunState.STOPPED, 1, "the master has ended")
+    if view.state == "CANCELED":
+        return Verdict(RunState.STOPPED, 1, "cancelled")
+    if view.state == "ERROR" and judged.state is not RunState.FAILED:
+        reasons = [trial.exit_reason for trial in view.trials] + [view.end_reason]
+        return Verdict(RunState.FAILED, 1, next((reason for reason in reasons if reason), "the trial failed"))
+    return judged
 
 
 def judge(outcome: LaunchOutcome, status: Mapping[str, object], *, is_trial: bool) -> Verdict:

@@ -88,7 +88,20 @@ def read_yaml(path: Path, label: str) -> Document:
     Raises:
         ConfigError: it cannot be read, is not YAML, or gives a key twice.
     """
-    loader = _CoreLoader(_read_text(path, label))
+    return read_yaml_text(_read_text(path, label), label)
+
+
+def read_yaml_text(text: str, label: str) -> Document:
+    """Read YAML from a text.
+
+    Args:
+        text: the text.
+        label: how to call it in messages.
+
+    Raises:
+        ConfigError: it is not YAML, or gives a key twice.
+    """
+    loader = _CoreLoader(text)
     problems: list[ConfigProblem] = []
     try:
         node = loader.get_single_node()

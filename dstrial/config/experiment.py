@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
-from dstrial.config.documents import read_yaml
+from dstrial.config.documents import Document, read_yaml
 from dstrial.config.entrypoint import TrialSource, check_entrypoint
 from dstrial.config.experiment_check import (
     check_dstrial_section,
@@ -142,9 +142,42 @@ def load_experiment(
     Raises:
         ConfigError: with all problems of both files.
     """
-    path, context_dir = Path(path), Path(context_dir)
-    document = apply_overrides(read_yaml(path, str(path)), overrides)
-    findings = Findings(document.lines, str(path))
+    path = Path(path)
+    return check_experiment(
+        apply_overrides(read_yaml(path, str(path)), overrides),
+        path,
+        Path(context_dir),
+        require_concrete=require_concrete,
+        require_entrypoint=require_entrypoint,
+        slots=slots,
+    )
+
+
+def check_experiment(
+    document: Document,
+    path: Path,
+    context_dir: Path,
+    *,
+    require_concrete: bool = True,
+    require_entrypoint: bool = False,
+    slots: int | None = None,
+    more_checks: Callable[[Mapping[str, Any], dict[str, Any], Findings], None] | None = None,
+) -> ExperimentConfig:
+    """Check an experiment config that has been read, as :func:`load_experiment` does.
+
+    Args:
+        document: the config.
+        path: what the config is called.
+        context_dir: directory of the model definition.
+        require_concrete: whether a hyperparameter that is a search space is a problem.
+        require_entrypoint: whether a missing ``entrypoint`` is a problem.
+        slots: number of slots to check for, instead of ``resources.slots_per_trial``.
+        more_checks: called with the config as written, the one with defaults, and where to put problems.
+
+    Raises:
+        ConfigError: with all problems of both files.
+    """
+    findings = Findings(document.lines, document.label)
     if not context_dir.is_dir():
         fix = "Pass the directory that holds the model definition."
         findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
@@ -155,6 +188,8 @@ def load_experiment(
     given: Mapping[str, Any] = document.value
     raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
     _check_sections(raw, given, findings)
+    if more_checks is not None:
+        more_checks(given, raw, findings)
     notes: list[str] = []
     source = _check_entrypoint(raw, given, context_dir, findings, require_entrypoint=require_entrypoint)
     hyperparameters = concrete_values(

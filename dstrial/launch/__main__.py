@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,19 @@ from dstrial.errors import DstrialError, LaunchError
 from dstrial.launch.arguments import slots_argument
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
-from dstrial.local.run_directory import RUNS_DIR_VARIABLE, default_runs_dir
+from dstrial.local.json_files import write_json_atomically
+from dstrial.local.run_directory import (
+    RUN_DIR_VARIABLE,
+    RUNS_DIR_VARIABLE,
+    RunDirectory,
+    default_runs_dir,
+)
 
 if TYPE_CHECKING:
     from determined import ClusterInfo
 
     from dstrial.config import ExperimentConfig
-    from dstrial.launch.agent import LaunchOutcome
+    from dstrial.launch.outcome import LaunchOutcome
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
                                 (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""
@@ -102,6 +109,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
     from dstrial.launch.slots import cluster_placement
 
+    run = _run_directory()
     for name, value in (("--slots", options.slots), ("--config", options.config)):
         if value is not None:
             _warn(f"{name} {value} is ignored on a cluster, which has its own experiment config")
@@ -112,15 +120,25 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     )
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
-    return run_ranks(
+    outcome = run_ranks(
         command,
         num_ranks=max(len(info.slot_ids), 1),
         env={"DET_CHIEF_IP": placement.master_addr},
+        log_dir=None if run is None else run.begin_logs(),
         shutdown_timeout_s=float(timeout_s),
         on_line=_print_for_cluster,
         on_stop=_tell_stopping,
         placement=placement,
     )
+    if run is not None:
+        write_json_atomically(run.outcome_path, outcome.to_json())
+    return outcome
+
+
+def _run_directory() -> RunDirectory | None:
+    """The run directory of ``dstrial run``, whose files are kept beside what the master knows."""
+    path = os.environ.get(RUN_DIR_VARIABLE)
+    return RunDirectory.open(path) if path else None
 
 
 def _load(options: argparse.Namespace) -> ExperimentConfig | None:

@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from dstrial.errors import LaunchError
-from dstrial.launch.failures import ERROR_FILE_VARIABLE, RankFailure
+from dstrial.launch.failures import ERROR_FILE_VARIABLE
+from dstrial.launch.outcome import LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
@@ -50,28 +51,6 @@ class Placement:
     node_rank: int = 0
     master_addr: str = LOOPBACK_ADDR
     master_port: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LaunchOutcome:
-    """How the ranks of one launch ended.
-
-    Attributes:
-        exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else that of the first failing
-            rank, or of one that had to be ended (128 + n for signal n).
-        first_failure: the failure that caused the others; None if no rank failed by itself.
-        exit_codes: by local rank, as a shell sees them.
-        stopped_by: name of the signal that asked for a stop, None if none did.
-        killed_ranks: global ranks that did not end by themselves in time and were killed.
-        ended_at_once: whether a second Ctrl-C ended the ranks.
-    """
-
-    exit_code: int
-    first_failure: RankFailure | None
-    exit_codes: tuple[int, ...]
-    stopped_by: str | None
-    killed_ranks: tuple[int, ...]
-    ended_at_once: bool = False
 
 
 def run_ranks(

@@ -9,6 +9,8 @@
     metrics.superseded.jsonl  reports that a resume from an earlier batch has trained again
     progress.json             how far training is
     status.json               what the trial says about itself: status text, early exit
+    outcome.json              how the ranks of the last attempt ended
+    submission.json           the master's experiment that trains the run
     metadata.json             what ``set_metadata`` stored
     tensorboard/              event files
     checkpoints/<uuid>/       one directory per checkpoint
@@ -47,6 +49,9 @@ RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"
 
 RESUME_VARIABLE = "DSTRIAL_RESUME"
 """Environment variable through which ranks are told the checkpoint to resume from."""
+
+TEST_VARIABLE = "DSTRIAL_TEST"
+"""Environment variable that is 1 where a trial is only to be tested: two batches, one checkpoint, read back."""
 
 
 class RunState(str, enum.Enum):
@@ -155,6 +160,16 @@ class RunDirectory:
         return self.path / "status.json"
 
     @property
+    def outcome_path(self) -> Path:
+        """How the ranks of the last attempt ended (``dstrial.launch.outcome.LaunchOutcome``), JSON."""
+        return self.path / "outcome.json"
+
+    @property
+    def submission_path(self) -> Path:
+        """The experiment of the master that trains the run, JSON."""
+        return self.path / "submission.json"
+
+    @property
     def metadata_path(self) -> Path:
         """What the trial stored with ``set_metadata``, JSON."""
         return self.path / "metadata.json"
@@ -177,6 +192,17 @@ class RunDirectory:
     def attempt_logs_path(self, attempt: int) -> Path:
         """Directory of what the ranks print in one attempt, counted from 1."""
         return self.logs_path / f"attempt_{attempt}"
+
+    def begin_logs(self) -> Path:
+        """Return the directory for what the ranks print from now on, which does not exist yet.
+
+        Where the attempt has one already, the master has started the trial again (a restart, an activation), and
+        that is an attempt of its own.
+        """
+        record = self.read_record()
+        if self.attempt_logs_path(record.num_attempts).exists():
+            self.begin_attempt(record.command)
+        return self.attempt_logs_path(self.read_record().num_attempts)
 
     @classmethod
     def create(
@@ -282,7 +308,7 @@ class RunDirectory:
     def begin_attempt(self, command: Sequence[str]) -> None:
         """Put on record that the run is started once more, and forget what the last attempt said."""
         record = self.read_record()
-        for path in (self.status_path, self.progress_path):
+        for path in (self.status_path, self.progress_path, self.outcome_path):
             path.unlink(missing_ok=True)
         self._write_record(
             dataclasses.replace(

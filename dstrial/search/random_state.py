@@ -31,7 +31,7 @@ class SearchRandom:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the generator's state as JSON values."""
-        state = self._state.get_state(legacy=True)
+        state: Any = self._state.get_state(legacy=True)
         return {"key": [int(word) for word in state[1]], "position": int(state[2])}
 
     def integer_below(self, bound: int) -> int:

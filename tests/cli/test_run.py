@@ -11,14 +11,18 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from dstrial.cli.run_submission import Submission
 from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.json_files import read_json_lines
 from dstrial.local.run_directory import RunDirectory, RunState
+from dstrial.master.observe import ExperimentView, look
+from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 240
 
@@ -31,31 +35,29 @@ environment: {{environment_variables: ["FROM_CONFIG=yes"]}}
 
 CORE_API_SCRIPT = """
 import os, sys, time
-from pathlib import Path
+import determined
 from determined import core
-from dstrial.local.context import init
-from dstrial.ranks.stop import StopSignals
+from dstrial.local.mirror import mirror
+from dstrial.local.run_directory import RunDirectory
 
 rank = int(os.environ["RANK"])
 if rank:
     sys.exit()
-resume = os.environ.get("DSTRIAL_RESUME")
-with StopSignals() as signals, init(
-    Path(os.environ["DSTRIAL_RUN_DIR"]),
-    distributed=core.DummyDistributedContext(),
-    metric="accuracy",
-    smaller_is_better=False,
-    stop_requested=lambda: signals.requested,
+resume = determined.get_cluster_info().latest_checkpoint or os.environ.get("DSTRIAL_RESUME")
+with core.init(
+    distributed=core.DummyDistributedContext(), tensorboard_mode=core.TensorboardMode.MANUAL
 ) as context:
+    run_directory = RunDirectory.open(os.environ["DSTRIAL_RUN_DIR"])
+    train = mirror(context, run_directory, metric="accuracy", smaller_is_better=False, keep=None)
     first = 0
     if resume:
         with context.checkpoint.restore_path(resume) as path:
             first = int((path / "state").read_text())
-    context.train.rewind_to(first)
-    print("variables", os.environ["FROM_CONFIG"], Path.cwd().name, sys.argv[1:])
+    train.rewind_to(first)
+    print("variables", os.environ["FROM_CONFIG"], os.path.exists("train.py"), sys.argv[1:])
     for batch in range(first + 1, 11):
         context.train.report_training_metrics(batch, {"loss": 1 / batch, "samples_per_second": 10.0})
-        context.train.report_batches(batch, 10)
+        train.report_batches(batch, 10)
         is_stopping = False
         if batch == 5 and "wait" in sys.argv and not resume:
             print("waiting for a signal", flush=True)
@@ -83,6 +85,7 @@ class Project:
     directory: Path
     config: Path
     runs_dir: Path
+    env: Mapping[str, str]
 
     def command(self, *arguments: str) -> list[str]:
         return [
@@ -92,30 +95,25 @@ class Project:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, env=environment()
+            self.command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, env=dict(self.env)
         )
 
     def run_directories(self) -> list[RunDirectory]:
         return [RunDirectory(path.parent) for path in sorted(self.runs_dir.glob("*/*/run.json"))]
 
 
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DSTRIAL_")}
-    return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-
-
 MakeProject = Callable[..., Project]
 
 
 @pytest.fixture
-def make_project(tmp_path: Path) -> MakeProject:
+def make_project(tmp_path: Path, shared_master: MasterForTest) -> MakeProject:
     def make(script: str, entrypoint: str = "python3 train.py", name: str = "my experiment") -> Project:
         directory = tmp_path / "context dir"
         directory.mkdir()
         (directory / "train.py").write_text(script)
         config = tmp_path / "exp file.yaml"
         config.write_text(CONFIG.format(name=name, entrypoint=entrypoint))
-        return Project(directory, config, tmp_path / "all runs")
+        return Project(directory, config, tmp_path / "all runs", shared_master.env)
 
     return make
 
@@ -126,7 +124,7 @@ class TestScripts:
         project = make_project(CORE_API_SCRIPT, "python3 -m dstrial.launch train.py 'an argument'")
         ended = project.run("--slots", "2")
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert "[rank 0] variables yes context dir ['an argument']" in ended.stdout
+        assert "[rank 0] variables yes True ['an argument']" in ended.stdout
         assert "batch 10/10  loss 0.1  10 samples/s" in ended.stdout
         assert "batch 10/10  validation  accuracy 1" in ended.stdout
         (run_directory,) = project.run_directories()
@@ -162,10 +160,10 @@ class TestScripts:
         self, make_project: MakeProject, signal_: signal.Signals, exit_code: int
     ) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        code, output = run_and_signal(project.command(), "waiting for a signal", [signal_])
+        code, output = run_and_signal(project, project.command(), "waiting for a signal", [signal_])
         assert code == exit_code, output
         assert (
-            "stopping all ranks at the same batch, saving a checkpoint (Ctrl-C again to end at once)"
+            "stopping all ranks at the same batch, saving a checkpoint (Ctrl-C again to leave that to the master)"
             in output
         )
         assert f"stopped at batch 5 of 10 ({signal_.name})" in output
@@ -182,19 +180,68 @@ class TestScripts:
         assert [row["steps_completed"] for row in rows if row["group"] == "training"] == list(range(1, 11))
         assert run_directory.attempt_logs_path(1).is_dir()
 
-    def test_a_second_ctrl_c_ends_the_run_at_once(self, make_project: MakeProject) -> None:
+    def test_a_second_ctrl_c_leaves_the_pause_to_the_master(
+        self, make_project: MakeProject, shared_master: MasterForTest
+    ) -> None:
+        script = CORE_API_SCRIPT.replace("time.sleep(0.01)", "time.sleep(0.01)\n            time.sleep(5)")
+        project = make_project(script, "python3 train.py wait")
+        code, output = run_and_signal(
+            project, project.command(), "waiting for a signal", [signal.SIGINT, signal.SIGINT]
+        )
+        assert code == 130
+        assert "stopped at batch 5 of 10 (left to the master; no checkpoint)" in output
+        (run_directory,) = project.run_directories()
+        refused = project.run("--resume", str(run_directory.path))
+        assert refused.returncode == 1
+        submission = Submission.read(run_directory)
+        assert submission is not None
+        view = until_settled(shared_master, submission.experiment_id)
+        assert view.state == "PAUSED"
+        assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
+        ended = project.run("--resume", "latest")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        again = Submission.read(run_directory)
+        assert again is not None
+        assert again.experiment_id == submission.experiment_id
+
+    def test_a_run_that_a_down_stopped_goes_on_at_the_next_up_and_can_be_followed_again(
+        self, make_project: MakeProject, tmp_path: Path
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
+        with master_for_test(tmp_path) as master:
+            project = dataclasses.replace(project, env=master.env)
+            with started(project, project.command(), stderr=subprocess.STDOUT) as process:
+                assert process.stdout is not None
+                while "waiting for a signal" not in process.stdout.readline():
+                    pass
+                assert master.dstrial("down").returncode == 0
+                output = process.stdout.read()
+                assert process.wait(DEADLINE_S) == 1
+            assert re.search(r"master: +has ended; experiment 1 goes on at the next `dstrial up`", output)
+            master.up()
+            ended = project.run("--resume", "latest")
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            view = look(master.state, 1)
+            assert view is not None
+            assert (view.state, view.trials[0].num_allocations) == ("COMPLETED", 2)
+            assert look(master.state, 2) is None
+
+    def test_a_program_that_knows_nothing_of_the_master_is_ended_by_ctrl_c(
+        self, make_project: MakeProject
+    ) -> None:
         script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(600)"
         project = make_project(script)
-        code, output = run_and_signal(project.command(), "up", [signal.SIGINT, signal.SIGINT])
+        code, output = run_and_signal(project, project.command(), "up", [signal.SIGINT])
         assert code == 130
-        assert "state:         stopped (ended at once; no checkpoint)" in output
+        assert "state:         stopped (SIGINT; no checkpoint)" in output
+        assert re.search(r"or with: +det experiment activate \d+", output)
 
     def test_without_a_reader_the_run_goes_on_and_its_summary_is_shown_on_the_terminal(
         self, make_project: MakeProject
     ) -> None:
         project = make_project(CORE_API_SCRIPT)
         ours, theirs = pty.openpty()
-        with started(project.command(), stderr=theirs) as process:
+        with started(project, project.command(), stderr=theirs) as process:
             os.close(theirs)
             assert process.stdout is not None
             process.stdout.readline()
@@ -211,7 +258,7 @@ class TestScripts:
         self, make_project: MakeProject
     ) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        with started(project.command(), stderr=subprocess.STDOUT) as process:
+        with started(project, project.command(), stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
             while "waiting for a signal" not in process.stdout.readline():
                 pass
@@ -246,7 +293,7 @@ class TestScripts:
         self, make_project: MakeProject
     ) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        run_and_signal(project.command(), "waiting for a signal", [signal.SIGINT])
+        run_and_signal(project, project.command(), "waiting for a signal", [signal.SIGINT])
         (run_directory,) = project.run_directories()
         (checkpoint,) = list_checkpoints(run_directory.checkpoints_path)
         for resume in (str(checkpoint.path), str(checkpoint.path), str(run_directory.path)):
@@ -290,9 +337,9 @@ class TestScripts:
         (older,) = project.run_directories()
         train = project.directory / "train.py"
         train.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
-        code, output = run_and_signal(project.command(), "up", [signal.SIGINT])
+        code, output = run_and_signal(project, project.command(), "up", [signal.SIGINT])
         assert code == 130
-        assert "stopping all ranks (Ctrl-C again to end at once)" in output
+        assert "stopping all ranks (Ctrl-C again to leave that to the master)" in output
         assert "state:         stopped (SIGINT; no checkpoint)" in output
         train.write_text(CORE_API_SCRIPT)
         ended = project.run("--resume", "latest")
@@ -314,7 +361,7 @@ class TestScripts:
 
     def test_on_a_terminal_there_is_a_progress_bar(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT)
-        screen, output = on_terminal(project.command())
+        screen, output = on_terminal(project, project.command())
         assert screen == 0, output
         assert re.search(r"10/10 batches", output), output
         assert "time left" in output
@@ -322,16 +369,29 @@ class TestScripts:
 
     def test_on_a_terminal_without_progress_there_are_plain_lines(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT)
-        code, output = on_terminal(project.command("--no-progress"))
+        code, output = on_terminal(project, project.command("--no-progress"))
         assert code == 0, output
         assert "batch 10/10  loss 0.1" in output
         assert "time left" not in output
 
 
+def until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while True:
+        view = look(master.state, experiment_id)
+        assert view is not None
+        if view.is_settled:
+            return view
+        assert time.monotonic() < give_up_at_s, view
+        time.sleep(0.1)
+
+
 @contextlib.contextmanager
-def started(command: list[str], stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+def started(
+    project: Project, command: list[str], stderr: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment()
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=dict(project.env)
     ) as process:
         try:
             yield process
@@ -339,10 +399,12 @@ def started(command: list[str], stderr: int = subprocess.PIPE) -> Iterator[subpr
             process.kill()
 
 
-def run_and_signal(command: list[str], line: str, signals: list[signal.Signals]) -> tuple[int, str]:
+def run_and_signal(
+    project: Project, command: list[str], line: str, signals: list[signal.Signals]
+) -> tuple[int, str]:
     """Run a command, send it signals once a line has appeared, each after the answer to the one before."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(project.env)
     )
     output = []
     waiting = list(signals)
@@ -350,7 +412,7 @@ def run_and_signal(command: list[str], line: str, signals: list[signal.Signals])
         assert process.stdout is not None
         for shown in process.stdout:
             output.append(shown)
-            if waiting and (line in shown or "stopping all ranks" in shown):
+            if waiting and (line in shown or "to leave that to the master" in shown):
                 process.send_signal(waiting.pop(0))
         return process.wait(DEADLINE_S), "".join(output)
     finally:
@@ -358,11 +420,11 @@ def run_and_signal(command: list[str], line: str, signals: list[signal.Signals])
         process.wait()
 
 
-def on_terminal(command: list[str]) -> tuple[int, str]:
+def on_terminal(project: Project, command: list[str]) -> tuple[int, str]:
     """Run a command whose standard output is a terminal; its exit status and everything it drew."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        command, stdout=theirs, stderr=theirs, env={**environment(), "COLUMNS": "200", "TERM": "xterm"}
+        command, stdout=theirs, stderr=theirs, env={**project.env, "COLUMNS": "200", "TERM": "xterm"}
     )
     os.close(theirs)
     output = b"".join(_read_until_closed(ours))
@@ -444,7 +506,7 @@ def test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed(
     assert "test passed: 2 batches, one validation, one checkpoint written and loaded again" in tested.stdout
     assert project.run_directories() == []
 
-    code, output = run_and_signal(project.command(), "batch 10/4000", [signal.SIGINT])
+    code, output = run_and_signal(project, project.command(), "batch 10/4000", [signal.SIGINT])
     assert code == 130, output
     (run_directory,) = project.run_directories()
     stopped_at = list_checkpoints(run_directory.checkpoints_path)[-1].steps_completed
@@ -481,7 +543,9 @@ def test_a_trial_that_is_stopped_before_it_trains_promises_no_checkpoint(make_pr
     project = make_project(STARTING_UP)
     project.config.write_text(TRIAL_CONFIG)
     (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
-    code, output = run_and_signal(project.command("--test", "--slots", "1"), "up", [signal.SIGINT] * 2)
+    code, output = run_and_signal(
+        project, project.command("--test", "--slots", "1"), "up", [signal.SIGINT] * 2
+    )
     assert code == 130, output
-    assert "stopping all ranks; training has not begun (Ctrl-C again to end at once)" in output
+    assert "stopping all ranks; training has not begun (Ctrl-C again to leave that to the master)" in output
     assert "test stopped by SIGINT; its files are in" in output

@@ -15,9 +15,18 @@ from typing import Any
 import pytest
 import yaml
 
+from dstrial.testing.master import MasterForTest
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "experiment_configs").glob("*.yaml"))
 RUN_TIMEOUT_S = 280
+
+
+def is_search(config: Path) -> bool:
+    return yaml.safe_load(config.read_text())["searcher"]["name"] != "single"
+
+
+SEARCHES = [config for config in CONFIGS if is_search(config)]
 
 
 def context_dir_of(config: Path) -> Path:
@@ -49,6 +58,12 @@ def dstrial(*arguments: str, runs_dir: Path, expected_status: int = 0) -> str:
         f"{command} exited {finished.returncode}:\n{finished.stdout}"
     )
     return finished.stdout
+
+
+@pytest.fixture
+def _master(shared_master: MasterForTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DSTRIAL_STATE_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, shared_master.env[name])
 
 
 def overwrites(values: dict[str, Any]) -> list[str]:
@@ -115,7 +130,10 @@ def test_the_check_of_a_shipped_config_notices_a_typo(config: Path, tmp_path: Pa
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+@pytest.mark.usefixtures("_master")
+@pytest.mark.parametrize(
+    "config", [config for config in CONFIGS if config not in SEARCHES], ids=lambda config: config.stem
+)
 def test_a_shipped_config_trains_checkpoints_and_resumes(config: Path, tmp_path: Path) -> None:
     searcher = yaml.safe_load(config.read_text())["searcher"]
     periods = {
@@ -157,6 +175,27 @@ def test_a_shipped_config_trains_checkpoints_and_resumes(config: Path, tmp_path:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("_master")
+@pytest.mark.parametrize("config", SEARCHES, ids=lambda config: config.stem)
+def test_a_shipped_search_runs_all_its_trials_and_names_the_best(config: Path, tmp_path: Path) -> None:
+    printed = dstrial(
+        "run",
+        str(config),
+        str(context_dir_of(config)),
+        *overwrites({"searcher.max_trials": 3, "searcher.max_time": 2}),
+        runs_dir=tmp_path,
+    )
+
+    table = printed[printed.index("\ntrial ") :].splitlines()[1:]
+    assert len([line for line in table if line[:1].isdigit()]) == 3
+    assert "warmup_max_lr=" in table[1]
+    assert re.search(r"state: +completed\nbest: +validation_accuracy 0\.\d+ of trial \d+\n", printed)
+    (record_path,) = tmp_path.glob("*/*/run.json")
+    assert json.loads(record_path.read_text())["state"] == "completed"
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("_master")
 def test_the_digits_reach_the_accuracy_that_the_readme_promises(tmp_path: Path) -> None:
     readme = (ROOT / "model_defs" / "digits" / "README.md").read_text()
     promised = re.search(r"at least (\d+) % validation accuracy", readme)
@@ -175,6 +214,7 @@ def test_the_digits_reach_the_accuracy_that_the_readme_promises(tmp_path: Path) 
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("_master")
 def test_both_stages_of_the_pipeline_train_on_the_same_records(tmp_path: Path) -> None:
     # The first stage reads characters, the last one the characters that follow. Without the right
     # pairing nothing better can be learned than how frequent each character is: 4.5 bits.

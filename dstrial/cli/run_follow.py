@@ -1,0 +1,152 @@
+"""Follow an experiment of the master until it settles: its log, its state, and what signals ask for meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+from dstrial.cli.run_submission import Master
+from dstrial.errors import MasterError, RequestError
+from dstrial.master import observe
+from dstrial.master.observe import ExperimentView, LogRow
+
+_POLL_PERIOD_S = 0.1
+_LOOK_PERIOD_S = 0.3
+_GONE_AFTER_S = 10.0
+_REPORT_BEGINS = re.compile(r"rank \d+ failed first \(")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Followed:
+    """How following ended.
+
+    Attributes:
+        view: the last look at the experiment; None if it was deleted.
+        stopped_by: name of the signal for which the experiment was paused; None if there was none.
+        is_detached: whether a second signal ended the following before the experiment had settled.
+        is_master_gone: whether the master ended, and the experiment waits for the next one.
+    """
+
+    view: ExperimentView | None
+    stopped_by: str | None
+    is_detached: bool = False
+    is_master_gone: bool = False
+
+
+class LogTail:
+    """Hands new lines of a trial's log to a display, each rank's own and those of no rank.
+
+    What the launcher says at the end about the first failing rank is left out; ``dstrial run`` says it last.
+
+    Args:
+        master: whose database holds the log.
+        show: called with rank, stream and line.
+        after: trial -> number of the last line that is known already.
+    """
+
+    def __init__(
+        self, master: Master, show: Callable[[int | None, str, str], None], after: dict[int, int]
+    ) -> None:
+        self._master = master
+        self._show = show
+        self._after = dict(after)
+        self._is_in_report = False
+
+    def poll(self, trial_id: int) -> None:
+        """Show what is new."""
+        while rows := observe.new_log_rows(self._master.state, trial_id, self._after.get(trial_id, 0)):
+            self._after[trial_id] = rows[-1].id
+            for row in rows:
+                self._show_row(row)
+
+    def _show_row(self, row: LogRow) -> None:
+        if row.source != "task":
+            if row.level == "ERROR":
+                self._show(None, "stderr", row.text)
+            return
+        if row.rank is None and row.stdtype == "stderr":
+            self._is_in_report = self._is_in_report or _REPORT_BEGINS.match(row.text) is not None
+            if self._is_in_report:
+                return
+        elif row.rank is not None:
+            self._is_in_report = False
+        self._show(row.rank, row.stdtype or "stdout", row.text)
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[signal.Signals]]:
+    """Note SIGINT, SIGTERM and SIGHUP in a list while the block lasts, instead of being ended by them."""
+    noted: list[signal.Signals] = []
+
+    def note(number: int, _frame: object) -> None:
+        noted.append(signal.Signals(number))
+
+    before = {
+        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def follow(
+    master: Master,
+    experiment_id: int,
+    signals: list[signal.Signals],
+    *,
+    on_look: Callable[[ExperimentView], None],
+    on_stop: Callable[[signal.Signals], None],
+) -> Followed:
+    """Wait until an experiment settles; pause it at the first signal, and stop waiting at the second SIGINT.
+
+    Args:
+        master: where it runs.
+        experiment_id: the experiment.
+        signals: as ``noted_signals`` gives them.
+        on_look: called about ten times a second.
+        on_stop: called with the first signal once the master has been asked to pause.
+    """
+    asked: signal.Signals | None = None
+    is_asked = False
+    next_look_at_s = 0.0
+    gone_since_s: float | None = None
+    view = observe.look(master.state, experiment_id)
+    while True:
+        if signals and asked is None:
+            asked = signals[0]
+        if asked is not None and not is_asked:
+            is_asked = _pause(master, experiment_id)
+            if is_asked:
+                on_stop(asked)
+        if asked is not None and signal.SIGINT in signals[1:]:
+            return Followed(view, asked.name, is_detached=True)
+        if time.monotonic() >= next_look_at_s:
+            next_look_at_s = time.monotonic() + _LOOK_PERIOD_S
+            view = observe.look(master.state, experiment_id)
+            is_gone = master.state.running() is None
+            gone_since_s = (gone_since_s or time.monotonic()) if is_gone else None
+        if view is None:
+            return Followed(None, asked.name if asked else None)
+        on_look(view)
+        if view.is_settled:
+            return Followed(view, asked.name if asked else None)
+        if gone_since_s is not None and time.monotonic() - gone_since_s > _GONE_AFTER_S:
+            return Followed(view, asked.name if asked else None, is_master_gone=True)
+        time.sleep(_POLL_PERIOD_S)
+
+
+def _pause(master: Master, experiment_id: int) -> bool:
+    """Ask for a pause; False if the master cannot be asked just now."""
+    try:
+        master.client.post(f"/api/v1/experiments/{experiment_id}/pause")
+    except RequestError:
+        return True  # it has ended meanwhile
+    except MasterError:
+        return False
+    return True

@@ -1,0 +1,239 @@
+"""What ``dstrial run`` hands to the master: which master, which config, which files, and what to remember of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dstrial.cli.run_entrypoint import Entrypoint
+from dstrial.config import ExperimentConfig
+from dstrial.errors import ConfigError, ConfigProblem, DstrialError
+from dstrial.local.json_files import read_json, write_json_atomically
+from dstrial.local.run_directory import RESUME_VARIABLE, RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
+from dstrial.master import daemon, observe
+from dstrial.master.client import Client
+from dstrial.master.state_directory import MasterRecord, StateDirectory
+
+if TYPE_CHECKING:
+    from determined.common.api.bindings import v1File
+
+_KEEP_ALL = 1_000_000
+_RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Master:
+    """The master that trains for us.
+
+    Attributes:
+        state: its state directory.
+        record: its process and address.
+        client: asks it in the user's name.
+    """
+
+    state: StateDirectory
+    record: MasterRecord
+    client: Client
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submission:
+    """The content of a run directory's ``submission.json``.
+
+    Attributes:
+        experiment_id: the master's experiment that trains the run.
+        cluster_id: of that master.
+        fingerprint: of the config and the files that were submitted.
+        checkpoint_storage: that section of the user's config, for its retention.
+    """
+
+    experiment_id: int
+    cluster_id: str
+    fingerprint: str
+    checkpoint_storage: dict[str, Any]
+
+    @classmethod
+    def read(cls, run_directory: RunDirectory) -> Submission | None:
+        """Return what was submitted last; None if nothing was, or the file is not ours."""
+        try:
+            return cls(**(read_json(run_directory.submission_path) or {}))
+        except (TypeError, DstrialError):
+            return None
+
+    def write(self, run_directory: RunDirectory) -> None:
+        """Store it, replacing what is there."""
+        write_json_atomically(run_directory.submission_path, dataclasses.asdict(self))
+
+
+def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
+    """Return the user's master and whether it was started now.
+
+    Args:
+        num_slots: how many slots a trial needs; a master on the CPU is started with at least as many.
+
+    Raises:
+        MasterError: it cannot be started.
+    """
+    from dstrial.master.login import log_in, session
+
+    state = StateDirectory.choose()
+    record = state.running()
+    is_new = record is None
+    if record is None:
+        from dstrial.master.launcher.devices import find_slots
+
+        found = find_slots(None)
+        is_cpu = all(slot.kind == "cpu" for slot in found)
+        options = daemon.MasterOptions(num_slots=num_slots if is_cpu and num_slots > len(found) else None)
+        record = daemon.start(state, options, may_take_another_port=True)
+        log_in(state, record, lambda _address: False)
+    return Master(state, record, session(state, record)), is_new
+
+
+def read_context(context_dir: Path) -> list[v1File]:
+    """Read the model definition as ``det experiment create`` does, without what ``.detignore`` names.
+
+    Raises:
+        ConfigError: it is too large.
+    """
+    from determined.common import context
+
+    try:
+        # It prints a progress line, which is no part of ours.
+        with contextlib.redirect_stdout(io.StringIO()):
+            return list(context.read_v1_context(context_dir))
+    except ValueError as error:
+        problem = ConfigProblem(
+            str(context_dir),
+            f"no usable context directory ({error})",
+            "a model definition of at most 95 MB",
+            "Name what the trial does not need in a file .detignore, with the patterns of .gitignore.",
+        )
+        raise ConfigError([problem]) from error
+
+
+def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
+    """Return a digest of what would be submitted; equal for the same config and the same files."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for file in sorted(files, key=lambda file: str(file.path)):
+        digest.update(f"\0{file.path}\0{file.type}\0{file.mode}\0{file.content}".encode())
+    return digest.hexdigest()
+
+
+def submitted_config(
+    experiment: ExperimentConfig, entrypoint: Entrypoint, *, num_slots: int, max_restarts: int
+) -> dict[str, Any]:
+    """Return the experiment's config as the master gets it, but for what belongs to one run."""
+    config = copy.deepcopy(experiment.raw)
+    config["entrypoint"] = _words(entrypoint)
+    config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": num_slots}
+    config["max_restarts"] = max_restarts
+    return config
+
+
+def _words(entrypoint: Entrypoint) -> list[str]:
+    launcher = ["python3", "-m", "dstrial.launch"]
+    if entrypoint.trial is not None:
+        return [*launcher, "--trial", entrypoint.trial]
+    if entrypoint.starts_ranks:
+        return list(entrypoint.words)
+    return [*launcher, *entrypoint.words]
+
+
+def config_of_run(
+    config: Mapping[str, Any],
+    experiment: ExperimentConfig,
+    run_directory: RunDirectory,
+    *,
+    checkpoint: Path | None,
+    is_test: bool,
+    is_search: bool,
+) -> dict[str, Any]:
+    """Return a config whose trial keeps its files in a run directory.
+
+    Args:
+        config: what ``submitted_config`` returned.
+        experiment: the user's experiment.
+        run_directory: the run.
+        checkpoint: directory of the checkpoint to go on from; None for none.
+        is_test: whether two batches are enough.
+        is_search: whether there are several trials, whose reports only the master keeps.
+    """
+    result = copy.deepcopy(dict(config))
+    variables = {**experiment.environment_variables, "DET_PYTHON_EXECUTABLE": sys.executable}
+    if not is_search:
+        variables[RUN_DIR_VARIABLE] = str(run_directory.path)
+    if checkpoint is not None:
+        variables[RESUME_VARIABLE] = str(checkpoint)
+    if is_test:
+        variables[TEST_VARIABLE] = "1"
+    if result["resources"]["slots_per_trial"] == 0:
+        variables["DS_ACCELERATOR"] = "cpu"
+    environment = dict(result.get("environment") or {})
+    environment["environment_variables"] = [f"{name}={value}" for name, value in variables.items()]
+    result["environment"] = environment
+    asked = result.get("checkpoint_storage") or {}
+    given = {key: asked[key] for key in _RETENTION_KEYS if asked.get(key) is not None}
+    result["checkpoint_storage"] = {
+        "type": "shared_fs",
+        "host_path": str(run_directory.checkpoints_path),
+        **(given or {"save_trial_latest": _KEEP_ALL}),
+    }
+    return result
+
+
+def submit(master: Master, config: Mapping[str, Any], files: list[v1File]) -> int:
+    """Create and activate an experiment; returns its number.
+
+    Raises:
+        MasterError: the master refuses it or does not answer.
+    """
+    body = {
+        "config": yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True),
+        "modelDefinition": [file.to_json(False) for file in files],
+        "activate": True,
+    }
+    return int(master.client.post("/api/v1/experiments", body)["experiment"]["id"])
+
+
+def living_experiment(
+    master: Master, run_directory: RunDirectory, now: str, *, is_newest: bool
+) -> observe.ExperimentView | None:
+    """Return the run's experiment if it can go on as it is in this master: paused, or active again since an `up`.
+
+    A paused experiment of the run from which something else is wanted is cancelled: another one takes its place.
+
+    Args:
+        master: the running master.
+        run_directory: the run.
+        now: fingerprint of what would be submitted now.
+        is_newest: whether the run is to go on from its newest checkpoint.
+
+    Raises:
+        DstrialError: the experiment is active, and something else is wanted.
+    """
+    last = Submission.read(run_directory)
+    if last is None or last.cluster_id != master.record.cluster_id:
+        return None
+    view = observe.look(master.state, last.experiment_id)
+    if view is None or (view.is_settled and view.state != "PAUSED"):
+        return None
+    if last.fingerprint == now and is_newest and (view.is_settled or view.state == "ACTIVE"):
+        return view
+    if view.state != "PAUSED" or not view.is_settled:
+        raise DstrialError(
+            f"experiment {view.id} of the run {run_directory.path} is {view.state.lower()} with other settings or still "
+            f"stopping; expected it paused or ended. Stop it with `det experiment pause {view.id}`, and wait for that."
+        )
+    master.client.post(f"/api/v1/experiments/{view.id}/cancel")
+    return None

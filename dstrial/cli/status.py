@@ -1,0 +1,98 @@
+"""``dstrial status``: what the master of this machine is doing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrial.cli.up import add_state_dir_argument, describe_slots
+from dstrial.master import daemon
+from dstrial.master.state_directory import MasterRecord, StateDirectory
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its arguments."""
+    parser = subparsers.add_parser(
+        "status",
+        help="show the master's address, slots, experiments and disk use",
+        description="Show what the master of this machine is doing. Exits 0 if it runs, else 1.",
+    )
+    add_state_dir_argument(parser)
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print; return 0 if a master runs, else 1."""
+    state = StateDirectory.choose(args.state_dir)
+    record = state.running()
+    usage = daemon.usage(state)
+    fields: dict[str, Any] = {
+        "running": record is not None,
+        "address": None if record is None else record.address,
+        "pid": None if record is None else record.pid,
+        "slots": None if record is None else _slots(record, usage.num_slots_used),
+        "experiments": usage.experiments,
+        "trials": usage.trials,
+        "state_dir": str(state.path),
+        "disk_bytes": _disk_bytes(state.path),
+    }
+    if args.as_json:
+        sys.stdout.write(json.dumps(fields, indent=2) + "\n")
+    else:
+        sys.stdout.write(_text(record, fields))
+    return 0 if record is not None else 1
+
+
+def _slots(record: MasterRecord, num_used: int) -> dict[str, int]:
+    return {"total": len(record.slots), "used": num_used, "free": max(0, len(record.slots) - num_used)}
+
+
+def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
+    if record is None:
+        rows = [("master", "not running; start it with `dstrial up`")]
+    else:
+        slots = fields["slots"]
+        rows = [
+            ("address", f"{record.address} (process {record.pid})"),
+            ("slots", f"{describe_slots(record)}; {slots['used']} used, {slots['free']} free"),
+        ]
+    rows += [(name, _counts(fields[name])) for name in ("experiments", "trials")]
+    rows.append(("state", f"{fields['state_dir']} ({_size(fields['disk_bytes'])})"))
+    return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
+
+
+def _counts(by_state: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name.lower()}" for name, count in by_state.items()) or "none"
+
+
+def _disk_bytes(path: Path) -> int:
+    """Bytes that files below a directory take on disk; files that go away meanwhile do not count."""
+    total = 0
+    pending = [str(path)]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"

@@ -1,0 +1,188 @@
+"""``dstrial up``: start the master of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.launch.arguments import slots_argument
+from dstrial.master import daemon
+from dstrial.master.state_directory import MasterRecord, StateDirectory
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from dstrial.master.login import Login
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its arguments."""
+    parser = subparsers.add_parser(
+        "up",
+        help="start the master of this machine in the background",
+        description="Start a master that speaks Determined's protocol on 127.0.0.1, and log the det command in to it. "
+        "Experiments that were active when the last master ended go on.",
+    )
+    parser.add_argument(
+        "--port",
+        type=port_argument,
+        metavar="N",
+        help=f"TCP port, 0 for a free one (default: {daemon.DEFAULT_PORT})",
+    )
+    parser.add_argument(
+        "--slots",
+        type=slots_argument,
+        metavar="N",
+        help="offer N slots (default: all accelerators, or one slot per CPU core where there are none)",
+    )
+    add_state_dir_argument(parser)
+    parser.add_argument(
+        "--config-file", metavar="master.yaml", help="settings with the keys of Determined's master"
+    )
+    parser.add_argument(
+        "--no-password",
+        action="store_true",
+        help="at the first start, give the users determined and admin blank passwords, as Determined does",
+    )
+    parser.add_argument(
+        "--foreground", action="store_true", help="serve in this process and show the log, until Ctrl-C"
+    )
+
+
+def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--state-dir``, by which every command of a master finds it."""
+    parser.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="where the master keeps everything (default: $DSTRIAL_STATE_DIR or the user's data directory)",
+    )
+
+
+def port_argument(text: str) -> int:
+    """Read a port.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number from 0 to 65535.
+    """
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected a number from 0 to 65535")
+    return int(text)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Start a master, or say that one runs.
+
+    Raises:
+        MasterError: it cannot be started.
+    """
+    state = StateDirectory.choose(args.state_dir)
+    options = daemon.MasterOptions(
+        port=args.port,
+        num_slots=args.slots,
+        config_file=None if args.config_file is None else str(Path(args.config_file).absolute()),
+        has_passwords=not args.no_password,
+    )
+    record = state.running()
+    if record is not None:
+        sys.stdout.write("the master is already running\n")
+        ignored = _ignored(args, record)
+        if ignored:
+            sys.stderr.write(
+                f"warning: {', '.join(ignored)} changes nothing while it runs; end it with `dstrial down` first\n"
+            )
+    elif args.foreground:
+        return _serve(state, options)
+    else:
+        record = daemon.start(state, options, meanwhile=_import_login)
+    _tell(state, record)
+    return 0
+
+
+def _import_login() -> None:
+    """Spend the time in which the master starts on what logging in needs."""
+    from determined.common.api import authentication  # noqa: F401 - a third of a second
+
+
+def _ignored(args: argparse.Namespace, record: MasterRecord) -> list[str]:
+    """The options that a running master does not follow."""
+    ignored = []
+    if args.port not in (None, 0, record.port):
+        ignored.append(f"--port {args.port}")
+    if args.slots not in (None, len(record.slots)):
+        ignored.append(f"--slots {args.slots}")
+    if args.config_file is not None:
+        ignored.append("--config-file")
+    if args.no_password:
+        ignored.append("--no-password")
+    if args.foreground:
+        ignored.append("--foreground")
+    return ignored
+
+
+def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:
+    import dataclasses
+    import threading
+
+    from dstrial.master.server import serve
+
+    state.make()
+    options = dataclasses.replace(options, port=daemon.choose_port(state, options))
+    serve(
+        state,
+        options,
+        # Logging in sends requests to this very process.
+        on_ready=lambda record: threading.Thread(target=_tell, args=(state, record), daemon=True).start(),
+        shows_log=True,
+    )
+    return 0
+
+
+def _tell(state: StateDirectory, record: MasterRecord) -> None:
+    """Log ``det`` in and print what the user has to know."""
+    from dstrial.master.login import log_in
+
+    outcome = log_in(state, record, _may_replace)
+    rows = [
+        ("address", f"{record.address} (process {record.pid})"),
+        ("slots", describe_slots(record)),
+        ("state", str(state.path)),
+        *_login_rows(state, record, outcome),
+    ]
+    sys.stdout.write("".join(f"{name + ':':<10}{value}\n" for name, value in rows))
+    if record.port != daemon.DEFAULT_PORT:
+        sys.stdout.write(f"export DET_MASTER={record.address}\n")
+    sys.stdout.flush()
+
+
+def describe_slots(record: MasterRecord) -> str:
+    """Say how many slots of which kind a master offers, for example ``2 cpu``."""
+    kinds: dict[str, int] = {}
+    for slot in record.slots:
+        name = str(slot["kind"]) if slot["kind"] == "cpu" else f"{slot['kind']} ({slot['brand']})"
+        kinds[name] = kinds.get(name, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in kinds.items()) or "none"
+
+
+def _login_rows(
+    state: StateDirectory, record: MasterRecord, outcome: dict[str, Login]
+) -> list[tuple[str, str]]:
+    from dstrial.master.login import USERNAME, Login
+
+    foreign = [address for address, login in outcome.items() if login is Login.FOREIGN]
+    if not foreign:
+        return [("det", "logged in")]
+    sys.stderr.write(
+        f"warning: det is logged in to another master at {' and '.join(foreign)}; that is left as it is. Log in with "
+        f"`det -m {record.address} user login {USERNAME}`; the password is in {state.credentials_path}\n"
+    )
+    return [("det", "not logged in" if len(foreign) == len(outcome) else f"not logged in at {foreign[0]}")]
+
+
+def _may_replace(address: str) -> bool:
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write(f"det is logged in to another master at {address}. Replace that login? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

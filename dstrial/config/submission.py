@@ -1,0 +1,357 @@
+"""What a master does with an experiment config that is submitted to it: check it, and fill in everything.
+
+The result has the fields and defaults that Determined's master stores, so that clients and trials find what they expect.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dstrial.config.documents import read_yaml_text
+from dstrial.config.experiment import check_experiment
+from dstrial.config.experiment_check import check_searcher
+from dstrial.config.experiment_rules import EXPERIMENT
+from dstrial.config.findings import Findings, render
+from dstrial.config.hyperparameters import concrete_values, normalised_specs
+from dstrial.config.keys import Dialect, check_keys
+from dstrial.errors import ConfigError, ConfigProblem
+
+LABEL = "experiment config"
+INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
+
+_SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
+_STORAGE_FIELDS = {
+    "shared_fs": (
+        "host_path",
+        "storage_path",
+        "propagation",
+        "container_path",
+        "checkpoint_path",
+        "tensorboard_path",
+    ),
+    "directory": ("container_path",),
+    "s3": ("bucket", "prefix", "access_key", "secret_key", "endpoint_url"),
+    "gcs": ("bucket", "prefix"),
+    "azure": ("container", "connection_string", "account_url", "credential"),
+}
+_LOG_POLICIES = (
+    {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
+    {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},
+)
+_IMAGE = "none: the embedded master runs trials without containers"
+# Names of Determined's that users set for their own trials.
+_FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
+_ADJECTIVES = (
+    "agile",
+    "bold",
+    "calm",
+    "clever",
+    "eager",
+    "gentle",
+    "keen",
+    "lucid",
+    "quick",
+    "steady",
+    "vivid",
+    "warm",
+)
+_NOUNS = (
+    "badger",
+    "comet",
+    "falcon",
+    "harbor",
+    "lantern",
+    "maple",
+    "orchid",
+    "otter",
+    "pebble",
+    "river",
+    "sparrow",
+    "tulip",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MasterDefaults:
+    """What a master adds to every experiment.
+
+    Attributes:
+        checkpoint_storage: its own storage, for experiments that name none, and its fields for those that name the same type.
+        environment_variables: ``NAME=value`` each, before those of the experiment.
+        launch_error: whether an experiment that needs more slots than there are is refused.
+    """
+
+    checkpoint_storage: Mapping[str, Any]
+    environment_variables: tuple[str, ...] = ()
+    launch_error: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submission:
+    """An experiment config that may be run.
+
+    Attributes:
+        config: with every field and default, JSON values.
+        original: as it was written, YAML.
+        warnings: doubtful things, as whole sentences.
+        interpreter: the Python that the config asks for, None for the master's.
+        exceeds_slots: whether a trial needs more slots than there are, so that it waits.
+    """
+
+    config: dict[str, Any]
+    original: str
+    warnings: tuple[str, ...]
+    interpreter: str | None
+    exceeds_slots: bool
+
+
+def check_submission(
+    config_text: str, *, context_dir: Path, defaults: MasterDefaults, num_slots: int | None = None
+) -> Submission:
+    """Check a config with its model definition, and fill in every default.
+
+    Args:
+        config_text: YAML.
+        context_dir: the unpacked model definition; an empty directory for none.
+        defaults: the master's.
+        num_slots: how many slots there are; None to leave that out.
+
+    Raises:
+        ConfigError: with all problems of the config and of the DeepSpeed config that it names.
+    """
+    document = read_yaml_text(config_text, LABEL)
+    exceeds: list[bool] = []
+
+    def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
+        _check_time(raw["searcher"], findings)
+        _check_variables(raw, findings)
+        _check_lists(raw, findings)
+        slots = raw["resources"]["slots_per_trial"]
+        if num_slots is not None and isinstance(slots, int) and slots > num_slots:
+            exceeds.append(True)
+            if defaults.launch_error:
+                findings.problem(
+                    "resources.slots_per_trial",
+                    str(slots),
+                    f"at most {num_slots}, the slots of this master",
+                    f"Set it to {num_slots} or less, or set launch_error to false in the master's settings to queue it.",
+                )
+
+    if isinstance(document.value, dict):
+        _add_defaults(document.value, defaults)
+    experiment = check_experiment(
+        document,
+        Path(LABEL),
+        context_dir,
+        require_concrete=False,
+        require_entrypoint=True,
+        more_checks=check_more,
+    )
+    given: Mapping[str, Any] = document.value
+    config = copy.deepcopy(experiment.raw)
+    config["name"] = given.get("name") or _random_name()
+    if (given.get("reproducibility") or {}).get("experiment_seed") is None:
+        config["reproducibility"]["experiment_seed"] = int(time.time())
+    config["checkpoint_storage"] = _storage(config["checkpoint_storage"])
+    config["log_policies"] = _log_policies(given.get("log_policies") or [])
+    config["labels"] = sorted({str(label) for label in config["labels"] or []})
+    image = config["environment"].get("image")
+    if not isinstance(image, Mapping):
+        config["environment"]["image"] = dict.fromkeys(("cpu", "cuda", "rocm"), image or _IMAGE)
+    variables = experiment.environment_variables
+    return Submission(
+        config=_json_values(config),
+        original=config_text,
+        warnings=tuple(warning for warning in experiment.warnings if "is a search space" not in warning),
+        interpreter=variables.get(INTERPRETER_VARIABLE) or None,
+        exceeds_slots=bool(exceeds),
+    )
+
+
+def search_section(config_text: str) -> dict[str, Any]:
+    """Return ``hyperparameters`` and ``searcher`` of a config with defaults, which is all that a preview needs.
+
+    Raises:
+        ConfigError: with all problems of these two.
+    """
+    document = read_yaml_text(config_text, LABEL)
+    findings = Findings(document.lines, LABEL)
+    given = document.value
+    if not isinstance(given, dict):
+        findings.problem(
+            (), render(given), "a mapping with searcher and hyperparameters", "Pass an experiment config."
+        )
+        findings.raise_if_any()
+    raw = check_keys(EXPERIMENT, given, Dialect(name="the experiment config", null_is_absent=True), findings)
+    searcher = given.get("searcher")
+    check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
+    _check_time(raw["searcher"], findings)
+    hyperparameters = raw["hyperparameters"]
+    needs_counts = raw["searcher"]["name"] == "grid"
+    concrete_values(hyperparameters, findings, require_concrete=False, needs_counts=needs_counts)
+    findings.raise_if_any()
+    return {"hyperparameters": normalised_specs(hyperparameters), "searcher": raw["searcher"]}
+
+
+def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
+    """Put the master's storage and variables into a config that has been read, where it says nothing else."""
+    storage = config.get("checkpoint_storage")
+    if storage is None:
+        config["checkpoint_storage"] = dict(defaults.checkpoint_storage)
+    elif isinstance(storage, dict):
+        kind = storage.get("type")
+        if kind in (None, defaults.checkpoint_storage["type"]):
+            config["checkpoint_storage"] = {**defaults.checkpoint_storage, **_without_none(storage)}
+    if not defaults.environment_variables:
+        return
+    environment = config.get("environment")
+    if environment is None:
+        environment = config["environment"] = {}
+    if not isinstance(environment, dict):
+        return
+    given = environment.get("environment_variables") or []
+    if isinstance(given, dict):
+        environment["environment_variables"] = {
+            device: [*defaults.environment_variables, *(given.get(device) or [])]
+            for device in ("cpu", "cuda", "rocm")
+        }
+    elif isinstance(given, list):
+        environment["environment_variables"] = [*defaults.environment_variables, *given]
+
+
+def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
+def _check_time(searcher: Mapping[str, Any], findings: Findings) -> None:
+    name = searcher["name"]
+    is_timed = searcher.get("max_time") is not None and searcher.get("time_metric") is not None
+    if name in ("adaptive_asha", "async_halving") and searcher.get("max_length") is not None and not is_timed:
+        findings.problem(
+            "searcher.max_time",
+            "not given",
+            f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set",
+            "Add max_time: 1000 and time_metric: batches, for example.",
+        )
+
+
+def _check_variables(raw: Mapping[str, Any], findings: Findings) -> None:
+    given = raw["environment"]["environment_variables"]
+    entries = (
+        [entry for values in given.values() for entry in values or []]
+        if isinstance(given, Mapping)
+        else given
+    )
+    for name in sorted({str(entry).partition("=")[0] for entry in entries or []}):
+        if name.startswith("DET_") and name not in _FREE_DET_VARIABLES:
+            findings.problem(
+                "environment.environment_variables",
+                f"{name}, a name that the master sets itself",
+                f"names that do not begin with DET_, or one of {', '.join(_FREE_DET_VARIABLES)}",
+                "Choose another name.",
+            )
+
+
+def _check_lists(raw: Mapping[str, Any], findings: Findings) -> None:
+    for index, label in enumerate(raw["labels"] or []):
+        if not isinstance(label, str):
+            findings.problem(("labels", index), render(label), "a string", "Put it into quotes.")
+    for index, policy in enumerate(raw["log_policies"] or []):
+        if not isinstance(policy, Mapping) or not ({"pattern", "name"} & policy.keys()):
+            findings.problem(
+                ("log_policies", index),
+                render(policy),
+                "a mapping with pattern",
+                "Write {pattern: '.*error.*'}.",
+            )
+    for key in ("workspace", "project"):
+        wanted = {"workspace": "Uncategorized", "project": "Uncategorized"}[key]
+        if raw[key] not in ("", wanted):
+            findings.problem(
+                key, render(raw[key]), f"{wanted}, the only one there is, or nothing", "Remove it."
+            )
+
+
+def _storage(storage: Mapping[str, Any]) -> dict[str, Any]:
+    kind = storage["type"]
+    kept = {field: storage.get(field) for field in _STORAGE_FIELDS[kind]}
+    saved = {
+        field: default if storage.get(field) is None else storage[field]
+        for field, default in _SAVE_DEFAULTS.items()
+    }
+    if kind == "shared_fs" and kept["propagation"] is None:
+        kept["propagation"] = "rprivate"
+    return {"type": kind, **kept, **saved}
+
+
+def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
+    """Merge by name with the defaults; a null pattern switches a default off."""
+    named = {policy["name"]: dict(policy) for policy in _LOG_POLICIES}
+    unnamed = []
+    for policy in given:
+        name = policy.get("name")
+        if name is None:
+            unnamed.append(dict(policy))
+        else:
+            named[name] = {**named.get(name, {}), **policy}
+    merged = [*named.values(), *unnamed]
+    return [{"name": None, "action": None, **policy} for policy in merged if policy.get("pattern")]
+
+
+def _random_name() -> str:
+    chosen = random.SystemRandom()
+    return f"Experiment ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
+
+
+def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config as JSON reads it back: string keys, and dates as texts."""
+    plain: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    return plain
+
+
+def merge_override(original: str, override: str) -> str:
+    """Return a config with another one laid over it, as ``det experiment continue --config`` asks.
+
+    Mappings are merged key by key, but a hyperparameter is replaced as a whole; everything else is replaced.
+
+    Raises:
+        ConfigError: one of the two is not YAML or no mapping, or the searcher's type changes.
+    """
+    base = read_yaml_text(original, LABEL).value or {}
+    changes = read_yaml_text(override, "the changed config").value or {}
+    if not isinstance(base, dict) or not isinstance(changes, dict):
+        raise ConfigError(
+            [ConfigProblem("the changed config", render(changes), "a mapping", "Pass --config key=value.")]
+        )
+    merged = _merge(base, changes, ())
+    before, after = (base.get("searcher") or {}).get("name"), (merged.get("searcher") or {}).get("name")
+    if before != after:
+        problem = ConfigProblem(
+            "searcher.name",
+            render(after),
+            f"{render(before)}, as before",
+            "Create a new experiment to change it.",
+        )
+        raise ConfigError([problem])
+    return yaml.safe_dump(merged, sort_keys=False)
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        inner = (*path, str(key))
+        is_whole = len(inner) == 2 and inner[0] == "hyperparameters"
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping) and not is_whole:
+            merged[key] = _merge(merged[key], value, inner)
+        else:
+            merged[key] = value
+    return merged

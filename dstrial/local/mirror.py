@@ -1,0 +1,245 @@
+"""Keep a trial's reports and checkpoints in a run directory as well, while a master is told of them.
+
+Under ``dstrial run`` a trial belongs to a master, and everything it reports is found there. The run directory
+has the same files as for training off any cluster, whether or not somebody follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from determined import core
+
+from dstrial.checkpoint.mark import remove_mark, write_mark
+from dstrial.local.checkpoint_directory import list_checkpoints, remove_incomplete_checkpoints
+from dstrial.local.json_files import read_json
+from dstrial.local.retention import KeepPolicy, checkpoints_to_delete
+from dstrial.local.run_directory import RunDirectory, utc_now
+from dstrial.local.train_context import LocalTrainContext, open_train_context
+
+logger = logging.getLogger("dstrial.local")
+
+
+class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
+    """Send a trial's reports to the master and keep them in a run directory.
+
+    Arguments, units and errors of its methods are those of ``LocalTrainContext`` and of Determined's class.
+
+    Args:
+        cluster: Determined's context, which sends.
+        kept: the run directory's, which keeps.
+    """
+
+    def __init__(self, cluster: core.TrainContext, kept: LocalTrainContext) -> None:
+        self._cluster = cluster
+        self._kept = kept
+        self._exp_id = cluster._exp_id
+        self._trial_id = cluster._trial_id
+
+    def set_status(self, status: str) -> None:
+        """Tell what the trial is doing. Ranks: 0."""
+        self._kept.set_status(status)
+        self._cluster.set_status(status)
+
+    def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any] | None:
+        """Replace the run's metadata. Ranks: 0."""
+        self._kept.set_metadata(metadata)
+        stored: dict[str, Any] | None = self._cluster.set_metadata(metadata)
+        return stored
+
+    def get_metadata(self) -> dict[str, Any] | None:
+        """The run's metadata as the master has it."""
+        metadata: dict[str, Any] | None = self._cluster.get_metadata()
+        return metadata
+
+    def _get_last_validation(self) -> int | None:
+        return self._kept._get_last_validation()
+
+    def report_training_metrics(
+        self,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Report training metrics. Ranks: 0."""
+        self._kept.report_training_metrics(steps_completed, metrics, batch_metrics)
+        self._cluster.report_training_metrics(steps_completed, metrics, batch_metrics)
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Report validation metrics. Ranks: 0."""
+        self._kept.report_validation_metrics(steps_completed, metrics)
+        self._cluster.report_validation_metrics(steps_completed, metrics)
+
+    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Report metrics of a group of the trial's own. Ranks: 0."""
+        self._kept.report_metrics(group, steps_completed, metrics)
+        self._cluster.report_metrics(group, steps_completed, metrics)
+
+    def report_early_exit(self, reason: core.EarlyExitReason) -> None:
+        """Report why the trial gives up."""
+        self._kept.report_early_exit(reason)
+        self._cluster.report_early_exit(reason)
+
+    def report_progress(self, progress: float) -> None:
+        """Report how far training is. Ranks: 0."""
+        self._kept.report_progress(progress)
+        self._cluster.report_progress(progress)
+
+    def report_batches(self, batches_trained: int, batches_total: int) -> None:
+        """Keep how far training is, in batches."""
+        self._kept.report_batches(batches_trained, batches_total)
+
+    def rewind_to(self, steps_completed: int) -> int:
+        """Take back the reports beyond the batch from which training resumes; the master does so by itself."""
+        return self._kept.rewind_to(steps_completed)
+
+    def flush_progress(self) -> None:
+        """Write progress that is still held back."""
+        self._kept.flush_progress()
+
+    def get_experiment_best_validation(self) -> float | None:
+        """The best searcher metric of the whole run, experiments that it went on from included."""
+        return self._kept.get_experiment_best_validation()
+
+    def get_tensorboard_path(self) -> pathlib.Path:
+        """The run directory's place for event files."""
+        return self._kept.get_tensorboard_path()
+
+    def upload_tensorboard_files(
+        self,
+        selector: Callable[[pathlib.Path], bool] = lambda _: True,
+        mangler: Callable[[pathlib.Path, int], pathlib.Path] = lambda path, _: path,
+    ) -> None:
+        """Do nothing: event files are written where they stay."""
+
+
+class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # see above
+    """Store checkpoints in a run directory, complete or not at all, and report them to the master.
+
+    Args:
+        cluster: Determined's context, whose storage is the run directory's checkpoints.
+        run_directory: the run.
+        keep: which checkpoints to keep after each new one; None keeps all.
+        train: knows the validations by which the best are kept.
+        smaller_is_better: which way the searcher metric is compared.
+    """
+
+    def __init__(
+        self,
+        cluster: core.CheckpointContext,
+        run_directory: RunDirectory,
+        *,
+        keep: KeepPolicy | None,
+        train: LocalTrainContext,
+        smaller_is_better: bool,
+    ) -> None:
+        super().__init__(
+            cluster._dist,
+            cluster._storage_manager,
+            cluster._session,
+            cluster._task_id,
+            cluster._allocation_id,
+            cluster._tensorboard_mode,
+            cluster._tensorboard_manager,
+            cluster._storage_backend_id,
+        )
+        self._run_directory = run_directory
+        self._keep = keep
+        self._train = train
+        self._smaller_is_better = smaller_is_better
+
+    def _report_checkpoint(
+        self,
+        storage_id: str,
+        resources: dict[str, int] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Complete the checkpoint on disk before the master learns of it. Ranks: 0."""
+        path = self._run_directory.checkpoints_path / storage_id
+        steps_completed = (metadata or {}).get("steps_completed")
+        if path.is_dir() and steps_completed is not None:
+            write_mark(path, {"uuid": storage_id, "steps_completed": steps_completed, "time": utc_now()})
+        super()._report_checkpoint(storage_id, resources, metadata)
+        self._apply_keep_policy()
+
+    def _apply_keep_policy(self) -> None:
+        if self._keep is None:
+            return
+        stored = sorted(list_checkpoints(self._run_directory.checkpoints_path), key=lambda found: found.time)
+        superfluous = checkpoints_to_delete(
+            [(checkpoint.uuid, checkpoint.steps_completed) for checkpoint in stored],
+            self._train.validations(),
+            self._keep,
+            smaller_is_better=self._smaller_is_better,
+        )
+        for storage_id in superfluous:
+            remove_mark(self._run_directory.checkpoints_path / storage_id)
+            self.delete(storage_id)
+            logger.info("deleted checkpoint %s, which the keep policy does not keep", storage_id)
+
+    @contextlib.contextmanager
+    def restore_path(
+        self,
+        storage_id: str,
+        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: Callable[[str], bool] | None = None,
+    ) -> Iterator[pathlib.Path]:
+        """Give the directory of a checkpoint: by uuid, or by path as ``dstrial run --resume`` names it."""
+        if pathlib.Path(storage_id).is_absolute():
+            yield pathlib.Path(storage_id)
+            return
+        with super().restore_path(storage_id, download_mode, selector=selector) as path:
+            yield path
+
+    def get_metadata(self, storage_id: str) -> dict[str, Any]:
+        """The metadata of a checkpoint, by uuid or by path."""
+        if pathlib.Path(storage_id).is_absolute():
+            return dict(read_json(pathlib.Path(storage_id) / "metadata.json") or {})
+        metadata: dict[str, Any] = super().get_metadata(storage_id)
+        return metadata
+
+
+def mirror(
+    core_context: core.Context,
+    run_directory: RunDirectory,
+    *,
+    metric: str | None,
+    smaller_is_better: bool,
+    keep: KeepPolicy | None,
+) -> MirroredTrainContext:
+    """Have a cluster's core context keep everything in a run directory as well.
+
+    Args:
+        core_context: what ``core.init`` returned, with manual TensorBoard files; its parts are replaced.
+        run_directory: an existing run directory, the same for all ranks.
+        metric: the searcher metric; None if there is none.
+        smaller_is_better: which way it is compared.
+        keep: which checkpoints to keep; None keeps all.
+
+    Returns:
+        What ``core_context.train`` now is; call its ``flush_progress`` at the end.
+
+    Ranks: all; no communication.
+    """
+    is_chief = core_context.distributed.rank == 0
+    kept = open_train_context(
+        run_directory, is_chief=is_chief, metric=metric, smaller_is_better=smaller_is_better
+    )
+    if is_chief:
+        for name in remove_incomplete_checkpoints(run_directory.checkpoints_path):
+            logger.info("removed checkpoint %s, which was never completed", name)
+    train = MirroredTrainContext(core_context.train, kept)
+    core_context.train = train
+    core_context.checkpoint = MirroredCheckpointContext(
+        core_context.checkpoint,
+        run_directory,
+        keep=keep,
+        train=kept,
+        smaller_is_better=smaller_is_better,
+    )
+    return train

@@ -1,0 +1,286 @@
+"""The machine as the protocol sees it: one agent, its slots, and one resource pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master import slots as slot_store
+from dstrial.master.api.frame import USER, ApiRequest, Handler, route
+from dstrial.master.api.messages import message, page_of
+from dstrial.master.clock import format_us
+from dstrial.master.services import VERSION, Services
+from dstrial.master.slots import AGENT
+
+_DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
+_MAX_AUX_CONTAINERS = 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Use:
+    """Who uses the machine now.
+
+    Attributes:
+        off: slots that are switched off -> whether they drain.
+        allocations: rows of living allocations.
+        num_queued: active experiments that have no slot.
+    """
+
+    off: Mapping[int, bool]
+    allocations: tuple[sqlite3.Row, ...]
+    num_queued: int
+
+
+def _use(connection: sqlite3.Connection, slot_ids: tuple[int, ...]) -> _Use:
+    rows = connection.execute(
+        "SELECT id, state, slots, resources_id, experiment_id FROM allocations WHERE state != 'TERMINATED' ORDER BY id"
+    ).fetchall()
+    num_queued = connection.execute(
+        "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
+        "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
+    ).fetchone()[0]
+    return _Use(slot_store.disabled(connection, slot_ids), tuple(rows), num_queued)
+
+
+def device_json(services: Services, slot_id: int) -> dict[str, Any]:
+    """Return one slot's device; one that this start of the master does not offer has no type."""
+    for slot in services.slots:
+        if slot.id == slot_id:
+            return message(
+                bindings.v1Device,
+                id=slot.id,
+                brand=slot.brand,
+                uuid=slot.uuid,
+                type=_DEVICE_TYPES.get(slot.kind, "TYPE_UNSPECIFIED"),
+            )
+    return message(bindings.v1Device, id=slot_id, type="TYPE_UNSPECIFIED")
+
+
+def _container(services: Services, allocation: sqlite3.Row) -> dict[str, Any]:
+    return message(
+        bindings.v1Container,
+        id=allocation["resources_id"],
+        state="STATE_RUNNING" if allocation["state"] == "RUNNING" else "STATE_ASSIGNED",
+        devices=[device_json(services, slot_id) for slot_id in json.loads(allocation["slots"])],
+        permissionDenied=False,
+    )
+
+
+def _slot(services: Services, use: _Use, slot_id: int) -> dict[str, Any]:
+    holder = next((row for row in use.allocations if slot_id in json.loads(row["slots"])), None)
+    return message(
+        bindings.v1Slot,
+        id=str(slot_id),
+        device=device_json(services, slot_id),
+        enabled=slot_id not in use.off,
+        draining=use.off.get(slot_id, False),
+        container=None if holder is None else _container(services, holder),
+    )
+
+
+def _stats(services: Services, use: _Use, key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+    """Count the slots by something of their device."""
+    counts: dict[str, dict[str, Any]] = {}
+    for slot in services.slots:
+        one = counts.setdefault(
+            key(device_json(services, slot.id)), {"total": 0, "disabled": 0, "draining": 0, "states": {}}
+        )
+        one["total"] += 1
+        one["disabled"] += slot.id in use.off and not use.off[slot.id]
+        one["draining"] += use.off.get(slot.id, False)
+        holder = next((row for row in use.allocations if slot.id in json.loads(row["slots"])), None)
+        if holder is not None:
+            state = _container(services, holder)["state"]
+            one["states"][state] = one["states"].get(state, 0) + 1
+    return counts
+
+
+def _agent(
+    services: Services, use: _Use, *, has_slots: bool = True, has_containers: bool = True
+) -> dict[str, Any]:
+    return message(
+        bindings.v1Agent,
+        id=services.agent_id,
+        version=VERSION,
+        registeredTime=format_us(services.start_us),
+        addresses=["127.0.0.1"],
+        resourcePools=[services.settings.pool_name],
+        enabled=AGENT not in use.off,
+        draining=use.off.get(AGENT, False),
+        slots={str(slot.id): _slot(services, use, slot.id) for slot in services.slots} if has_slots else None,
+        containers={row["resources_id"]: _container(services, row) for row in use.allocations}
+        if has_containers
+        else None,
+        slotStats=message(
+            bindings.v1SlotStats,
+            brandStats=_stats(services, use, lambda device: device["brand"] or ""),
+            typeStats=_stats(services, use, lambda device: device["type"]),
+        ),
+    )
+
+
+async def _now(request: ApiRequest) -> _Use:
+    return await request.services.read(_use, tuple(slot.id for slot in request.services.slots))
+
+
+def _check_agent(request: ApiRequest) -> None:
+    asked, own = request.path_params["agent_id"], request.services.agent_id
+    if asked != own:
+        raise RequestError(
+            404, f"agent {asked!r} does not exist; expected {own!r}, the only one. Name that one."
+        )
+
+
+def _slot_id(request: ApiRequest) -> int:
+    """The path's slot, which clients write as ``3`` and as ``003``."""
+    _check_agent(request)
+    text = request.path_params["slot_id"]
+    offered = [slot.id for slot in request.services.slots]
+    if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) in offered:
+        return int(text)
+    raise RequestError(
+        404, f"slot {text[:80]!r} does not exist; expected 0 to {len(offered) - 1}. See `det slot list`."
+    )
+
+
+async def list_agents(request: ApiRequest) -> dict[str, Any]:
+    """``GET agents``."""
+    agent = _agent(
+        request.services,
+        await _now(request),
+        has_slots=not request.query_flag("excludeSlots"),
+        has_containers=not request.query_flag("excludeContainers"),
+    )
+    page = page_of(1, request.query_int("offset"), request.query_int("limit"))
+    return {"agents": [agent][page.start : page.end], "pagination": page.to_json()}
+
+
+async def show_agent(request: ApiRequest) -> dict[str, Any]:
+    """``GET agents/{id}``."""
+    _check_agent(request)
+    return {"agent": _agent(request.services, await _now(request))}
+
+
+async def list_slots(request: ApiRequest) -> dict[str, Any]:
+    """``GET agents/{id}/slots``."""
+    _check_agent(request)
+    use = await _now(request)
+    return {"slots": [_slot(request.services, use, slot.id) for slot in request.services.slots]}
+
+
+async def show_slot(request: ApiRequest) -> dict[str, Any]:
+    """``GET agents/{id}/slots/{id}``."""
+    slot_id = _slot_id(request)
+    return {"slot": _slot(request.services, await _now(request), slot_id)}
+
+
+def _switch_agent(*, is_on: bool) -> Handler:
+    async def switch(request: ApiRequest) -> dict[str, Any]:
+        """Switch the agent on or off."""
+        _check_agent(request)
+        drain = request.body().flag("drain") or False
+        if is_on:
+            await request.services.write(lambda tx: slot_store.enable(tx, AGENT))
+        else:
+            await request.services.write(
+                lambda tx: slot_store.disable(tx, AGENT, drain=drain, reason="the agent was disabled")
+            )
+        return {"agent": _agent(request.services, await _now(request))}
+
+    return switch
+
+
+def _switch_slot(*, is_on: bool) -> Handler:
+    async def switch(request: ApiRequest) -> dict[str, Any]:
+        """Switch a slot on or off."""
+        slot_id = _slot_id(request)
+        drain = request.body().flag("drain") or False
+        if is_on:
+            await request.services.write(lambda tx: slot_store.enable(tx, slot_id))
+        else:
+            await request.services.write(
+                lambda tx: slot_store.disable(tx, slot_id, drain=drain, reason=f"slot {slot_id} was disabled")
+            )
+        return {"slot": _slot(request.services, await _now(request), slot_id)}
+
+    return switch
+
+
+async def list_pools(request: ApiRequest) -> dict[str, Any]:
+    """``GET resource-pools``: one pool for everything."""
+    services = request.services
+    use = await _now(request)
+    kinds = {_DEVICE_TYPES.get(slot.kind, "TYPE_UNSPECIFIED") for slot in services.slots}
+    pool = message(
+        bindings.v1ResourcePool,
+        name=services.settings.pool_name,
+        description="the devices of this machine",
+        type="RESOURCE_POOL_TYPE_STATIC",
+        numAgents=1,
+        slotsAvailable=len(services.slots),
+        slotsUsed=sum(len(json.loads(row["slots"])) for row in use.allocations),
+        slotType=kinds.pop() if len(kinds) == 1 else "TYPE_UNSPECIFIED",
+        slotsPerAgent=len(services.slots),
+        auxContainerCapacity=_MAX_AUX_CONTAINERS,
+        auxContainerCapacityPerAgent=_MAX_AUX_CONTAINERS,
+        auxContainersRunning=sum(not json.loads(row["slots"]) for row in use.allocations),
+        defaultComputePool=True,
+        defaultAuxPool=True,
+        preemptible=False,
+        schedulerType="SCHEDULER_TYPE_PRIORITY",
+        schedulerFittingPolicy="FITTING_POLICY_BEST",
+        details=message(
+            bindings.v1ResourcePoolDetail,
+            priorityScheduler=message(
+                bindings.v1ResourcePoolPrioritySchedulerDetail, preemption=False, defaultPriority=42
+            ),
+        ),
+        stats=queue_stats(use.num_queued, len({row["experiment_id"] for row in use.allocations})),
+        resourceManagerMetadata={},
+        clusterName="",
+        minAgents=0,
+        maxAgents=0,
+        maxAgentStartingPeriod=0.0,
+        maxIdleAgentPeriod=0.0,
+        **dict.fromkeys(
+            (
+                *("agentDockerImage", "agentDockerNetwork", "agentDockerRuntime", "agentFluentImage"),
+                *(
+                    "containerStartupScript",
+                    "imageId",
+                    "instanceType",
+                    "location",
+                    "masterCertName",
+                    "masterUrl",
+                ),
+                *("startupScript", "accelerator"),
+            ),
+            "",
+        ),
+    )
+    page = page_of(1, request.query_int("offset"), request.query_int("limit"))
+    return {"resourcePools": [pool][page.start : page.end], "pagination": page.to_json()}
+
+
+def queue_stats(num_queued: int, num_scheduled: int) -> dict[str, Any]:
+    """Return how many experiments wait and run."""
+    return message(bindings.v1QueueStats, queuedCount=num_queued, scheduledCount=num_scheduled)
+
+
+routes = [
+    route("GET", "/agents", list_agents, access=USER),
+    route("GET", "/agents/{agent_id}", show_agent, access=USER),
+    route("POST", "/agents/{agent_id}/enable", _switch_agent(is_on=True), access=USER),
+    route("POST", "/agents/{agent_id}/disable", _switch_agent(is_on=False), access=USER),
+    route("GET", "/agents/{agent_id}/slots", list_slots, access=USER),
+    route("GET", "/agents/{agent_id}/slots/{slot_id}", show_slot, access=USER),
+    route("POST", "/agents/{agent_id}/slots/{slot_id}/enable", _switch_slot(is_on=True), access=USER),
+    route("POST", "/agents/{agent_id}/slots/{slot_id}/disable", _switch_slot(is_on=False), access=USER),
+    route("GET", "/resource-pools", list_pools, access=USER),
+]

@@ -1,0 +1,75 @@
+"""Log in and out, and who is logged in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from determined.common.api import bindings
+from starlette.responses import Response
+
+from dstrial.errors import RequestError
+from dstrial.master.api.frame import PUBLIC, USER, ApiRequest, route
+from dstrial.master.api.guard import COOKIE
+from dstrial.master.api.messages import message
+from dstrial.master.api.users import user_json
+from dstrial.master.store import tokens, users
+from dstrial.master.store.database import Transaction
+
+_NOBODY = users.stored_hash("0")
+"""Compared with where there is no such user, so that the answer takes as long."""
+
+
+async def log_in(request: ApiRequest) -> Response:
+    """``POST auth/login``: a password for a token, which the answer also sets as a cookie for the master's page."""
+    body = request.body()
+    username = body.required_text("username")
+    password = body.text("password") or ""
+    hashed = password if body.flag("isHashed") else users.client_hash(password)
+    services = request.services
+    async with services.attempts.turn(username):
+        row = await services.read(users.find_by_name, username)
+        stored = _NOBODY if row is None else row["password_hash"]
+        is_right = await services.run(lambda: users.is_password(stored, hashed)) and row is not None
+        services.attempts.record(username, is_success=is_right)
+    if not is_right or row is None:
+        raise RequestError(401, "invalid credentials")
+    if not row["active"]:
+        raise RequestError(403, "user is not active")
+    user_id = row["id"]
+
+    def give_token(tx: Transaction) -> str:
+        # The password may have been changed since it was compared.
+        now = users.find_by_id(tx.connection, user_id)
+        if now["password_hash"] != stored or not now["active"]:
+            raise RequestError(401, "invalid credentials")
+        return tokens.create_token(tx, user_id)
+
+    token = await services.write(give_token)
+    answer = message(bindings.v1LoginResponse, token=token, user=user_json(tokens.User.from_row(row)))
+    response = Response(orjson.dumps(answer), media_type="application/json")
+    response.set_cookie(COOKIE, token, path="/", httponly=True, samesite="strict")
+    return response
+
+
+async def log_out(request: ApiRequest) -> Response:
+    """``POST auth/logout``: end the token that the request carries."""
+    identity = request.identity
+    assert identity is not None
+    await request.services.write(lambda tx: tokens.end_token(tx, identity.token_hash))
+    response = Response(b"{}", media_type="application/json")
+    response.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
+    return response
+
+
+async def show_me(request: ApiRequest) -> dict[str, Any]:
+    """``GET me``: the user whose token it is."""
+    return {"user": user_json(request.user)}
+
+
+routes = [
+    route("POST", "/auth/login", log_in, access=PUBLIC),
+    route("POST", "/auth/logout", log_out, access=USER),
+    route("GET", "/auth/user", show_me, access=USER),
+    route("GET", "/me", show_me, access=USER),
+]

@@ -1,0 +1,268 @@
+"""Checkpoints: reported, looked at, downloaded, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import re
+import tarfile
+import threading
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+from determined.common.api import bindings
+from starlette.responses import StreamingResponse
+
+from dstrial.errors import RequestError
+from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
+from dstrial.master.api.messages import message
+from dstrial.master.api.metrics import report_json
+from dstrial.master.api.shapes import checkpoint_json
+from dstrial.master.checkpoint_gc import checkpoint_directory
+from dstrial.master.clock import now_us, parse_time
+from dstrial.master.experiment import trials
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import work
+from dstrial.master.store.database import Transaction
+
+_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_CHUNK_BYTES = 1 << 20
+
+
+def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
+    sizes = {}
+    for path, size in (given or {}).items():
+        try:
+            sizes[str(path)] = max(int(size), 0)
+        except (TypeError, ValueError) as error:
+            raise RequestError(
+                400, f"the size of {path!r} is {size!r}; expected bytes, a whole number."
+            ) from error
+    return sizes
+
+
+async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
+    """``POST checkpoints``: a trial has written one."""
+    body = request.body()
+    uuid, task_id = body.required_text("uuid"), body.required_text("taskId")
+    if _UUID.fullmatch(uuid) is None:
+        raise body.wrong("uuid", "a UUID")
+    request.require_task(task_id)
+    resources = _sizes(body.mapping("resources"))
+    metadata = body.mapping("metadata") or {}
+    steps = metadata.get("steps_completed", 0)
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 2**31:
+        raise RequestError(400, f"metadata.steps_completed is {steps!r}; expected batches, a whole number.")
+    state = (body.text("state") or "STATE_COMPLETED").removeprefix("STATE_")
+    if state not in ("ACTIVE", "COMPLETED", "ERROR", "DELETED", "PARTIALLY_DELETED"):
+        raise body.wrong("state", "a state of a checkpoint")
+    time_text = body.text("reportTime")
+    try:
+        report_us = now_us() if time_text is None else parse_time(time_text)
+    except (ValueError, OverflowError) as error:
+        raise body.wrong("reportTime", "a time") from error
+
+    def perform(tx: Transaction) -> None:
+        trial = tx.execute(
+            "SELECT trials.* FROM tasks JOIN trials ON trials.id = tasks.trial_id WHERE tasks.id = ?",
+            (task_id,),
+        ).fetchone()
+        if trial is None:
+            raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task.")
+        trials.report_checkpoint(
+            tx,
+            uuid=uuid,
+            trial=trial,
+            allocation_id=body.text("allocationId") or None,
+            storage_id=body.integer("storageId"),
+            state=state,
+            resources=resources,
+            metadata=metadata,
+            report_us=report_us,
+        )
+
+    await request.services.write(perform)
+    return {}
+
+
+async def show_checkpoint(request: ApiRequest) -> dict[str, Any]:
+    """``GET checkpoints/{uuid}``."""
+    row = await request.services.read(
+        checkpoint_rows.require_checkpoint, request.path_params["checkpoint_uuid"]
+    )
+    return message(bindings.v1GetCheckpointResponse, checkpoint=checkpoint_json(row))
+
+
+async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
+    """``PATCH checkpoints``: which files are left of each."""
+    changes: list[tuple[str, dict[str, int]]] = []
+    for item in request.body().items_of("checkpoints") or []:
+        if not isinstance(item, dict) or not isinstance(item.get("uuid"), str):
+            raise RequestError(400, "checkpoints has an item without uuid; expected uuid and resources.")
+        await request.require_checkpoint(item["uuid"])
+        wrapped = item.get("resources")
+        if isinstance(wrapped, dict):
+            inner = wrapped.get("resources")
+            changes.append((item["uuid"], _sizes(inner if isinstance(inner, dict) else {})))
+
+    def perform(tx: Transaction) -> None:
+        for uuid, resources in changes:
+            checkpoint_rows.set_resources(tx, uuid, resources)
+
+    await request.services.write(perform)
+    return {}
+
+
+async def delete_checkpoints(request: ApiRequest) -> dict[str, Any]:
+    """``DELETE checkpoints``: delete their files."""
+    await _remove(request, ["**/*"])
+    return {}
+
+
+async def remove_files(request: ApiRequest) -> dict[str, Any]:
+    """``POST checkpoints/rm``: delete those of their files that match."""
+    globs = request.body().texts("checkpointGlobs") or []
+    if not globs:
+        raise RequestError(
+            400, "checkpointGlobs is empty; expected patterns. Pass '**/*' to delete everything."
+        )
+    if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
+        raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
+    await _remove(request, globs)
+    return {}
+
+
+async def _remove(request: ApiRequest, globs: list[str]) -> None:
+    uuids = request.body().texts("checkpointUuids") or []
+
+    def perform(tx: Transaction) -> None:
+        in_use = {row[0] for row in tx.execute("SELECT DISTINCT warm_start_uuid FROM trials")}
+        by_experiment: dict[int, list[str]] = {}
+        for uuid in uuids:
+            row = checkpoint_rows.require_checkpoint(tx.connection, uuid)
+            if uuid in in_use:
+                raise RequestError(
+                    400,
+                    f"checkpoint {uuid} is what a trial starts from; expected one that is not in use. Keep it.",
+                )
+            by_experiment.setdefault(row["experiment_id"], []).append(uuid)
+        for experiment_id, chosen in by_experiment.items():
+            work.request(tx, "delete_checkpoints", experiment_id, {"uuids": chosen, "globs": globs})
+
+    await request.services.write(perform)
+
+
+async def set_metadata(request: ApiRequest) -> dict[str, Any]:
+    """``POST checkpoints/{uuid}/metadata``: replace it."""
+    uuid = request.path_params["checkpoint_uuid"]
+    given = request.body().fields("checkpoint")
+    if given is None:
+        raise request.body().wrong("checkpoint", "an object")
+    metadata = given.mapping("metadata") or {}
+    await request.services.write(lambda tx: checkpoint_rows.set_metadata(tx, uuid, metadata))
+    row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
+    return message(bindings.v1PostCheckpointMetadataResponse, checkpoint=checkpoint_json(row))
+
+
+async def list_metrics(request: ApiRequest) -> dict[str, Any]:
+    """``GET checkpoints/{uuid}/metrics``: the reports at the batch of the checkpoint."""
+    uuid = request.path_params["checkpoint_uuid"]
+
+    def read(connection: Any) -> list[Any]:
+        row = checkpoint_rows.require_checkpoint(connection, uuid)
+        return list(
+            connection.execute(
+                "SELECT * FROM metrics WHERE trial_id = ? AND steps = ? AND archived = 0 ORDER BY id",
+                (row["trial_id"], row["steps"]),
+            )
+        )
+
+    rows = await request.services.read(read)
+    return message(bindings.v1GetTrialMetricsByCheckpointResponse, metrics=[report_json(row) for row in rows])
+
+
+async def download(request: ApiRequest) -> StreamingResponse:
+    """``//checkpoints/{uuid}``: its files as gzip tar, tar or zip, as ``Accept`` asks; made while it is sent."""
+    uuid = request.path_params["checkpoint_uuid"]
+    row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
+    storage = json.loads(row["experiment_config"])["checkpoint_storage"]
+    directory = checkpoint_directory(storage, uuid)
+    if row["state"] == "DELETED" or not directory.is_dir():
+        raise RequestError(404, f"checkpoint {uuid} has no files any more; expected one that is not deleted.")
+    accepted = request.headers.get("accept", "")
+    kind = "zip" if "zip" in accepted and "gzip" not in accepted else "tar" if "x-tar" in accepted else "gzip"
+    suffix = {"zip": "zip", "tar": "tar", "gzip": "tar.gz"}[kind]
+    media = {"zip": "application/zip", "tar": "application/x-tar", "gzip": "application/gzip"}[kind]
+    return StreamingResponse(
+        _archive(directory, kind),
+        media_type=media,
+        headers={"Content-Disposition": f'attachment; filename="{uuid}.{suffix}"'},
+    )
+
+
+class _Pipe:
+    """A file object whose writes another thread's reader takes, a few at a time."""
+
+    def __init__(self) -> None:
+        self.chunks: queue.Queue[bytes | None] = queue.Queue(maxsize=8)
+        self.is_closed = False
+        self._position = 0
+
+    def write(self, data: bytes) -> int:
+        while not self.is_closed:
+            with contextlib.suppress(queue.Full):
+                self.chunks.put(bytes(data), timeout=1.0)
+                break
+        else:
+            raise OSError("the reader has gone")
+        self._position += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        """Do nothing: what is written is taken as it comes."""
+
+
+async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
+    pipe = _Pipe()
+
+    def write() -> None:
+        files = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
+        with contextlib.suppress(OSError):
+            if kind == "zip":
+                with zipfile.ZipFile(cast(Any, pipe), "w") as archive:
+                    for path in files:
+                        archive.write(path, path.relative_to(directory).as_posix())
+            else:
+                with tarfile.open(fileobj=cast(Any, pipe), mode="w|gz" if kind == "gzip" else "w|") as tar:
+                    for path in files:
+                        tar.add(path, path.relative_to(directory).as_posix(), recursive=False)
+            pipe.write(b"")
+            pipe.chunks.put(None)
+
+    thread = threading.Thread(target=write, name="dstrial-archive", daemon=True)
+    thread.start()
+    try:
+        while (chunk := await asyncio.to_thread(pipe.chunks.get)) is not None:
+            yield chunk
+    finally:
+        pipe.is_closed = True
+
+
+_ONE = "/checkpoints/{checkpoint_uuid}"
+routes = [
+    route("POST", "/checkpoints", report_checkpoint, access=TRIAL),
+    route("PATCH", "/checkpoints", patch_checkpoints, access=TRIAL),
+    route("DELETE", "/checkpoints", delete_checkpoints, access=USER),
+    route("POST", "/checkpoints/rm", remove_files, access=USER),
+    route("GET", _ONE, show_checkpoint, access=TRIAL),
+    route("POST", f"{_ONE}/metadata", set_metadata, access=USER),
+    route("GET", f"{_ONE}/metrics", list_metrics, access=TRIAL),
+    route("GET", f"/{_ONE}", download, access=TRIAL),
+]

@@ -1,0 +1,152 @@
+"""Read the JSON objects that clients send: both spellings of a key, and a clear error for a value of a wrong type."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dstrial.errors import RequestError
+
+_SNAKE = re.compile(r"_+([a-zA-Z0-9])")
+_MAX_INTEGER = 2**63 - 1
+_MAX_GOT = 80
+
+
+def camel(name: str) -> str:
+    """Return the protocol's spelling of a key: ``steps_completed`` becomes ``stepsCompleted``."""
+    return _SNAKE.sub(lambda match: match[1].upper(), name) if "_" in name else name
+
+
+class Fields(dict[str, Any]):
+    """One message that a client sent, its keys in camelCase whichever spelling came.
+
+    Only this object's own keys are changed; a value that is the user's own mapping (hyperparameters, metrics) stays as
+    it is. A key that is absent or null reads as None everywhere.
+
+    Args:
+        values: as sent.
+        where: how error messages call the object; followed by a dot and the key.
+
+    Every reading method raises ``RequestError`` 400 for a value of another type.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "the request's body") -> None:
+        super().__init__({camel(key): value for key, value in values.items() if "_" in key})
+        self.update({key: value for key, value in values.items() if "_" not in key})
+        self._where = where
+
+    def text(self, name: str) -> str | None:
+        """Return a string."""
+        value = self.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise self.wrong(name, "a string")
+
+    def required_text(self, name: str) -> str:
+        """Return a string that must be there."""
+        value = self.text(name)
+        if value is None:
+            raise self.wrong(name, "a string")
+        return value
+
+    def integer(self, name: str, minimum: int = -_MAX_INTEGER - 1, maximum: int = _MAX_INTEGER) -> int | None:
+        """Return a whole number; the protocol sends those of 64 bits as strings."""
+        value = self.get(name)
+        if value is None:
+            return None
+        number: int | None = None
+        if isinstance(value, int) and not isinstance(value, bool):
+            number = value
+        elif (isinstance(value, float) and value.is_integer()) or (
+            isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}", value)
+        ):
+            number = int(value)
+        if number is None or not minimum <= number <= maximum:
+            raise self.wrong(name, f"a whole number from {minimum} to {maximum}")
+        return number
+
+    def required_integer(
+        self, name: str, minimum: int = -_MAX_INTEGER - 1, maximum: int = _MAX_INTEGER
+    ) -> int:
+        """Return a whole number that must be there."""
+        value = self.integer(name, minimum, maximum)
+        if value is None:
+            raise self.wrong(name, "a whole number")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """Return a finite number."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        raise self.wrong(name, "a finite number")
+
+    def flag(self, name: str) -> bool | None:
+        """Return true or false."""
+        value = self.get(name)
+        if value is None or isinstance(value, bool):
+            return value
+        raise self.wrong(name, "true or false")
+
+    def items_of(self, name: str) -> list[Any] | None:
+        """Return a list."""
+        value = self.get(name)
+        if value is None or isinstance(value, list):
+            return value
+        raise self.wrong(name, "a list")
+
+    def texts(self, name: str) -> list[str] | None:
+        """Return a list of strings."""
+        value = self.items_of(name)
+        if value is not None and not all(isinstance(item, str) for item in value):
+            raise self.wrong(name, "a list of strings")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """Return an object of the user's own, its keys as sent."""
+        value = self.get(name)
+        if value is None or isinstance(value, dict):
+            return value
+        raise self.wrong(name, "an object")
+
+    def fields(self, name: str) -> Fields | None:
+        """Return an object of the protocol."""
+        value = self.mapping(name)
+        return None if value is None else Fields(value, f"{self._where}.{name}")
+
+    def field_list(self, name: str) -> list[Fields] | None:
+        """Return a list of objects of the protocol."""
+        value = self.items_of(name)
+        if value is None:
+            return None
+        if not all(isinstance(item, dict) for item in value):
+            raise self.wrong(name, "a list of objects")
+        return [Fields(item, f"{self._where}.{name}[{item_idx}]") for item_idx, item in enumerate(value)]
+
+    def choice(self, name: str, choices: Collection[str] | type[enum.Enum]) -> str | None:
+        """Return one of the given strings, or of the values of an enumeration of the protocol."""
+        value = self.text(name)
+        allowed = [str(member.value) for member in choices] if isinstance(choices, type) else sorted(choices)
+        if value is None or value in allowed:
+            return value
+        raise self.wrong(name, "one of " + ", ".join(allowed))
+
+    def wrong(self, name: str, expected: str) -> RequestError:
+        """Return the error for a field that is not what it must be."""
+        return RequestError(
+            400,
+            f"{self._where}.{name} is {shown(self.get(name))}; expected {expected}. Send it as the protocol has it.",
+        )
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error message shows it: shortened, and ``missing`` for None."""
+    if value is None:
+        return "missing"
+    text = repr(value[:_MAX_GOT]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= _MAX_GOT else text[:_MAX_GOT] + "…"

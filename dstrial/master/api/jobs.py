@@ -1,0 +1,174 @@
+"""The queue: experiments that run or wait for slots, in the order in which they get them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.agents import queue_stats
+from dstrial.master.api.fields import Fields
+from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.messages import message, page_of
+from dstrial.master.api.workspaces import WORKSPACE_ID
+from dstrial.master.clock import format_us
+from dstrial.master.store.database import Transaction
+
+_MAX_PRIORITY = 99
+
+
+_QUEUE = """
+SELECT e.*, u.username AS owner_name, j.num_active, a.num_allocations, a.num_slots
+FROM experiments e
+JOIN users u ON u.id = e.owner_id
+LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_active FROM trials WHERE state = 'ACTIVE' GROUP BY experiment_id) j
+    ON j.experiment_id = e.id
+LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_allocations, SUM(json_array_length(slots)) AS num_slots
+           FROM allocations WHERE state != 'TERMINATED' GROUP BY experiment_id) a ON a.experiment_id = e.id
+WHERE e.state = 'ACTIVE' OR a.num_allocations > 0
+ORDER BY e.priority, e.queue_position, e.id
+"""
+
+
+def queue(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return experiments that are active or still hold slots, the next one first."""
+    return connection.execute(_QUEUE).fetchall()
+
+
+def _state(row: sqlite3.Row) -> str:
+    return "STATE_SCHEDULED" if row["num_allocations"] else "STATE_QUEUED"
+
+
+def job_json(row: sqlite3.Row, num_ahead: int, pool_name: str) -> dict[str, Any]:
+    """Return one row of ``queue`` as a job."""
+    num_slots = row["num_slots"] or 0
+    return message(
+        bindings.v1Job,
+        jobId=row["job_id"],
+        entityId=str(row["id"]),
+        type="TYPE_EXPERIMENT",
+        name=row["name"],
+        username=row["owner_name"],
+        userId=row["owner_id"],
+        submissionTime=format_us(row["start_us"]),
+        requestedSlots=max((row["num_active"] or 0) * row["slots_per_trial"], num_slots),
+        allocatedSlots=num_slots,
+        isPreemptible=False,
+        priority=row["priority"],
+        weight=row["weight"],
+        progress=row["progress"],
+        resourcePool=pool_name,
+        workspaceId=WORKSPACE_ID,
+        summary={"state": _state(row), "jobsAhead": num_ahead},
+    )
+
+
+async def _page(request: ApiRequest) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    pool_name = request.services.settings.pool_name
+    asked = request.query("resourcePool")
+    states = request.query_choices("states", bindings.jobv1State)
+    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
+    rows = await request.services.read(queue)
+    jobs = [
+        job_json(row, num_ahead, pool_name)
+        for num_ahead, row in enumerate(rows)
+        if asked in (None, "", pool_name) and (not states or _state(row) in states)
+    ]
+    if is_descending:
+        jobs.reverse()
+    page = page_of(len(jobs), request.query_int("offset"), request.query_int("limit"))
+    return jobs[page.start : page.end], page.to_json()
+
+
+async def list_jobs_v2(request: ApiRequest) -> dict[str, Any]:
+    """``GET job-queues-v2``."""
+    jobs, pagination = await _page(request)
+    return {"jobs": [{"full": job, "limited": None} for job in jobs], "pagination": pagination}
+
+
+async def list_jobs(request: ApiRequest) -> dict[str, Any]:
+    """``GET job-queues``."""
+    jobs, pagination = await _page(request)
+    return {"jobs": jobs, "pagination": pagination}
+
+
+async def show_stats(request: ApiRequest) -> dict[str, Any]:
+    """``GET job-queues/stats``."""
+    states = [_state(row) for row in await request.services.read(queue)]
+    stats = queue_stats(states.count("STATE_QUEUED"), states.count("STATE_SCHEDULED"))
+    pool_name = request.services.settings.pool_name
+    return {"results": [message(bindings.v1RPQueueStat, resourcePool=pool_name, stats=stats, aggregates=[])]}
+
+
+async def update(request: ApiRequest) -> dict[str, Any]:
+    """``POST job-queues``: change priority, weight or place of jobs; all of them or none."""
+    updates = request.body().field_list("updates") or []
+    pool_name = request.services.settings.pool_name
+
+    def write(tx: Transaction) -> None:
+        for one in updates:
+            _update(tx, one, pool_name)
+
+    await request.services.write(write)
+    return {}
+
+
+def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
+    row = _find(tx, control.required_text("jobId"))
+    priority = control.integer("priority", 1, _MAX_PRIORITY)
+    weight = control.number("weight")
+    pool = control.text("resourcePool")
+    ahead_of, behind_of = control.text("aheadOf"), control.text("behindOf")
+    if pool not in (None, "", pool_name):
+        raise control.wrong("resourcePool", f"{pool_name!r}, the only pool")
+    if weight is not None and not 0 < weight <= 1e6:
+        raise control.wrong("weight", "a positive number of at most 1e6")
+    position = row["queue_position"]
+    anchor_id = ahead_of or behind_of
+    if anchor_id:
+        anchor = _find(tx, anchor_id)
+        priority = anchor["priority"]
+        position = _place(tx, row["id"], anchor, is_ahead=bool(ahead_of))
+    config = json.loads(row["config"])
+    resources = dict(config.get("resources") or {})
+    for name, value in (("priority", priority), ("weight", weight)):
+        if value is not None:
+            resources[name] = value
+    tx.execute(
+        "UPDATE experiments SET priority = coalesce(?, priority), weight = coalesce(?, weight), queue_position = ?, "
+        "config = ? WHERE id = ?",
+        (priority, weight, position, json.dumps({**config, "resources": resources}), row["id"]),
+    )
+    tx.publish("scheduler", f"experiment:{row['id']}")
+
+
+def _find(tx: Transaction, job_id: str) -> sqlite3.Row:
+    row: sqlite3.Row | None = tx.execute("SELECT * FROM experiments WHERE job_id = ?", (job_id,)).fetchone()
+    if row is None:
+        raise RequestError(404, f"job {job_id[:80]!r} does not exist; see `det job list`")
+    return row
+
+
+def _place(tx: Transaction, experiment_id: int, anchor: sqlite3.Row, *, is_ahead: bool) -> float:
+    """A queue position right before or behind another experiment of the same priority."""
+    own: float = anchor["queue_position"]
+    side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
+    neighbour = tx.execute(
+        f"SELECT {edge}(queue_position) FROM experiments "  # noqa: S608 - one of two words of ours
+        f"WHERE priority = ? AND id NOT IN (?, ?) AND queue_position {side} ?",
+        (anchor["priority"], experiment_id, anchor["id"], own),
+    ).fetchone()[0]
+    if neighbour is None:
+        return own - 1 if is_ahead else own + 1
+    return float((own + neighbour) / 2)
+
+
+routes = [
+    route("GET", "/job-queues", list_jobs, access=USER),
+    route("POST", "/job-queues", update, access=USER),
+    route("GET", "/job-queues-v2", list_jobs_v2, access=USER),
+    route("GET", "/job-queues/stats", show_stats, access=USER),
+]

@@ -1,0 +1,221 @@
+"""Logs of trials and tasks: streams that filter and follow, the values to filter by, and lines that a task sends itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import AsyncIterator
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.frame import TRIAL, ApiRequest, route
+from dstrial.master.api.messages import message
+from dstrial.master.api.streams import NdjsonResponse, ndjson
+from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.services import Services
+from dstrial.master.store import logs
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Transaction
+
+_CHUNK = 2000
+_FOLLOW_WAIT_S = 30.0
+
+
+def _filter(request: ApiRequest, trial_id: int | None, task_id: str | None) -> logs.LogFilter:
+    ranks = []
+    for text in request.queries("rankIds"):
+        try:
+            ranks.append(int(text))
+        except ValueError as error:
+            raise request.wrong_query("rankIds", "whole numbers") from error
+    levels = [
+        name.removeprefix("LOG_LEVEL_") for name in request.query_choices("levels", bindings.v1LogLevel)
+    ]
+    times: dict[str, int | None] = {}
+    for name in ("timestampBefore", "timestampAfter"):
+        text_or_none = request.query(name)
+        try:
+            times[name] = None if not text_or_none else parse_time(text_or_none)
+        except (ValueError, OverflowError) as error:
+            raise request.wrong_query(name, "a time") from error
+    limit = request.query_int("limit") or 0
+    return logs.LogFilter(
+        trial_id=trial_id,
+        task_id=task_id,
+        limit=limit if limit > 0 else None,
+        is_descending=request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC",
+        allocation_ids=tuple(request.queries("allocationIds")),
+        agent_ids=tuple(request.queries("agentIds")),
+        agent_id=request.services.agent_id,
+        container_ids=tuple(request.queries("containerIds")),
+        rank_ids=tuple(ranks),
+        sources=tuple(request.queries("sources")),
+        stdtypes=tuple(request.queries("stdtypes")),
+        levels=tuple(levels),
+        before_us=times["timestampBefore"],
+        after_us=times["timestampAfter"],
+        search_text=request.query("searchText") or "",
+    )
+
+
+async def stream_trial_logs(request: ApiRequest) -> NdjsonResponse:
+    """``GET trials/{id}/logs``."""
+    trial_id = request.path_params["trial_id"]
+    await request.services.read(trial_rows.require, trial_id)
+    wanted = _filter(request, trial_id, None)
+    return ndjson(_lines(request, wanted, f"logs:trial:{trial_id}"))
+
+
+async def stream_task_logs(request: ApiRequest) -> NdjsonResponse:
+    """``GET tasks/{id}/logs``."""
+    task_id = request.path_params["task_id"]
+    await request.services.read(_task, task_id)
+    wanted = _filter(request, None, task_id)
+    return ndjson(_lines(request, wanted, f"logs:{task_id}"))
+
+
+def _task(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row:
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM tasks WHERE id = ?", (task_id,)).fetchone()
+    if row is None:
+        raise RequestError(404, f"task {task_id[:80]!r} is not found; expected one of `det task list`.")
+    return row
+
+
+def _is_over(connection: sqlite3.Connection, wanted: logs.LogFilter) -> bool:
+    """Say whether nothing more can come: every task has ended, and so has every allocation."""
+    column, value = ("trial_id", wanted.trial_id) if wanted.trial_id is not None else ("id", wanted.task_id)
+    open_tasks = connection.execute(
+        f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND end_us IS NULL",  # noqa: S608 - a constant
+        (value,),
+    ).fetchone()[0]
+    column = "trial_id" if wanted.trial_id is not None else "task_id"
+    live = connection.execute(
+        f"SELECT COUNT(*) FROM allocations WHERE {column} = ? AND state != 'TERMINATED'",  # noqa: S608 - a constant
+        (value,),
+    ).fetchone()[0]
+    return not open_tasks and not live
+
+
+async def _lines(
+    request: ApiRequest, wanted: logs.LogFilter, topic: str
+) -> AsyncIterator[list[dict[str, Any]]]:
+    services = request.services
+    follows = bool(request.query_flag("follow")) and not wanted.is_descending
+    left = wanted.limit
+    after: int | None = None
+    if wanted.is_descending:
+        rows = await services.read(logs.query, wanted)
+        yield [_line_json(services, wanted, row) for row in rows]
+        return
+    while left is None or left > 0:
+        seen = services.changes.version(topic)
+        is_over = await services.read(_is_over, wanted)
+        limit = _CHUNK if left is None else min(_CHUNK, left)
+        rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
+        if rows:
+            after = rows[-1]["id"]
+            left = None if left is None else left - len(rows)
+            yield [_line_json(services, wanted, row) for row in rows]
+        if len(rows) == limit:
+            continue
+        if not follows or is_over:
+            return
+        await services.changes.wait(topic, seen, _FOLLOW_WAIT_S)
+
+
+def _line_json(services: Services, wanted: logs.LogFilter, row: sqlite3.Row) -> dict[str, Any]:
+    common = {
+        "id": str(row["id"]),
+        "level": f"LOG_LEVEL_{row['level'] or 'UNSPECIFIED'}",
+        "message": logs.format_message(row),
+        "timestamp": format_us(row["time_us"]),
+        "agentId": services.agent_id if row["allocation_id"] else None,
+        "containerId": row["container_id"],
+        "log": row["log"],
+        "rankId": row["rank"],
+        "source": row["source"],
+        "stdtype": row["stdtype"],
+    }
+    if wanted.trial_id is not None:
+        return message(bindings.v1TrialLogsResponse, trialId=wanted.trial_id, **common)
+    return message(
+        bindings.v1TaskLogsResponse, taskId=wanted.task_id, allocationId=row["allocation_id"], **common
+    )
+
+
+async def stream_trial_fields(request: ApiRequest) -> NdjsonResponse:
+    """``GET trials/{id}/logs/fields``."""
+    trial_id = request.path_params["trial_id"]
+    await request.services.read(trial_rows.require, trial_id)
+    return ndjson(_fields(request, trial_id, None))
+
+
+async def stream_task_fields(request: ApiRequest) -> NdjsonResponse:
+    """``GET tasks/{id}/logs/fields``."""
+    task_id = request.path_params["task_id"]
+    await request.services.read(_task, task_id)
+    return ndjson(_fields(request, None, task_id))
+
+
+async def _fields(
+    request: ApiRequest, trial_id: int | None, task_id: str | None
+) -> AsyncIterator[dict[str, Any]]:
+    found = await request.services.read(logs.fields, trial_id=trial_id, task_id=task_id)
+    agents = [request.services.agent_id] if found["allocationIds"] else []
+    if trial_id is not None:
+        del found["allocationIds"]
+        yield message(bindings.v1TrialLogsFieldsResponse, agentIds=agents, **found)
+    else:
+        yield message(bindings.v1TaskLogsFieldsResponse, agentIds=agents, **found)
+
+
+async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
+    """``POST task/logs``: lines that a task sends itself."""
+    body = request.body()
+    by_task: dict[tuple[str, str | None], list[logs.LogLine]] = {}
+    for item in body.items_of("logs") or []:
+        if not isinstance(item, dict):
+            raise body.wrong("logs", "a list of objects")
+        task_id, line, allocation_id = _line(item)
+        request.require_task(task_id)
+        by_task.setdefault((task_id, allocation_id), []).append(line)
+
+    def perform(tx: Transaction) -> None:
+        for (task_id, allocation_id), lines in by_task.items():
+            row = _task(tx.connection, task_id)
+            logs.add_task_logs(tx, task_id, row["trial_id"], allocation_id, lines)
+
+    await request.services.write(perform)
+    return {}
+
+
+def _line(item: dict[str, Any]) -> tuple[str, logs.LogLine, str | None]:
+    from dstrial.master.api.fields import Fields
+
+    fields = Fields(item, "logs[]")
+    time_text = fields.text("timestamp")
+    try:
+        time_us = now_us() if time_text is None else parse_time(time_text)
+    except (ValueError, OverflowError) as error:
+        raise fields.wrong("timestamp", "a time") from error
+    level = (fields.text("level") or "").removeprefix("LOG_LEVEL_")
+    text = fields.text("log") or ""
+    line = logs.LogLine(
+        time_us,
+        fields.text("stdtype"),
+        level if level in logs.LEVELS else None,
+        fields.integer("rankId", -(2**31), 2**31),
+        text if text.endswith("\n") else f"{text}\n",
+    )
+    return fields.required_text("taskId"), line, fields.text("allocationId")
+
+
+routes = [
+    route("GET", "/trials/{trial_id:int}/logs", stream_trial_logs, access=TRIAL),
+    route("GET", "/trials/{trial_id:int}/logs/fields", stream_trial_fields, access=TRIAL),
+    route("GET", "/tasks/{task_id}/logs", stream_task_logs, access=TRIAL),
+    route("GET", "/tasks/{task_id}/logs/fields", stream_task_fields, access=TRIAL),
+    route("POST", "/task/logs", add_task_logs, access=TRIAL),
+]

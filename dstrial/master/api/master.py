@@ -1,0 +1,240 @@
+"""The master itself: what it is, how it is set up, and its log."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import datetime
+import itertools
+import logging
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.fields import Fields
+from dstrial.master.api.frame import ADMIN, PUBLIC, USER, ApiRequest, route
+from dstrial.master.api.messages import message
+from dstrial.master.api.streams import NdjsonResponse, ndjson
+from dstrial.master.services import VERSION
+
+CLUSTER_NAME = "dstrial"
+
+_FOLLOW_PERIOD_S = 0.3
+_CHUNK_LINES = 1000
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([A-Z]+) (.*)", re.DOTALL)
+_PYTHON_LEVELS = {
+    "TRACE": logging.DEBUG,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "CRITICAL": logging.CRITICAL,
+}
+"""Level of the protocol, without its prefix -> level of Python's logging."""
+
+
+async def show_info(request: ApiRequest) -> dict[str, Any]:
+    """``GET //info``: who answers here; the first request of every ``det`` command."""
+    services = request.services
+    return {
+        "version": VERSION,
+        "master_id": services.master_id,
+        "cluster_id": services.cluster_id,
+        "cluster_name": CLUSTER_NAME,
+        "telemetry": {"enabled": False, "segment_key": ""},
+    }
+
+
+async def show_health(request: ApiRequest) -> dict[str, Any]:
+    """``GET //health``: whether the database answers."""
+    try:
+        await request.services.read(_ask)
+    except sqlite3.Error as error:
+        raise RequestError(503, f"the database does not answer ({error}); see `dstrial logs`") from error
+    up = bindings.HealthStatus.up.value
+    return {"status": up, "database": up, "resource_managers": []}
+
+
+def _ask(connection: sqlite3.Connection) -> None:
+    connection.execute("SELECT 1 FROM cluster").fetchone()
+
+
+async def show_master(request: ApiRequest) -> dict[str, Any]:
+    """``GET master``."""
+    services = request.services
+    return message(
+        bindings.v1GetMasterResponse,
+        version=VERSION,
+        masterId=services.master_id,
+        clusterId=services.cluster_id,
+        clusterName=CLUSTER_NAME,
+        hasCustomLogo=False,
+        strictJobQueueControl=False,
+        rbacEnabled=False,
+        telemetryEnabled=False,
+        userManagementEnabled=True,
+        featureSwitches=[],
+        ssoProviders=[],
+        branding="determined",
+        externalLoginUri="",
+        externalLogoutUri="",
+        product="PRODUCT_UNSPECIFIED",
+    )
+
+
+async def show_telemetry(_request: ApiRequest) -> dict[str, Any]:
+    """``GET master/telemetry``: there is none."""
+    return {"enabled": False, "segmentKey": ""}
+
+
+async def show_config(request: ApiRequest) -> dict[str, Any]:
+    """``GET master/config``."""
+    return {"config": request.services.settings.as_config()}
+
+
+async def patch_config(request: ApiRequest) -> dict[str, Any]:
+    """``PATCH master/config``: the level and colour of the log, until the master ends."""
+    body = request.body()
+    mask = body.get("fieldMask")
+    paths = (
+        mask.split(",")
+        if isinstance(mask, str)
+        else (Fields(mask).texts("paths") if isinstance(mask, dict) else None)
+    )
+    config = body.fields("config")
+    log = config.fields("log") if config is not None else None
+    unknown = sorted(set(paths or ()) - {"log", "log.level", "log.color"})
+    if not paths or log is None or unknown:
+        raise RequestError(
+            400,
+            f"the field mask is {unknown or paths!r}; expected log.level or log.color with its value. Send these.",
+        )
+    changes: dict[str, Any] = {}
+    if "log" in paths or "log.level" in paths:
+        level = (log.choice("level", bindings.v1LogLevel) or "LOG_LEVEL_INFO").removeprefix("LOG_LEVEL_")
+        if level not in _PYTHON_LEVELS:
+            raise log.wrong("level", "a level")
+        logging.getLogger().setLevel(_PYTHON_LEVELS[level])
+        changes["log_level"] = level.lower()
+    if "log" in paths or "log.color" in paths:
+        changes["log_color"] = bool(log.flag("color"))
+    request.services.settings = dataclasses.replace(request.services.settings, **changes)
+    return {}
+
+
+async def stream_logs(request: ApiRequest) -> NdjsonResponse:
+    """``GET master/logs``: the master's log, one entry per line of it.
+
+    A negative ``offset`` counts from the end; ``limit`` 0 is none.
+    """
+    offset, limit = request.query_int("offset") or 0, request.query_int("limit") or 0
+    if limit < 0:
+        raise RequestError(400, f"limit is {limit}; expected at least 0. Send 0 for no limit.")
+    follows = request.query_flag("follow") or False
+    path = request.services.state_dir / "master.log"
+    first, position = await request.services.run(lambda: _start(path, offset))
+    return ndjson(_entries(request, path, first, position, limit or None, follows))
+
+
+async def _entries(
+    request: ApiRequest, path: Path, first: int, position: int, limit: int | None, follows: bool
+) -> AsyncIterator[list[dict[str, Any]]]:
+    reader = _LogReader(path, first, position)
+    num_left = limit
+    while True:
+        entries = await request.services.run(reader.read)
+        if num_left is not None:
+            entries = entries[:num_left]
+            num_left -= len(entries)
+        if entries:
+            yield [{"logEntry": entry} for entry in entries]
+        elif not follows:
+            return
+        else:
+            await asyncio.sleep(_FOLLOW_PERIOD_S)
+        if num_left == 0:
+            return
+
+
+def _start(path: Path, offset: int) -> tuple[int, int]:
+    """Return the number and the file position of the first line to send."""
+    if not path.exists():
+        return 0, 0
+    with path.open("rb") as file:
+        positions: Iterator[tuple[int, int]] = enumerate(_positions(iter(file.readline, b"")))
+        if offset < 0:
+            last = collections.deque(positions, maxlen=-offset)
+            return last[0] if last else (0, 0)
+        found = next(itertools.islice(positions, offset, None), None)
+        return found if found is not None else (offset, file.tell())
+
+
+def _positions(lines: Iterator[bytes]) -> Iterator[int]:
+    position = 0
+    for line in lines:
+        yield position
+        position += len(line)
+
+
+class _LogReader:
+    """Reads the lines that a growing file has, from a position on.
+
+    Args:
+        path: the file.
+        first: number of the first line.
+        position: where that line begins, bytes.
+    """
+
+    def __init__(self, path: Path, first: int, position: int) -> None:
+        self._path = path
+        self._line_idx = first
+        self._position = position
+        self._time = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
+        self._level = "LOG_LEVEL_INFO"
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the next whole lines, none if there are none yet."""
+        if not self._path.exists():
+            return []
+        entries = []
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            for line in itertools.islice(file, _CHUNK_LINES):
+                if not line.endswith(b"\n"):
+                    break
+                self._position += len(line)
+                entries.append(self._entry(line.decode("utf-8", errors="replace").rstrip("\n")))
+        return entries
+
+    def _entry(self, text: str) -> dict[str, Any]:
+        """Read one line; one without a time of its own belongs to the line before it."""
+        match = _LINE.fullmatch(text)
+        if match is not None:
+            self._time = datetime.datetime.fromisoformat(match[1]).astimezone(datetime.timezone.utc)
+            self._level = f"LOG_LEVEL_{match[2]}" if match[2] in _PYTHON_LEVELS else "LOG_LEVEL_INFO"
+        entry = message(
+            bindings.v1LogEntry,
+            id=self._line_idx,
+            message=text if match is None else match[3],
+            timestamp=self._time.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            level=self._level,
+        )
+        self._line_idx += 1
+        return entry
+
+
+routes = [
+    route("GET", "//info", show_info, access=PUBLIC),
+    route("GET", "//health", show_health, access=PUBLIC),
+    route("GET", "/master", show_master, access=PUBLIC),
+    route("GET", "/master/telemetry", show_telemetry, access=USER),
+    route("GET", "/master/config", show_config, access=USER),
+    route("PATCH", "/master/config", patch_config, access=ADMIN),
+    route("GET", "/master/logs", stream_logs, access=USER),
+]

@@ -1,0 +1,129 @@
+"""Metrics: reports of trials, and the streams that read them back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.frame import TRIAL, ApiRequest, route
+from dstrial.master.api.messages import message
+from dstrial.master.api.shapes import stored
+from dstrial.master.api.streams import NdjsonResponse, ndjson
+from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.experiment import trials
+from dstrial.master.services import Services
+from dstrial.master.store import metrics
+from dstrial.master.store import trials as trial_rows
+
+_MAX_STEPS = 2**31 - 1
+_CHUNK = 1000
+
+
+async def report_metrics(request: ApiRequest) -> dict[str, Any]:
+    """``POST trials/{id}/metrics``: one report of a group."""
+    trial_id = request.path_params["trial_id"]
+    body = request.body()
+    report = body.fields("metrics")
+    if report is None:
+        raise body.wrong("metrics", "an object")
+    return await _store(request, trial_id, body.text("group") or "training", report)
+
+
+def _of_group(group: str) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> dict[str, Any]:
+        return await _store(request, request.path_params["trial_id"], group, request.body())
+
+    handle.__doc__ = f"``POST trials/{{id}}/{group}_metrics``, as older clients report."
+    return handle
+
+
+async def _store(request: ApiRequest, trial_id: int, group: str, report: Any) -> dict[str, Any]:
+    values = report.fields("metrics")
+    given = None if values is None else values.mapping("avgMetrics")
+    if given is None:
+        raise report.wrong("metrics", "an object with avgMetrics")
+    run_id = report.required_integer("trialRunId", 0, _MAX_STEPS)
+    steps = report.integer("stepsCompleted", 0, _MAX_STEPS)
+    end_us = _time(report.text("reportTime"))
+    if not group or len(group) > 256:
+        raise RequestError(400, "group is empty or too long; expected a name. Choose another.")
+    await request.services.write(
+        lambda tx: trials.report_metrics(tx, trial_id, run_id, group, steps, end_us, given)
+    )
+    return {}
+
+
+def _time(text: str | None) -> int:
+    if text is None:
+        return now_us()
+    try:
+        return parse_time(text)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(
+            400, f"reportTime is {text[:80]!r}; expected a time. Send 2026-01-31T12:00:00Z."
+        ) from error
+
+
+def _streaming(group: str | None) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> NdjsonResponse:
+        chosen = request.query("group") or "" if group is None else group
+        trial_ids = []
+        for text in request.queries("trialIds"):
+            if not text.isdecimal() or len(text) > 18:
+                raise request.wrong_query("trialIds", "whole numbers")
+            trial_ids.append(int(text))
+        for trial_id in trial_ids:
+            request.require_trial(trial_id)
+            await request.services.read(trial_rows.require, trial_id)
+        return ndjson(_reports(request.services, trial_ids, chosen))
+
+    handle.__doc__ = (
+        f"``GET trials/metrics/{group or 'trial'}_metrics``: a stream of reports by trial and batch."
+    )
+    return handle
+
+
+async def _reports(services: Services, trial_ids: list[int], group: str) -> AsyncIterator[dict[str, Any]]:
+    for trial_id in sorted(set(trial_ids)):
+        offset = 0
+        while True:
+            rows = await services.read(
+                metrics.reports, [trial_id], group or None, after=(trial_id, offset), limit=_CHUNK
+            )
+            if rows:
+                yield {"metrics": [report_json(row) for row in rows]}
+            offset += len(rows)
+            if len(rows) < _CHUNK:
+                break
+
+
+def report_json(row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row of ``metrics`` as a ``v1MetricsReport``."""
+    key = metrics.summary_key(row["group_name"])
+    if key not in ("avg_metrics", "validation_metrics"):
+        key = "avg_metrics"
+    return message(
+        bindings.v1MetricsReport,
+        archived=bool(row["archived"]),
+        endTime=format_us(row["end_us"]),
+        group=row["group_name"],
+        id=row["id"],
+        metrics={key: stored(row["metrics"])},
+        totalBatches=max(row["steps"], 0),
+        trialId=row["trial_id"],
+        trialRunId=row["run_id"],
+    )
+
+
+routes = [
+    route("POST", "/trials/{trial_id:int}/metrics", report_metrics, access=TRIAL),
+    route("POST", "/trials/{trial_id:int}/training_metrics", _of_group("training"), access=TRIAL),
+    route("POST", "/trials/{trial_id:int}/validation_metrics", _of_group("validation"), access=TRIAL),
+    route("GET", "/trials/metrics/trial_metrics", _streaming(None), access=TRIAL),
+    route("GET", "/trials/metrics/training_metrics", _streaming("training"), access=TRIAL),
+    route("GET", "/trials/metrics/validation_metrics", _streaming("validation"), access=TRIAL),
+]

@@ -1,0 +1,115 @@
+"""What Determined's client can ask for and this master does not do: one clear error instead of a riddle."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+from dstrial.errors import RequestError
+
+NOUNS = {
+    "notebooks": "notebooks",
+    "shells": "shells",
+    "commands": "commands",
+    "tensorboards": "TensorBoard tasks",
+    "generic-tasks": "generic tasks",
+    "tasks": "generic tasks",
+    "task": "logs over HTTP",
+    "templates": "templates",
+    "template": "templates",
+    "models": "the model registry",
+    "model": "the model registry",
+    "workspaces": "workspaces of your own",
+    "projects": "projects of your own",
+    "user": "projects of your own",
+    "roles": "role-based access control",
+    "groups": "user groups",
+    "permissions": "role-based access control",
+    "webhooks": "webhooks",
+    "config-policies": "config policies",
+    "tokens": "access tokens",
+    "oauth2": "single sign-on",
+    "namespace-bindings": "Kubernetes",
+    "k8s-resource-managers": "Kubernetes",
+    "resource-pools": "bindings of resource pools",
+    "resources": "usage reports",
+    "proxy": "the proxy to tasks",
+    "cleanup_logs": "a forced clean-up of logs",
+    "task-logs": "detached runs",
+    "runs": "the runs view of the web interface",
+    "users": "settings of the web interface",
+    "experiments": "this view of experiments",
+    "experiments-search": "the experiment search of the web interface",
+    "experiment": "this view of experiments",
+    "trials": "this view of trials",
+    "trial-source-info": "the model registry",
+    "allocations": "allocations of several machines",
+    "master": "cluster messages",
+    "checkpoints": "this view of checkpoints",
+}
+"""First segment of a path below ``/api/v1`` or the root -> what a person calls it."""
+
+_ROOT_NOUNS = ("oauth2", "proxy", "resources", "task-logs")
+_REQUEST = re.compile(r'method="([A-Z]+)",\s*path=f?"([^"]+)"')
+_PARAMETER = re.compile(r"\{\w+\}")
+
+
+def refusal(method: str, path: str) -> RequestError:
+    """Return the error for a request that no route answers: 501 for what the client knows, else 404."""
+    segments = [segment for segment in path.split("/") if segment]
+    if segments[:2] == ["api", "v1"]:
+        noun = segments[2] if len(segments) > 2 else ""
+        is_known = any(known == method and pattern.fullmatch(path) for known, pattern in client_requests())
+    else:
+        noun = segments[0] if segments else ""
+        is_known = noun in _ROOT_NOUNS
+    shown = f"{method} {path[:120]}"
+    if is_known:
+        return RequestError(
+            501,
+            f"{shown} ({NOUNS.get(noun, noun)}) is not offered by the embedded master. Use a Determined cluster for it; "
+            "the README lists what is offered.",
+        )
+    return RequestError(
+        404, f"{shown} does not exist; expected a request of Determined 0.38.1. Check the path."
+    )
+
+
+def is_word(method: str, path: str) -> bool:
+    """Whether a path is a request of the client without any parameter, ``users/setting`` for example.
+
+    Such a path is not one of a route that takes a parameter in its place.
+    """
+    return (method, path) in _words()
+
+
+@functools.lru_cache(maxsize=1)
+def _words() -> frozenset[tuple[str, str]]:
+    return frozenset(request for request in client_templates() if "{" not in request[1])
+
+
+@functools.lru_cache(maxsize=1)
+def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """Return every request of the generated client: its method, and a pattern of its path.
+
+    Read from the client's source, when first needed: no other list is as sure to be complete.
+    """
+    return tuple(
+        (method, re.compile("".join(_pattern_of(template)))) for method, template in client_templates()
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def client_templates() -> tuple[tuple[str, str], ...]:
+    """Return method and path of every request of the generated client, parameters in braces."""
+    spec = importlib.util.find_spec("determined.common.api.bindings")
+    assert spec is not None
+    assert spec.origin is not None
+    return tuple(_REQUEST.findall(Path(spec.origin).read_text(encoding="utf-8")))
+
+
+def _pattern_of(template: str) -> list[str]:
+    words = _PARAMETER.split(template)
+    return [re.escape(words[0]), *("[^/]+" + re.escape(word) for word in words[1:])]

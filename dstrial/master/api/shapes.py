@@ -1,0 +1,177 @@
+"""Experiments, trials and checkpoints as the protocol has them, from their rows."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+import orjson
+from determined.common.api import bindings
+
+from dstrial.master.api.messages import message
+from dstrial.master.api.workspaces import NAME, PROJECT_ID, WORKSPACE_ID
+from dstrial.master.clock import format_us
+from dstrial.master.services import Services
+
+_ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
+
+
+def stored(text: str | None) -> Any:
+    """Return stored JSON as it is to be sent, without reading it."""
+    return None if text is None else orjson.Fragment(text)
+
+
+def time_or_none(us: int | None) -> str | None:
+    """Return a time as text, None for None."""
+    return None if us is None else format_us(us)
+
+
+def shown_state(row: sqlite3.Row) -> str:
+    """Return the state of an experiment or trial as clients see it, from ``state`` and ``advance`` of a listing."""
+    return f"STATE_{_ADVANCE[row['advance']] if row['state'] == 'ACTIVE' else row['state']}"
+
+
+def experiment_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row of ``listings.list_experiments`` as a ``v1Experiment``."""
+    end = row["end_us"]
+    return message(
+        bindings.v1Experiment,
+        archived=bool(row["archived"]),
+        config=stored(row["config"]),
+        id=row["id"],
+        jobId=row["job_id"],
+        name=row["name"],
+        numTrials=row["num_trials"],
+        originalConfig=row["original_config"],
+        projectId=PROJECT_ID,
+        projectOwnerId=row["owner_id"],
+        searcherType=row["searcher_type"],
+        startTime=format_us(row["start_us"]),
+        state=shown_state(row),
+        username=row["username"],
+        bestTrialId=row["best_trial_id"],
+        bestTrialSearcherMetric=row["best_metric"],
+        checkpointCount=row["checkpoint_count"],
+        checkpointSize=str(row["checkpoint_size"]),
+        description=row["description"],
+        displayName=row["display_name"],
+        duration=None if end is None else (end - row["start_us"]) // 1_000_000,
+        endTime=time_or_none(end),
+        forkedFrom=row["parent_id"],
+        labels=stored(row["labels"]),
+        notes=row["notes"],
+        parentArchived=False,
+        progress=row["progress"],
+        projectName=NAME,
+        resourcePool=services.settings.pool_name,
+        searcherMetric=row["searcher_metric"],
+        unmanaged=bool(row["unmanaged"]),
+        userId=row["owner_id"],
+        workspaceId=WORKSPACE_ID,
+        workspaceName=NAME,
+    )
+
+
+def trial_json(row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row of ``listings.list_trials`` as a ``trialv1Trial``."""
+    return message(
+        bindings.trialv1Trial,
+        experimentId=row["experiment_id"],
+        hparams=stored(row["hparams"]),
+        id=row["id"],
+        restarts=row["restarts"],
+        startTime=format_us(row["start_us"]),
+        state=shown_state(row),
+        totalBatchesProcessed=row["total_batches"],
+        bestCheckpoint=_best_checkpoint(row),
+        bestValidation=_validation(row, "best"),
+        checkpointCount=row["checkpoint_count"],
+        endTime=time_or_none(row["end_us"]),
+        latestValidation=_validation(row, "latest"),
+        logPolicyMatched=row["log_policy_matched"],
+        logRetentionDays=row["log_retention_days"],
+        metadata=stored(row["metadata"]),
+        runnerState=f"STATE_{row['runner_state']}",
+        searcherMetricValue=row["searcher_metric_value"],
+        summaryMetrics=stored(row["summary_metrics"]),
+        taskId=row["task_id"],
+        taskIds=stored(row["task_ids"]),
+        totalCheckpointSize=str(row["checkpoint_size"]),
+        wallClockTime=row["run_us"] / 1e6,
+        warmStartCheckpointUuid=row["warm_start_uuid"],
+    )
+
+
+def _validation(row: sqlite3.Row, which: str) -> dict[str, Any] | None:
+    if row[f"{which}_steps"] is None:
+        return None
+    return metrics_workload(row[f"{which}_metrics"], row[f"{which}_steps"], row[f"{which}_us"])
+
+
+def metrics_workload(metrics: str, steps: int, end_us: int) -> dict[str, Any]:
+    """Return a report as a ``v1MetricsWorkload``."""
+    values = message(bindings.v1Metrics, avgMetrics=stored(metrics), batchMetrics=[])
+    return message(
+        bindings.v1MetricsWorkload, metrics=values, numInputs=0, totalBatches=steps, endTime=format_us(end_us)
+    )
+
+
+def checkpoint_workload(
+    *, uuid: str, state: str, steps: int, report_us: int, resources: str, metadata: str
+) -> dict[str, Any]:
+    """Return a checkpoint as a ``v1CheckpointWorkload``."""
+    return message(
+        bindings.v1CheckpointWorkload,
+        state=f"STATE_{state}",
+        totalBatches=steps,
+        endTime=format_us(report_us),
+        metadata=stored(metadata),
+        resources=sizes_as_texts(resources),
+        uuid=uuid,
+    )
+
+
+def _best_checkpoint(row: sqlite3.Row) -> dict[str, Any] | None:
+    if row["checkpoint_steps"] is None:
+        return None
+    return checkpoint_workload(
+        uuid=row["best_checkpoint_uuid"],
+        state=row["checkpoint_state"],
+        steps=row["checkpoint_steps"],
+        report_us=row["checkpoint_us"],
+        resources=row["checkpoint_resources"],
+        metadata=row["checkpoint_metadata"],
+    )
+
+
+def sizes_as_texts(resources: str) -> dict[str, str]:
+    """Return stored resources with their sizes as the texts that the protocol has for 64 bits."""
+    return {path: str(size) for path, size in json.loads(resources).items()}
+
+
+def checkpoint_json(row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row of ``store.checkpoints`` as a ``v1Checkpoint``."""
+    validation: dict[str, Any] = json.loads(row["validation"]) if row["validation"] else {}
+    training = message(
+        bindings.v1CheckpointTrainingMetadata,
+        experimentConfig=stored(row["experiment_config"]),
+        experimentId=row["experiment_id"],
+        hparams=stored(row["trial_hparams"]),
+        searcherMetric=validation.get(row["searcher_metric"]),
+        trainingMetrics=message(bindings.v1Metrics, avgMetrics={}, batchMetrics=[]),
+        trialId=row["trial_id"],
+        validationMetrics=message(bindings.v1Metrics, avgMetrics=validation, batchMetrics=[]),
+    )
+    return message(
+        bindings.v1Checkpoint,
+        metadata=stored(row["metadata"]),
+        resources=sizes_as_texts(row["resources"]),
+        state=f"STATE_{row['state']}",
+        training=training,
+        uuid=row["uuid"],
+        allocationId=row["allocation_id"],
+        reportTime=format_us(row["report_us"]),
+        storageId=row["storage_id"],
+        taskId=row["task_id"],
+    )

@@ -1,0 +1,125 @@
+"""Tasks: what runs now, one task with its allocations, and its model definition."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sqlite3
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.agents import device_json
+from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
+from dstrial.master.api.messages import message
+from dstrial.master.clock import format_us
+from dstrial.master.services import Services
+
+_STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED": "STATE_TERMINATED"}
+
+
+def _living(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    return connection.execute(
+        "SELECT a.*, e.priority FROM allocations a JOIN experiments e ON e.id = a.experiment_id "
+        "WHERE a.state != 'TERMINATED' ORDER BY a.start_us, a.id"
+    ).fetchall()
+
+
+def _summary(services: Services, row: sqlite3.Row) -> dict[str, Any]:
+    slots = json.loads(row["slots"])
+    resources = message(
+        bindings.v1ResourcesSummary,
+        resourcesId=row["resources_id"],
+        resourcesType="docker-container",
+        allocationId=row["id"],
+        containerId=row["resources_id"],
+        agentDevices={services.agent_id: {"devices": [device_json(services, slot) for slot in slots]}},
+    )
+    return message(
+        bindings.v1AllocationSummary,
+        taskId=row["task_id"],
+        allocationId=row["id"],
+        name=f"Trial {row['trial_id']} (Experiment {row['experiment_id']})",
+        registeredTime=format_us(row["start_us"]),
+        resources=[resources],
+        slotsNeeded=len(slots),
+        resourcePool=services.settings.pool_name,
+        schedulerType="priority",
+        priority=row["priority"],
+        proxyPorts=[],
+    )
+
+
+async def list_tasks(request: ApiRequest) -> dict[str, Any]:
+    """``GET tasks``: the living allocations."""
+    rows = await request.services.read(_living)
+    return {"allocationIdToSummary": {row["id"]: _summary(request.services, row) for row in rows}}
+
+
+async def count_tasks(_request: ApiRequest) -> dict[str, Any]:
+    """``GET tasks/count``: of the kinds that are not offered, so none."""
+    return message(bindings.v1GetActiveTasksCountResponse, commands=0, notebooks=0, shells=0, tensorboards=0)
+
+
+def _find_task(connection: sqlite3.Connection, task_id: str) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
+    row = connection.execute("SELECT * FROM tasks WHERE id = ?", (task_id,)).fetchone()
+    if row is None:
+        raise RequestError(404, f"task {task_id[:80]!r} does not exist; see `det task list`")
+    return row, connection.execute(
+        "SELECT * FROM allocations WHERE task_id = ? ORDER BY run_id DESC", (task_id,)
+    ).fetchall()
+
+
+def allocation_json(row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row of ``allocations`` as the protocol has it."""
+    return message(
+        bindings.v1Allocation,
+        taskId=row["task_id"],
+        allocationId=row["id"],
+        state=_STATES[row["state"]],
+        isReady=bool(row["is_ready"]),
+        startTime=format_us(row["start_us"]),
+        endTime=None if row["end_us"] is None else format_us(row["end_us"]),
+        slots=len(json.loads(row["slots"])),
+        exitReason=row["exit_reason"],
+        statusCode=row["exit_code"],
+    )
+
+
+async def show_task(request: ApiRequest) -> dict[str, Any]:
+    """``GET tasks/{id}``: the task and its allocations, the latest first."""
+    task, allocations = await request.services.read(_find_task, request.path_params["task_id"])
+    return {
+        "task": message(
+            bindings.v1Task,
+            taskId=task["id"],
+            taskType=f"TASK_TYPE_{task['type']}",
+            startTime=format_us(task["start_us"]),
+            endTime=None if task["end_us"] is None else format_us(task["end_us"]),
+            allocations=[allocation_json(row) for row in allocations],
+        )
+    }
+
+
+def _model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
+    _find_task(connection, task_id)
+    row = connection.execute(
+        "SELECT m.tgz FROM tasks t JOIN model_definitions m ON m.experiment_id = t.experiment_id WHERE t.id = ?",
+        (task_id,),
+    ).fetchone()
+    return b"" if row is None else bytes(row["tgz"])
+
+
+async def show_context_directory(request: ApiRequest) -> dict[str, Any]:
+    """``GET tasks/{id}/context_directory``: the model definition, a gzip tar in base64, empty for none."""
+    tgz = await request.services.read(_model_definition, request.path_params["task_id"])
+    return {"b64Tgz": base64.b64encode(tgz).decode()}
+
+
+routes = [
+    route("GET", "/tasks", list_tasks, access=USER),
+    route("GET", "/tasks/count", count_tasks, access=USER),
+    route("GET", "/tasks/{task_id}", show_task, access=TRIAL),
+    route("GET", "/tasks/{task_id}/context_directory", show_context_directory, access=TRIAL),
+]

@@ -1,0 +1,238 @@
+"""Trials: look at them, their workloads and checkpoints; what they say of themselves; kill one."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.experiments import checkpoints_page
+from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
+from dstrial.master.api.messages import message, page_of
+from dstrial.master.api.shapes import checkpoint_workload, metrics_workload, trial_json
+from dstrial.master.clock import now_us
+from dstrial.master.experiment import trials
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import listings, metrics
+from dstrial.master.store import trials as trial_rows
+
+
+async def list_trials(request: ApiRequest) -> dict[str, Any]:
+    """``GET experiments/{id}/trials``: a page of trials."""
+    experiment_id = request.path_params["experiment_id"]
+    states = {
+        name.removeprefix("STATE_") for name in request.query_choices("states", bindings.experimentv1State)
+    }
+    if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
+        states.add("ACTIVE")
+    sort_by = request.query_choice("sortBy", bindings.v1GetExperimentTrialsRequestSortBy)
+    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
+    offset, limit = request.query_int("offset"), request.query_int("limit")
+
+    def read(connection: sqlite3.Connection) -> tuple[Any, list[sqlite3.Row]]:
+        experiment_rows.require(connection, experiment_id)
+        chosen = sorted(states)
+        page = page_of(listings.count_trials(connection, experiment_id, chosen), offset, limit)
+        rows = listings.list_trials(
+            connection,
+            now_us=now_us(),
+            experiment_id=experiment_id,
+            states=chosen,
+            sort_by=sort_by,
+            is_descending=is_descending,
+            offset=page.start,
+            limit=page.end - page.start,
+        )
+        return page, rows
+
+    page, rows = await request.services.read(read)
+    return {"pagination": page.to_json(), "trials": [trial_json(row) for row in rows]}
+
+
+async def show_trial(request: ApiRequest) -> dict[str, Any]:
+    """``GET trials/{id}``."""
+    trial_id = request.path_params["trial_id"]
+
+    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+        trial_rows.require(connection, trial_id)
+        return listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
+
+    rows = await request.services.read(read)
+    return message(bindings.v1GetTrialResponse, trial=trial_json(rows[0]))
+
+
+async def list_workloads(request: ApiRequest) -> dict[str, Any]:
+    """``GET trials/{id}/workloads``: training and validation reports and checkpoints, by batch."""
+    trial_id = request.path_params["trial_id"]
+    which = request.query_choice("filter", bindings.GetTrialWorkloadsRequestFilterOption) or ""
+    wanted_group = request.query("group")
+    hides_deleted = request.query_flag("removeDeletedCheckpoints")
+    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
+    offset, limit = request.query_int("offset"), request.query_int("limit")
+
+    def read(connection: sqlite3.Connection) -> list[tuple[int, int, dict[str, Any]]]:
+        trial_rows.require(connection, trial_id)
+        found: list[tuple[int, int, dict[str, Any]]] = []
+        for row in metrics.every_report(connection, trial_id):
+            group = row["group_name"]
+            if wanted_group not in (None, "", group):
+                continue
+            kind = "validation" if group == "validation" else "training"
+            workload = metrics_workload(row["metrics"], row["steps"], row["end_us"])
+            found.append((row["steps"], 1 if kind == "validation" else 0, {kind: workload}))
+        rows = connection.execute(
+            "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us", (trial_id,)
+        )
+        for row in rows:
+            if hides_deleted and row["state"] == "DELETED":
+                continue
+            workload = checkpoint_workload(
+                uuid=row["uuid"],
+                state=row["state"],
+                steps=row["steps"],
+                report_us=row["report_us"],
+                resources=row["resources"],
+                metadata=row["metadata"],
+            )
+            found.append((row["steps"], 2, {"checkpoint": workload}))
+        return found
+
+    found = await request.services.read(read)
+    kinds = {
+        "FILTER_OPTION_CHECKPOINT": {2},
+        "FILTER_OPTION_VALIDATION": {1},
+        "FILTER_OPTION_CHECKPOINT_OR_VALIDATION": {1, 2},
+    }.get(which, {0, 1, 2})
+    found = sorted(
+        (item for item in found if item[1] in kinds), key=lambda item: item[:2], reverse=is_descending
+    )
+    page = page_of(len(found), offset, limit)
+    return message(
+        bindings.v1GetTrialWorkloadsResponse,
+        pagination=page.to_json(),
+        workloads=[
+            message(bindings.v1WorkloadContainer, **workload)
+            for _, _, workload in found[page.start : page.end]
+        ],
+    )
+
+
+async def list_trial_checkpoints(request: ApiRequest) -> dict[str, Any]:
+    """``GET trials/{id}/checkpoints``."""
+    return await checkpoints_page(request, trial_id=request.path_params["trial_id"])
+
+
+async def kill_trial(request: ApiRequest) -> dict[str, Any]:
+    """``POST trials/{id}/kill``."""
+    trial_id = request.path_params["trial_id"]
+    await request.services.write(lambda tx: trials.kill_trial(tx, trial_id))
+    return {}
+
+
+async def report_progress(request: ApiRequest) -> dict[str, Any]:
+    """``POST trials/{id}/progress``: the share that is done."""
+    trial_id, progress = request.path_params["trial_id"], request.body().number("progress") or 0.0
+    await request.services.write(lambda tx: trials.report_progress(tx, trial_id, progress))
+    return {}
+
+
+async def report_early_exit(request: ApiRequest) -> dict[str, Any]:
+    """``POST trials/{id}/early_exit``: the hyperparameters are invalid."""
+    trial_id, reason = request.path_params["trial_id"], request.body().text("reason") or ""
+    await request.services.write(
+        lambda tx: trials.early_exit(tx, trial_id, reason.removeprefix("EXITED_REASON_"))
+    )
+    return {}
+
+
+async def set_runner_metadata(request: ApiRequest) -> dict[str, Any]:
+    """``POST trials/{id}/runner/metadata``: what the trial is doing."""
+    trial_id, state = request.path_params["trial_id"], (request.body().text("state") or "UNSPECIFIED")[:100]
+    await request.services.write(lambda tx: trials.set_runner_state(tx, trial_id, state.upper()))
+    return {}
+
+
+async def retain_logs(request: ApiRequest) -> dict[str, Any]:
+    """``PUT trials/{id}/retain_logs``: how long to keep logs, in days; -1 for ever."""
+    days = request.body().required_integer("numDays", -1, 32767)
+    trial_id = request.path_params["trial_id"]
+
+    def perform(tx: Any) -> None:
+        trial_rows.require(tx.connection, trial_id)
+        tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))
+
+    await request.services.write(perform)
+    return {}
+
+
+async def start_run(request: ApiRequest) -> dict[str, Any]:
+    """``POST runs/start``: a rank is about to report; it learns the number of its checkpoint storage."""
+    from dstrial.master.experiment.allocations import mark_ready
+    from dstrial.master.store.checkpoints import storage_id
+
+    body = request.body()
+    run_id = body.required_integer("runId")
+    request.require_trial(run_id)
+    storage = body.mapping("checkpointStorage")
+    allocation = request.allocation
+
+    def perform(tx: Any) -> int | None:
+        trial_rows.require(tx.connection, run_id)
+        if allocation is not None:
+            mark_ready(tx, allocation.id)
+        return None if storage is None else storage_id(tx, storage)
+
+    number = await request.services.write(perform)
+    return message(bindings.v1RunPrepareForReportingResponse, storageId=number)
+
+
+async def show_run_metadata(request: ApiRequest) -> dict[str, Any]:
+    """``GET runs/{id}/metadata``: what the trial's code keeps there."""
+    row = await request.services.read(trial_rows.require, request.path_params["run_id"])
+    return {"metadata": json.loads(row["metadata"]) if row["metadata"] else {}}
+
+
+async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
+    """``POST runs/{id}/metadata``: replace it."""
+    run_id, metadata = request.path_params["run_id"], request.body().mapping("metadata") or {}
+    if len(json.dumps(metadata)) > _MAX_METADATA_BYTES:
+        raise RequestError(413, "metadata is too large; expected at most 1 MiB. Keep it in a checkpoint.")
+    await request.services.write(lambda tx: trials.set_metadata(tx, run_id, metadata))
+    return {"metadata": metadata}
+
+
+async def report_alert(_request: ApiRequest) -> dict[str, Any]:
+    """``POST webhooks/custom``: there is nobody to tell."""
+    return {}
+
+
+async def report_source(request: ApiRequest) -> dict[str, Any]:
+    """``POST trial-source-info``: noted by clients only."""
+    body = request.body().fields("trialSourceInfo")
+    return {
+        "trialId": 0 if body is None else body.integer("trialId") or 0,
+        "checkpointUuid": "" if body is None else body.text("checkpointUuid") or "",
+    }
+
+
+_MAX_METADATA_BYTES = 1 << 20
+_ONE = "/trials/{trial_id:int}"
+routes = [
+    route("GET", "/experiments/{experiment_id:int}/trials", list_trials, access=TRIAL),
+    route("GET", _ONE, show_trial, access=TRIAL),
+    route("GET", f"{_ONE}/workloads", list_workloads, access=TRIAL),
+    route("GET", f"{_ONE}/checkpoints", list_trial_checkpoints, access=TRIAL),
+    route("POST", f"{_ONE}/kill", kill_trial, access=USER),
+    route("POST", f"{_ONE}/progress", report_progress, access=TRIAL),
+    route("POST", f"{_ONE}/early_exit", report_early_exit, access=TRIAL),
+    route("POST", f"{_ONE}/runner/metadata", set_runner_metadata, access=TRIAL),
+    route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
+    route("POST", "/runs/start", start_run, access=TRIAL),
+    route("GET", "/runs/{run_id:int}/metadata", show_run_metadata, access=TRIAL),
+    route("POST", "/runs/{run_id:int}/metadata", set_run_metadata, access=TRIAL),
+    route("POST", "/webhooks/custom", report_alert, access=TRIAL),
+    route("POST", "/trial-source-info", report_source, access=TRIAL),
+]

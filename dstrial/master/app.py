@@ -1,0 +1,49 @@
+"""The master's HTTP application: every route of every resource, behind one frame."""
+
+from __future__ import annotations
+
+from dstrial.master.api import (
+    agents,
+    allocations,
+    auth,
+    checkpoints,
+    experiments,
+    jobs,
+    logs,
+    master,
+    metrics,
+    preview,
+    tasks,
+    trials,
+    users,
+    workspaces,
+)
+from dstrial.master.api.frame import Api, Route
+from dstrial.master.services import Services
+
+_MODULES = (
+    agents,
+    allocations,
+    auth,
+    checkpoints,
+    experiments,
+    jobs,
+    logs,
+    master,
+    metrics,
+    preview,
+    tasks,
+    trials,
+    users,
+    workspaces,
+)
+
+
+def all_routes() -> list[Route]:
+    """Return every route that the master answers."""
+    return [route for module in _MODULES for route in module.routes]
+
+
+def create_app(services: Services) -> Api:
+    """Return the ASGI application of a master."""
+    return Api(services, all_routes())

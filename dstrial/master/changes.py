@@ -1,0 +1,72 @@
+"""Who waits for a change: topics that writes publish, and coroutines and threads that wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+
+
+class Changes:
+    """Wakes coroutines of one event loop that wait for topics; publishing is safe from any thread.
+
+    A waiter takes :meth:`version` before it looks at the database and passes it to :meth:`wait`, so that a change
+    between the two is not lost.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._versions: dict[str, int] = {}
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self._thread_waiters: dict[str, set[threading.Event]] = {}
+
+    def version(self, topic: str) -> int:
+        """Return how often the topic has been published."""
+        with self._lock:
+            return self._versions.get(topic, 0)
+
+    def publish(self, topics: Iterable[str]) -> None:
+        """Wake everybody who waits for one of these topics."""
+        with self._lock:
+            for topic in topics:
+                self._versions[topic] = self._versions.get(topic, 0) + 1
+                for event in self._thread_waiters.get(topic, ()):
+                    event.set()
+                for future in self._waiters.pop(topic, ()):
+                    future.get_loop().call_soon_threadsafe(_finish, future)
+
+    async def wait(self, topic: str, seen: int, timeout_s: float) -> bool:
+        """Wait until the topic is published after ``seen``.
+
+        Returns:
+            Whether it was; False after ``timeout_s`` seconds.
+        """
+        future = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._versions.get(topic, 0) != seen:
+                return True
+            self._waiters.setdefault(topic, set()).add(future)
+        try:
+            await asyncio.wait_for(future, timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        finally:
+            with self._lock:
+                waiters = self._waiters.get(topic)
+                if waiters is not None:
+                    waiters.discard(future)
+                    if not waiters:
+                        del self._waiters[topic]
+        return True
+
+    def listen(self, topic: str) -> threading.Event:
+        """Return an event that every publication of the topic sets, for a thread that clears it itself."""
+        event = threading.Event()
+        with self._lock:
+            self._thread_waiters.setdefault(topic, set()).add(event)
+        return event
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,148 @@
+"""Which checkpoints an experiment need not keep, and the deletion of their files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import MasterError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A complete checkpoint, as the policy sees it.
+
+    Attributes:
+        uuid: the checkpoint.
+        trial_id: its trial.
+        steps: batches completed.
+        metric: the searcher metric of a validation at the same batch; None without one.
+    """
+
+    uuid: str
+    trial_id: int
+    steps: int
+    metric: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """How many checkpoints to keep.
+
+    Attributes:
+        save_experiment_best: the best ones of the experiment.
+        save_trial_best: the best ones of each trial.
+        save_trial_latest: the newest ones of each trial.
+    """
+
+    save_experiment_best: int
+    save_trial_best: int
+    save_trial_latest: int
+
+    @classmethod
+    def from_storage(cls, storage: Mapping[str, Any]) -> Policy:
+        """Read the policy of a ``checkpoint_storage`` section with defaults."""
+        return cls(
+            int(storage["save_experiment_best"]),
+            int(storage["save_trial_best"]),
+            int(storage["save_trial_latest"]),
+        )
+
+
+def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: bool) -> list[str]:
+    """Return the uuids of the checkpoints to delete.
+
+    One is kept if it is among the best of the experiment or of its trial, or among the newest of its trial; only those
+    with a validation at the same batch can be among the best. Source: Determined 0.38.1, checkpoint garbage collection.
+    """
+    sign = 1.0 if smaller_is_better else -1.0
+    validated = [item for item in candidates if item.metric is not None and not math.isnan(item.metric)]
+    ranked = sorted(validated, key=lambda item: (sign * (item.metric or 0.0), -item.steps))
+    kept = {item.uuid for item in ranked[: policy.save_experiment_best]}
+    for trial_id in {item.trial_id for item in candidates}:
+        best = [item for item in ranked if item.trial_id == trial_id]
+        newest = sorted(
+            (item for item in candidates if item.trial_id == trial_id), key=lambda item: -item.steps
+        )
+        kept.update(item.uuid for item in best[: policy.save_trial_best])
+        kept.update(item.uuid for item in newest[: policy.save_trial_latest])
+    return [item.uuid for item in candidates if item.uuid not in kept]
+
+
+def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
+    """Return where a checkpoint's files lie on this machine.
+
+    Raises:
+        MasterError: the storage is no directory of this machine.
+    """
+    kind = storage.get("type")
+    if kind == "shared_fs":
+        base = Path(str(storage["host_path"]))
+        if storage.get("storage_path"):
+            base = base / str(storage["storage_path"])
+    elif kind == "directory":
+        base = Path(str(storage["container_path"]))
+    else:
+        raise MasterError(
+            f"checkpoint_storage.type is {kind!r}; expected shared_fs or directory, whose files this master can reach. "
+            "Delete them with the storage's own tools."
+        )
+    if not uuid or "/" in uuid or uuid in (".", ".."):
+        raise MasterError(f"{uuid!r} is no checkpoint's uuid; expected one without slashes.")
+    return base / uuid
+
+
+def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
+    """Delete the files of a checkpoint that match, and return those that are left with their sizes in bytes.
+
+    Nothing outside the checkpoint's directory is touched: links are deleted, not followed.
+
+    Raises:
+        MasterError: the storage cannot be reached, or a file cannot be deleted.
+    """
+    directory = checkpoint_directory(storage, uuid)
+    if not directory.is_dir():
+        return {}
+    try:
+        if any(pattern in ("**/*", "**", "*") for pattern in globs):
+            shutil.rmtree(directory)
+            return {}
+        for path in sorted(directory.rglob("*")):
+            name = path.relative_to(directory).as_posix()
+            if (path.is_symlink() or not path.is_dir()) and any(_matches(name, pattern) for pattern in globs):
+                path.unlink()
+        for path in sorted(directory.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+    except OSError as error:
+        raise MasterError(
+            f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
+        ) from error
+    return remaining(directory)
+
+
+def remaining(directory: Path) -> dict[str, int]:
+    """Return the files below a directory with their sizes in bytes, directories with a final slash and 0."""
+    found: dict[str, int] = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            found[f"{name}/"] = 0
+        else:
+            found[name] = path.lstat().st_size
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.startswith("**/") and fnmatch.fnmatchcase(name, pattern[3:]):
+        return True
+    if "/" not in pattern and "/" in name:
+        return False
+    return fnmatch.fnmatchcase(name, pattern)

@@ -1,0 +1,136 @@
+"""A small HTTP client of the master on this machine, for the ``dstrial`` commands.
+
+Only the standard library: ``dstrial up`` and ``dstrial status`` must not pay for an import of the protocol's
+generated classes. What people use is the ``det`` command and the SDK of the ``determined`` package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from dstrial.errors import MasterError, RequestError
+
+_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Client:
+    """Sends requests to one master.
+
+    Attributes:
+        address: the master's URL, ``http://localhost:8080`` for example.
+        token: of the user for whom it asks; empty for the routes that need none.
+    """
+
+    address: str
+    token: str = ""
+
+    def get(self, path: str, **query: Any) -> dict[str, Any]:
+        """Send a GET; arguments and errors as for ``send``."""
+        return self.send("GET", path, query=query)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a POST; arguments and errors as for ``send``."""
+        return self.send("POST", path, body=body)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Send one request and return the JSON object of its answer.
+
+        Args:
+            method: ``GET``, ``POST``, ``PATCH``, ``PUT`` or ``DELETE``.
+            path: below the master's root, with its first slash.
+            query: names and values; None leaves a name out, lists repeat it.
+            body: sent as JSON.
+
+        Raises:
+            RequestError: the master refuses; its status and message.
+            MasterError: nobody answers at this address.
+        """
+        with self._answer(method, path, query or {}, body, timeout_s=_TIMEOUT_S) as answer:
+            text = answer.read()
+        try:
+            value = json.loads(text) if text else {}
+        except ValueError as error:
+            raise self._no_master(repr(text[:80])) from error
+        if not isinstance(value, dict):
+            raise self._no_master(repr(text[:80]))
+        return value
+
+    def stream(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a stream as they come; errors as for ``send``.
+
+        Raises:
+            MasterError: the connection was lost before the stream's end.
+        """
+        with self._answer("GET", path, query, None, timeout_s=None) as answer:
+            try:
+                for line in answer:
+                    message = json.loads(line)
+                    if "error" in message:
+                        raise RequestError(500, str(message["error"].get("message", message["error"])))
+                    yield message["result"]
+            except (OSError, http.client.HTTPException) as error:
+                raise MasterError(
+                    f"the connection to {self.address} was lost ({error or type(error).__name__}); expected the rest of "
+                    f"{path}. See whether the master runs with `dstrial status`."
+                ) from error
+
+    @contextlib.contextmanager
+    def _answer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any],
+        body: Mapping[str, Any] | None,
+        *,
+        timeout_s: float | None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        url = urlsplit(self.address)
+        words = urlencode({name: value for name, value in query.items() if value is not None}, doseq=True)
+        target = f"{url.path}{path}" + (f"?{words}" if words else "")
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        data = None if body is None else json.dumps(body).encode()
+        # Not by the name localhost, which may be ::1 first; the master listens on 127.0.0.1.
+        host = "127.0.0.1" if url.hostname == "localhost" else str(url.hostname)
+        connection = http.client.HTTPConnection(host, url.port or 80, timeout=timeout_s)
+        try:
+            try:
+                connection.request(method, target, body=data, headers={"Host": url.netloc, **headers})
+                answer = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise self._no_master(str(error) or type(error).__name__) from error
+            if answer.status >= 300:
+                raise RequestError(answer.status, _error_text(answer.read(), answer.reason))
+            yield answer
+        finally:
+            connection.close()
+
+    def _no_master(self, got: str) -> MasterError:
+        return MasterError(
+            f"the answer of {self.address} is {got}; expected that of a master. Start one with `dstrial up`."
+        )
+
+
+def _error_text(body: bytes, reason: str) -> str:
+    """The message of an error answer, in the order in which Determined's client looks for one."""
+    try:
+        value = json.loads(body)
+        error = value.get("error") or {}
+        if isinstance(error, str):
+            return error
+        return str(value.get("message") or error.get("message") or error.get("error") or reason)
+    except (ValueError, AttributeError):
+        return body.decode(errors="replace").strip() or reason

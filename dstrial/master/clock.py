@@ -1,0 +1,33 @@
+"""The master's clock: integer microseconds since 1970 UTC, and the protocol's text of them."""
+
+from __future__ import annotations
+
+import datetime
+import time
+
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+_US = datetime.timedelta(microseconds=1)
+
+
+def now_us() -> int:
+    """Return the time now."""
+    return time.time_ns() // 1000
+
+
+def format_us(us: int) -> str:
+    """Return a time as ``2026-11-21T02:00:00.123456Z``: always as wide, so that texts sort as times do."""
+    return (_EPOCH + us * _US).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def parse_time(text: str) -> int:
+    """Read a time as clients send it; without a zone it is UTC.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    from dateutil import parser  # type: ignore[import-untyped]  # no stubs are installed
+
+    found: datetime.datetime = parser.isoparse(text)
+    if found.tzinfo is None:
+        found = found.replace(tzinfo=datetime.timezone.utc)
+    return (found - _EPOCH) // _US

@@ -1,0 +1,291 @@
+"""Start, find and end the master that serves a state directory, as a process in the background.
+
+The new process is told its port and options on its command line and tells through a pipe that it serves, or why
+it cannot. Nothing here imports what the server itself is made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import MasterError
+from dstrial.master.client import Client
+from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+
+HOST = "127.0.0.1"
+"""The only address a master listens on."""
+
+DEFAULT_PORT = 8080
+_START_TIMEOUT_S = 60.0
+_POLL_PERIOD_S = 0.05
+
+STOP_SIGNAL = signal.SIGTERM
+"""Asks the master to preempt its trials, to wait for their checkpoints and to end."""
+
+KILL_SIGNAL = signal.SIGUSR1
+"""Asks the master to kill its trials and to end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MasterOptions:
+    """What ``dstrial up`` was asked for.
+
+    Attributes:
+        port: TCP port on 127.0.0.1; 0 lets the system choose; None for the config file's, else 8080.
+        num_slots: how many CPU slots to offer, or how many of the accelerators; None for what the machine has.
+        config_file: absolute path of a ``master.yaml``; None for none.
+        has_passwords: whether the first start gives the users random passwords instead of blank ones.
+    """
+
+    port: int | None = None
+    num_slots: int | None = None
+    config_file: str | None = None
+    has_passwords: bool = True
+
+    def to_arguments(self) -> list[str]:
+        """Return the words from which ``from_arguments`` reads the same options."""
+        return [json.dumps(dataclasses.asdict(self))]
+
+    @classmethod
+    def from_arguments(cls, words: list[str]) -> MasterOptions:
+        """Read the words that ``to_arguments`` returned."""
+        return cls(**json.loads(words[0]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """What the database says about a master, running or not.
+
+    Attributes:
+        num_slots_used: slots that allocations hold.
+        experiments: state -> number of experiments.
+        trials: state -> number of trials.
+    """
+
+    num_slots_used: int
+    experiments: dict[str, int]
+    trials: dict[str, int]
+
+
+def start(
+    state: StateDirectory,
+    options: MasterOptions,
+    *,
+    may_take_another_port: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> MasterRecord:
+    """Start a master in the background and wait until it answers.
+
+    Args:
+        state: made if it does not exist.
+        options: as the user gave them.
+        may_take_another_port: whether any free port will do where another program has the default one.
+        meanwhile: called once while the new process starts.
+
+    Raises:
+        MasterError: a master serves this directory already, the port is taken, trials of an earlier master report to
+            another port, or the new master ended while it started.
+    """
+    state.make()
+    port = choose_port(state, options)
+    if may_take_another_port and not living_allocations(state) and not _is_free(port):
+        port = 0
+    options = dataclasses.replace(options, port=port)
+    ours, theirs = os.pipe()
+    with contextlib.closing(os.fdopen(ours, "rb")) as ready:
+        try:
+            with state.log_path.open("ab") as log:
+                process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        *("-m", "dstrial.master.server", str(state.path), str(theirs)),
+                        *options.to_arguments(),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=state.path,
+                    pass_fds=(theirs,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(theirs)
+        meanwhile()
+        told = _read_all(ready.fileno(), time.monotonic() + _START_TIMEOUT_S)
+    if told is None:
+        process.kill()
+        process.wait()
+        raise MasterError(
+            f"the master did not serve within {_START_TIMEOUT_S:g} s; expected it at once. See {state.log_path}."
+        )
+    message: dict[str, Any] = json.loads(told) if told else {}
+    if "record" not in message:
+        process.wait()
+        raise MasterError(message.get("error") or _died(state, process.returncode))
+    process.returncode = 0  # not a child any more, as far as subprocess is concerned
+    record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
+    # The whole way of a request, not only the port.
+    Client(record.address).get("/info")
+    return record
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _read_all(descriptor: int, give_up_at_s: float) -> bytes | None:
+    """Read a pipe to its end; None if it does not come in time."""
+    content = b""
+    while True:
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, give_up_at_s - time.monotonic()))
+        if not readable:
+            return None
+        chunk = os.read(descriptor, 65536)
+        if not chunk:
+            return content
+        content += chunk
+
+
+def _died(state: StateDirectory, exit_code: int) -> str:
+    lines = tail(state.log_path, 20)
+    return "\n".join(
+        [
+            f"the master ended with exit code {exit_code} while it started; expected it to serve. Remove the cause, which "
+            f"is in {state.log_path}:",
+            *lines,
+        ]
+    )
+
+
+def choose_port(state: StateDirectory, options: MasterOptions) -> int:
+    """Return the port to listen on; that of the last master while trials of its time report to it.
+
+    Raises:
+        MasterError: another port is asked for meanwhile, or the config file is wrong.
+    """
+    asked = options.port
+    if asked is None and options.config_file is not None:
+        from dstrial.master.settings import MasterSettings
+
+        asked = MasterSettings.load(Path(options.config_file)).port
+    last = state.read_record()
+    if last is None or asked == last.port or not living_allocations(state):
+        return DEFAULT_PORT if asked is None else asked
+    if asked is None:
+        return last.port
+    raise MasterError(
+        f"the port is {asked}, while trials of the last master run and report to port {last.port}; expected that one. "
+        f"Leave --port out, or wait until they have ended."
+    )
+
+
+def living_allocations(state: StateDirectory) -> list[str]:
+    """Return the ids of the allocations whose supervisor lives, whether or not a master runs."""
+    rows = _query(
+        state,
+        "SELECT id, supervisor_pid, supervisor_start FROM allocations "
+        "WHERE state != 'TERMINATED' AND supervisor_pid IS NOT NULL ORDER BY start_us",
+    )
+    return [str(row[0]) for row in rows if process_start_time(int(row[1])) == row[2]]
+
+
+def usage(state: StateDirectory) -> Usage:
+    """Count slots in use, experiments and trials."""
+    used = _query(
+        state,
+        "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'",
+    )
+    counts = [
+        dict(_query(state, f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY state"))  # noqa: S608 - ours
+        for table in ("experiments", "trials")
+    ]
+    return Usage(int(used[0][0]) if used else 0, counts[0], counts[1])
+
+
+def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
+    """Read the database beside the master; nothing where there is none yet."""
+    if not state.database_path.is_file():
+        return []
+    with contextlib.closing(sqlite3.connect(state.database_path, timeout=10.0)) as connection:
+        try:
+            return connection.execute(sql).fetchall()
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):
+                return []
+            raise
+
+
+def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
+    """Ask a running master to end; it may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(record.pid, KILL_SIGNAL if is_kill else STOP_SIGNAL)
+
+
+def wait_for_end(
+    state: StateDirectory,
+    record: MasterRecord,
+    timeout_s: float,
+    on_progress: Callable[[int], None] = lambda _num_allocations: None,
+) -> bool:
+    """Wait until a master has ended.
+
+    Args:
+        state: its state directory.
+        record: the master.
+        timeout_s: how long, seconds.
+        on_progress: called with the number of living allocations whenever it changes.
+
+    Returns:
+        Whether it has.
+    """
+    give_up_at_s = time.monotonic() + timeout_s
+    told: int | None = None
+    next_count_at_s = 0.0
+    while process_start_time(record.pid) == record.start_time:
+        if time.monotonic() > give_up_at_s:
+            return False
+        if time.monotonic() > next_count_at_s:
+            next_count_at_s = time.monotonic() + 0.5
+            count = len(living_allocations(state))
+            if count != told:
+                told = count
+                on_progress(count)
+        time.sleep(_POLL_PERIOD_S)
+    return True
+
+
+def tail(path: Path, num_lines: int) -> list[str]:
+    """Return the last lines of a text file, without their line ends; none where there is no file."""
+    if num_lines <= 0:
+        return []
+    try:
+        with path.open("rb") as file:
+            position = file.seek(0, os.SEEK_END)
+            content = b""
+            while position > 0 and content.count(b"\n") <= num_lines:
+                size = min(65536, position)
+                position -= size
+                file.seek(position)
+                content = file.read(size) + content
+    except FileNotFoundError:
+        return []
+    return content.decode("utf-8", errors="replace").splitlines()[-num_lines:]

@@ -1,0 +1,263 @@
+"""The life of an allocation: assigned, started, ready, asked to stop, ended; and what its end means for its trial."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+from dstrial.master.clock import now_us
+from dstrial.master.experiment import ending
+from dstrial.master.experiment.states import END_OF, STOPPING, TERMINAL
+from dstrial.master.launcher import AllocationExit, SupervisorHandle
+from dstrial.master.launcher.failures import fingerprint
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.logs import add_master_line
+from dstrial.search import ExitReason
+
+_MAX_LOSSES = 3
+
+
+def assign(
+    tx: Transaction,
+    trial_id: int,
+    *,
+    slots: list[int],
+    ports: dict[str, int],
+    resources_id: str,
+    directory: str,
+    token_hashes: dict[str, str],
+) -> sqlite3.Row | None:
+    """Give a trial slots: a new run of it begins.
+
+    Args:
+        tx: the write.
+        trial_id: the trial.
+        slots: slot ids.
+        ports: port by environment variable.
+        resources_id: a UUID.
+        directory: parent of the allocation's directory.
+        token_hashes: SHA-256 of the tokens by kind, "allocation" and "user".
+
+    Returns:
+        The allocation; None if the trial does not want one any more.
+    """
+    trial = trial_rows.require(tx.connection, trial_id)
+    experiment = experiment_rows.require(tx.connection, trial["experiment_id"])
+    if trial["state"] != "ACTIVE" or experiment["state"] != "ACTIVE":
+        return None
+    if allocation_rows.live(tx.connection, trial_id) is not None:
+        return None
+    now = now_us()
+    run_id = trial["run_id"] + 1
+    allocation_id = f"{trial['task_id']}.{run_id}"
+    uuid, steps = _start_point(tx, trial)
+    tx.execute("UPDATE trials SET run_id = ?, runner_state = 'UNSPECIFIED' WHERE id = ?", (run_id, trial_id))
+    tx.execute(
+        "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
+        "directory, steps_at_start, checkpoint_uuid, start_us) VALUES (?, ?, ?, ?, ?, 'ASSIGNED', ?, ?, ?, ?, ?, ?, ?)",
+        (
+            allocation_id,
+            trial["task_id"],
+            trial_id,
+            trial["experiment_id"],
+            run_id,
+            json.dumps(slots),
+            json.dumps(ports),
+            resources_id,
+            f"{directory}/{allocation_id}",
+            steps,
+            uuid,
+            now,
+        ),
+    )
+    tx.executemany(
+        "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
+        [(hash_, kind, experiment["owner_id"], allocation_id, now) for kind, hash_ in token_hashes.items()],
+    )
+    name = f"Trial {trial_id} (Experiment {trial['experiment_id']})"
+    for text in (f"Scheduling {name} (id: {allocation_id})", f"{name} was assigned to an agent"):
+        add_master_line(tx, trial["task_id"], trial_id, text, allocation_id=allocation_id)
+    tx.publish(f"trial:{trial_id}", f"experiment:{trial['experiment_id']}", f"allocation:{allocation_id}")
+    return allocation_rows.get(tx.connection, allocation_id)
+
+
+def _start_point(tx: Transaction, trial: sqlite3.Row) -> tuple[str | None, int]:
+    """Return the checkpoint to start from and the batches that are completed then."""
+    latest = checkpoint_rows.latest_completed(tx.connection, trial["id"])
+    if latest is not None:
+        return str(latest["uuid"]), int(latest["steps"])
+    return trial["warm_start_uuid"], 0
+
+
+def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
+    """Record the supervisor of an allocation."""
+    row = allocation_rows.require(tx.connection, allocation_id)
+    tx.execute(
+        "UPDATE allocations SET state = 'RUNNING', supervisor_pid = ?, supervisor_start = ? "
+        "WHERE id = ? AND state != 'TERMINATED'",
+        (handle.pid, handle.start_time, allocation_id),
+    )
+    name = f"Trial {row['trial_id']} (Experiment {row['experiment_id']})"
+    add_master_line(
+        tx, row["task_id"], row["trial_id"], f"Resources for {name} have started", allocation_id=allocation_id
+    )
+    tx.publish(
+        f"allocation:{allocation_id}", f"trial:{row['trial_id']}", f"experiment:{row['experiment_id']}"
+    )
+
+
+def mark_ready(tx: Transaction, allocation_id: str) -> None:
+    """Record that the trial's own code has called, so that it can be asked to stop from now on."""
+    row = allocation_rows.require(tx.connection, allocation_id)
+    if not row["is_ready"]:
+        tx.execute("UPDATE allocations SET is_ready = 1 WHERE id = ?", (allocation_id,))
+        tx.publish(
+            f"allocation:{allocation_id}", f"trial:{row['trial_id']}", f"experiment:{row['experiment_id']}"
+        )
+
+
+def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
+    """Record that the trial has seen that it should stop.
+
+    Raises:
+        RequestError: 404 unknown.
+    """
+    allocation_rows.require(tx.connection, allocation_id)
+    tx.execute("UPDATE allocations SET preempt_acked = 1 WHERE id = ?", (allocation_id,))
+
+
+def allocation_exited(
+    tx: Transaction, allocation_id: str, exit_: AllocationExit, traceback: str | None = None
+) -> None:
+    """End an allocation, all of whose lines are taken in, and decide what becomes of its trial.
+
+    Args:
+        tx: the write.
+        allocation_id: the allocation; nothing happens if it has ended.
+        exit_: how it ended.
+        traceback: of the rank that failed first, None if its output has none.
+    """
+    row = allocation_rows.require(tx.connection, allocation_id)
+    if row["state"] == "TERMINATED":
+        return
+    reason = _describe(row, exit_)
+    tx.execute(
+        "UPDATE allocations SET state = 'TERMINATED', end_us = ?, exit_code = ?, exit_reason = ? WHERE id = ?",
+        (exit_.time_us, exit_.exit_code, reason, allocation_id),
+    )
+    tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
+    trial = trial_rows.require(tx.connection, row["trial_id"])
+    tx.publish(
+        "tokens",
+        "scheduler",
+        f"allocation:{allocation_id}",
+        f"trial:{trial['id']}",
+        f"experiment:{row['experiment_id']}",
+    )
+    name = f"Trial {trial['id']} (Experiment {row['experiment_id']})"
+    is_failure = exit_.exit_code != 0 and row["kill_us"] is None and not row["preempt_acked"]
+    if exit_.exit_code == 0:
+        text = f"{name} was terminated: resources exited successfully with a zero exit code"
+    elif is_failure:
+        text = f"{name} crashed: resources failed with non-zero exit code: {reason}"
+    else:
+        text = f"{name} was terminated: {reason}"
+    level = "ERROR" if is_failure else "INFO"
+    add_master_line(tx, row["task_id"], trial["id"], text, level=level, allocation_id=allocation_id)
+    _judge(tx, row, trial, exit_, reason, traceback if is_failure else None)
+
+
+def _describe(row: sqlite3.Row, exit_: AllocationExit) -> str:
+    if row["kill_us"] is not None:
+        return f"allocation killed: {row['kill_reason']}"
+    if exit_.was_lost:
+        return "allocation lost: its supervisor was killed"
+    text = f"container failed with non-zero exit code: {exit_.exit_code} (exit code {exit_.exit_code})"
+    if exit_.exit_code == 0:
+        return "exited with code 0"
+    return f"{text}: {exit_.explanation}" if exit_.explanation else text
+
+
+def _judge(
+    tx: Transaction,
+    row: sqlite3.Row,
+    trial: sqlite3.Row,
+    exit_: AllocationExit,
+    reason: str,
+    traceback: str | None,
+) -> None:
+    state, trial_id = trial["state"], trial["id"]
+    if state in TERMINAL:
+        return
+    was_asked = row["kill_us"] is not None or row["preempt_acked"]
+    if state in STOPPING:
+        is_clean = exit_.exit_code == 0 or was_asked or exit_.was_lost
+        if not is_clean:
+            _say_traceback(tx, row, traceback)
+        ending.close_trial(
+            tx, trial_id, END_OF[state] if is_clean else "ERROR", why=None if is_clean else reason
+        )
+    elif trial["early_exit"] is not None:
+        ending.close_trial(tx, trial_id, "COMPLETED", ExitReason.INVALID_HP)
+    elif was_asked or (exit_.was_lost and _losses(tx, trial_id, row["run_id"]) < _MAX_LOSSES):
+        return
+    elif exit_.exit_code == 0:
+        ending.close_trial(tx, trial_id, "COMPLETED")
+    else:
+        _failed(tx, row, trial, reason, traceback)
+
+
+def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
+    """Return how many runs in a row were lost without a report, with this one."""
+    count = 0
+    for row in tx.execute(
+        "SELECT exit_reason, num_reports FROM allocations WHERE trial_id = ? AND run_id <= ? "
+        "ORDER BY run_id DESC LIMIT ?",
+        (trial_id, run_id, _MAX_LOSSES),
+    ):
+        if row["num_reports"] or not str(row["exit_reason"]).startswith("allocation lost"):
+            break
+        count += 1
+    return count
+
+
+def _failed(
+    tx: Transaction, row: sqlite3.Row, trial: sqlite3.Row, reason: str, traceback: str | None
+) -> None:
+    experiment = experiment_rows.require(tx.connection, row["experiment_id"])
+    config: dict[str, Any] = json.loads(experiment["config"])
+    restarts, limit = trial["restarts"] + 1, int(config["max_restarts"])
+    is_before_first_batch = row["num_reports"] == 0 and row["steps_at_start"] == 0
+    mark = fingerprint(traceback or reason) if is_before_first_batch else None
+    tx.execute(
+        "UPDATE trials SET restarts = ?, last_failure = ? WHERE id = ?",
+        (min(restarts, limit), mark, trial["id"]),
+    )
+
+    def say(text: str, level: str = "ERROR") -> None:
+        add_master_line(tx, row["task_id"], trial["id"], text, level=level, allocation_id=row["id"])
+
+    if restarts > limit:
+        verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
+    elif trial["retry_cancelled"]:
+        verdict = "trial failed and matched logs to a don't retry policy"
+    elif mark is not None and mark == trial["last_failure"]:
+        verdict = "failed twice in the same way before its first batch, and is not tried again"
+    else:
+        say(f"trial failed and is started again ({restarts} of {limit} restarts)", "WARNING")
+        return
+    say(f"trial {trial['id']} has failed: {verdict}")
+    _say_traceback(tx, row, traceback)
+    last = traceback.rpartition("\n")[2] if traceback else reason
+    ending.close_trial(tx, trial["id"], "ERROR", why=f"{verdict}: {last}")
+
+
+def _say_traceback(tx: Transaction, row: sqlite3.Row, traceback: str | None) -> None:
+    if traceback is not None:
+        for line in traceback.splitlines():
+            add_master_line(tx, row["task_id"], row["trial_id"], line, level="ERROR", allocation_id=row["id"])

@@ -1,0 +1,151 @@
+"""How trials and experiments stop and end."""
+
+from __future__ import annotations
+
+import json
+
+from dstrial.master.clock import now_us
+from dstrial.master.experiment.states import END_OF, STOPPING, TERMINAL, may_follow
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store import work
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.logs import add_master_line
+from dstrial.search import ExitReason
+
+DEFAULT_PREEMPTION_TIMEOUT_S = 3600
+
+
+def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
+    """Bring a trial to its end: with a checkpoint if its processes have come so far, by force for STOPPING_KILLED.
+
+    Args:
+        tx: the write.
+        trial_id: the trial; nothing happens if it has ended or stops more severely already.
+        stopping: STOPPING_COMPLETED, STOPPING_CANCELED, STOPPING_ERROR or STOPPING_KILLED.
+        why: for the trial's log, without a full stop.
+    """
+    trial = trial_rows.require(tx.connection, trial_id)
+    if not may_follow(trial["state"], stopping):
+        return
+    tx.execute("UPDATE trials SET state = ? WHERE id = ?", (stopping, trial_id))
+    tx.publish(f"trial:{trial_id}")
+    if allocation_rows.live(tx.connection, trial_id) is None:
+        close_trial(tx, trial_id, END_OF[stopping])
+    else:
+        release(tx, trial_id, why, is_kill=stopping in ("STOPPING_KILLED", "STOPPING_ERROR"))
+
+
+def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
+    """Ask a trial's processes to end: with a checkpoint, or at once if nobody listens there yet or ``is_kill``."""
+    allocation = allocation_rows.live(tx.connection, trial_id)
+    if allocation is None:
+        return
+    now = now_us()
+    if is_kill or not allocation["is_ready"]:
+        if allocation["kill_us"] is None:
+            tx.execute(
+                "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?",
+                (now, why, allocation["id"]),
+            )
+            _say(tx, allocation["task_id"], trial_id, allocation["id"], f"forcibly killing allocation: {why}")
+    elif allocation["preempt_us"] is None:
+        experiment = experiment_rows.require(tx.connection, allocation["experiment_id"])
+        timeout_s = json.loads(experiment["config"]).get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
+        deadline = now + int(timeout_s) * 1_000_000
+        tx.execute(
+            "UPDATE allocations SET preempt_us = ?, preempt_deadline_us = ? WHERE id = ?",
+            (now, deadline, allocation["id"]),
+        )
+        _say(
+            tx, allocation["task_id"], trial_id, allocation["id"], f"gracefully terminating allocation: {why}"
+        )
+    tx.publish("scheduler", f"allocation:{allocation['id']}")
+
+
+def _say(tx: Transaction, task_id: str, trial_id: int, allocation_id: str, text: str) -> None:
+    add_master_line(tx, task_id, trial_id, text, allocation_id=allocation_id)
+
+
+def close_trial(
+    tx: Transaction, trial_id: int, state: str, reason: ExitReason | None = None, why: str | None = None
+) -> None:
+    """Put a trial, whose processes have ended, into its terminal state, and tell the searcher.
+
+    Args:
+        tx: the write.
+        trial_id: the trial.
+        state: COMPLETED, CANCELED or ERROR.
+        reason: why it ended early, where ``state`` does not say it.
+        why: for the experiment, if this trial ends it in ERROR.
+    """
+    from dstrial.master.experiment import searching
+
+    now = now_us()
+    tx.execute(
+        "UPDATE trials SET state = ?, end_us = ?, is_closed = 1, "
+        "progress = CASE WHEN ? = 'COMPLETED' THEN 1 ELSE progress END WHERE id = ?",
+        (state, now, state, trial_id),
+    )
+    trial = trial_rows.require(tx.connection, trial_id)
+    tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, trial["task_id"]))
+    tx.publish(f"trial:{trial_id}", f"logs:trial:{trial_id}", f"logs:{trial['task_id']}", "scheduler")
+    if reason is None and state != "COMPLETED":
+        reason = ExitReason.ERRORED if state == "ERROR" else ExitReason.USER_CANCELED
+    if why is not None:
+        tx.execute(
+            "UPDATE experiments SET end_reason = ? WHERE id = ?",
+            (f"trial {trial_id}: {why}", trial["experiment_id"]),
+        )
+    searching.trial_closed(tx, trial, reason)
+    finish_if_stopped(tx, trial["experiment_id"])
+
+
+def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
+    """Stop every trial of an experiment, and end it when they have ended.
+
+    Returns:
+        Whether anything changed; False if it has ended or stops more severely already.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if not may_follow(row["state"], stopping):
+        return False
+    tx.execute("UPDATE experiments SET state = ? WHERE id = ?", (stopping, experiment_id))
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+    for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
+        stop_trial(tx, trial_id, stopping, why)
+    finish_if_stopped(tx, experiment_id)
+    return True
+
+
+def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
+    """End an experiment in ERROR, for a reason that is not one trial's; its trials are killed."""
+    tx.execute("UPDATE experiments SET end_reason = ? WHERE id = ?", (why, experiment_id))
+    for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
+        trial = trial_rows.require(tx.connection, trial_id)
+        add_master_line(tx, trial["task_id"], trial_id, f"the experiment has failed: {why}", level="ERROR")
+    stop_experiment(tx, experiment_id, "STOPPING_ERROR", "the experiment has failed")
+
+
+def finish_if_stopped(tx: Transaction, experiment_id: int) -> None:
+    """End an experiment that was stopping and has no open trial any more."""
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row["state"] in STOPPING and not trial_rows.open_ids(tx.connection, experiment_id):
+        finish_experiment(tx, experiment_id, END_OF[row["state"]], None)
+
+
+def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
+    """Put an experiment into its terminal state; its checkpoints are collected afterwards."""
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row["state"] in TERMINAL:
+        return
+    tx.execute(
+        "UPDATE experiments SET state = ?, end_us = ?, end_reason = COALESCE(end_reason, ?), "
+        "progress = CASE WHEN ? = 'COMPLETED' THEN 1 ELSE progress END WHERE id = ?",
+        (state, now_us(), reason if state != "COMPLETED" else None, state, experiment_id),
+    )
+    if state == "COMPLETED":
+        tx.execute("UPDATE experiments SET end_reason = NULL WHERE id = ?", (experiment_id,))
+    tx.publish(f"experiment:{experiment_id}")
+    work.request(tx, "gc", experiment_id)

@@ -1,0 +1,285 @@
+"""What a person does with an experiment: create, pause, activate, cancel, kill, archive, continue, change, delete."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dstrial.config.submission import Submission
+from dstrial.errors import RequestError
+from dstrial.master.experiment import ending, searching
+from dstrial.master.experiment.states import DELETING, TERMINAL
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store import work
+from dstrial.master.store.database import Transaction
+
+
+def create(
+    tx: Transaction,
+    *,
+    submission: Submission,
+    tgz: bytes,
+    owner_id: int,
+    activate: bool,
+    parent_id: int | None = None,
+) -> int:
+    """Store an experiment with its first trials.
+
+    Args:
+        tx: the write.
+        submission: the checked config.
+        tgz: the model definition, gzip tar; empty for none.
+        owner_id: the submitting user.
+        activate: whether it may run at once; it is PAUSED otherwise.
+        parent_id: the experiment that it is a fork of.
+
+    Returns:
+        Its id.
+
+    Raises:
+        RequestError: 400 if the trial or checkpoint that it is to start from does not exist.
+    """
+    _warm_start(tx, submission.config)
+    experiment_id = experiment_rows.insert(
+        tx,
+        submission=submission,
+        owner_id=owner_id,
+        state="ACTIVE" if activate else "PAUSED",
+        parent_id=parent_id,
+    )
+    tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
+    searching.begin(tx, experiment_id)
+    return experiment_id
+
+
+def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
+    trial_id = config["searcher"].get("source_trial_id")
+    uuid = config["searcher"].get("source_checkpoint_uuid")
+    if trial_id is not None and checkpoint_rows.latest_completed(tx.connection, int(trial_id)) is None:
+        raise RequestError(
+            400,
+            f"searcher.source_trial_id is {trial_id}; expected a trial with a complete checkpoint. "
+            "Name another trial, or remove it.",
+        )
+    if uuid is not None and checkpoint_rows.get_checkpoint(tx.connection, str(uuid)) is None:
+        raise RequestError(
+            400,
+            f"searcher.source_checkpoint_uuid is {uuid}; expected a checkpoint that exists. "
+            "Take its uuid from `det experiment list-checkpoints`.",
+        )
+
+
+def pause(tx: Transaction, experiment_id: int) -> None:
+    """Pause an experiment: trials save a checkpoint and free their slots.
+
+    Raises:
+        RequestError: 404 unknown, 400 ended or stopping.
+    """
+    state = _require_changeable(tx, experiment_id, "pause")
+    if state == "PAUSED":
+        return
+    tx.execute("UPDATE experiments SET state = 'PAUSED' WHERE id = ?", (experiment_id,))
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+    for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
+        if trial_rows.require(tx.connection, trial_id)["state"] == "ACTIVE":
+            tx.execute("UPDATE trials SET state = 'PAUSED' WHERE id = ?", (trial_id,))
+            tx.publish(f"trial:{trial_id}")
+            ending.release(tx, trial_id, "the experiment was paused")
+
+
+def activate(tx: Transaction, experiment_id: int) -> None:
+    """Let a paused experiment go on from its checkpoints.
+
+    Raises:
+        RequestError: 404 unknown, 400 ended or stopping.
+    """
+    state = _require_changeable(tx, experiment_id, "activate")
+    if state == "ACTIVE":
+        return
+    tx.execute("UPDATE experiments SET state = 'ACTIVE' WHERE id = ?", (experiment_id,))
+    tx.execute(
+        "UPDATE trials SET state = 'ACTIVE' WHERE experiment_id = ? AND state = 'PAUSED'", (experiment_id,)
+    )
+    for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
+        tx.publish(f"trial:{trial_id}")
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+
+
+def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
+    state = str(experiment_rows.require(tx.connection, experiment_id)["state"])
+    if state not in ("ACTIVE", "PAUSED"):
+        raise RequestError(
+            400,
+            f"experiment {experiment_id} is {state}; expected ACTIVE or PAUSED to {verb} it. "
+            "Use `det experiment continue` for one that has ended.",
+        )
+    return state
+
+
+def cancel(tx: Transaction, experiment_id: int) -> None:
+    """Cancel an experiment: trials save a checkpoint and end. Nothing happens to one that has ended."""
+    experiment_rows.require(tx.connection, experiment_id)
+    ending.stop_experiment(tx, experiment_id, "STOPPING_CANCELED", "the experiment was canceled")
+
+
+def kill(tx: Transaction, experiment_id: int) -> None:
+    """Kill an experiment's trials. Nothing happens to one that has ended."""
+    experiment_rows.require(tx.connection, experiment_id)
+    ending.stop_experiment(tx, experiment_id, "STOPPING_KILLED", "the experiment was killed")
+
+
+def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) -> None:
+    """Archive an experiment that has ended, or take it back.
+
+    Raises:
+        RequestError: 404 unknown, 400 not ended.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row["state"] not in TERMINAL:
+        raise RequestError(
+            400,
+            f"experiment {experiment_id} is {row['state']}; expected one that has ended. "
+            "Cancel or kill it first.",
+        )
+    tx.execute("UPDATE experiments SET archived = ? WHERE id = ?", (is_archived, experiment_id))
+    tx.publish(f"experiment:{experiment_id}")
+
+
+def unarchive(tx: Transaction, experiment_id: int) -> None:
+    """Take an experiment back from the archive."""
+    archive(tx, experiment_id, is_archived=False)
+
+
+def delete(tx: Transaction, experiment_id: int) -> None:
+    """Begin to delete an experiment with its checkpoints, metrics and logs; it is DELETING until they are gone.
+
+    Raises:
+        RequestError: 404 unknown, 400 not ended.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row["state"] == "DELETING":
+        return
+    if row["state"] not in TERMINAL | DELETING:
+        raise RequestError(
+            400,
+            f"experiment {experiment_id} is {row['state']}; expected one that has ended. "
+            "Cancel or kill it first.",
+        )
+    tx.execute("UPDATE experiments SET state = 'DELETING' WHERE id = ?", (experiment_id,))
+    tx.publish(f"experiment:{experiment_id}")
+    work.request(tx, "delete_experiment", experiment_id)
+
+
+def continue_(tx: Transaction, experiment_id: int, submission: Submission | None = None) -> int:
+    """Let an experiment that has ended go on from its checkpoints.
+
+    Trials that did not complete run again, with their restarts counted anew. With another config (single searcher only)
+    the trial runs again even if it had completed.
+
+    Raises:
+        RequestError: 404 unknown, 400 not ended, a searcher that adapts, or nothing left to do.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    searcher = row["searcher_type"]
+    problem = None
+    if row["state"] not in TERMINAL:
+        problem = (
+            f"experiment {experiment_id} is {row['state']}; expected one that has ended. Activate it instead."
+        )
+    elif searcher not in ("single", "random", "grid"):
+        problem = (
+            f"experiment {experiment_id} has the searcher {searcher}; expected single, random or grid, whose "
+            "trials do not depend on each other. Create a new experiment."
+        )
+    elif submission is not None and searcher != "single":
+        problem = (
+            f"experiment {experiment_id} has the searcher {searcher}; expected single to continue with another "
+            "config. Continue without --config."
+        )
+    if problem is not None:
+        raise RequestError(400, problem)
+    trials = trial_rows.of_experiment(tx.connection, experiment_id)
+    again = [trial for trial in trials if trial["state"] != "COMPLETED"]
+    if searcher == "single":
+        again = trials
+    if not again:
+        raise RequestError(
+            400,
+            f"experiment {experiment_id} has completed all of its trials; expected one that is left to run. "
+            "Create a new experiment.",
+        )
+    if submission is not None:
+        experiment_rows.replace_config(tx, experiment_id, submission)
+    snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id)["searcher_snapshot"])
+    reopened = {trial["request_id"] for trial in again}
+    for name in ("closed", "failed", "cancelled", "stopped"):
+        snapshot[name] = [request_id for request_id in snapshot[name] if request_id not in reopened]
+    snapshot["is_shut_down"] = False
+    tx.execute(
+        "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, progress = 0, archived = 0, "
+        "searcher_snapshot = ? WHERE id = ?",
+        (json.dumps(snapshot), experiment_id),
+    )
+    for trial in again:
+        trial_rows.reopen(tx, trial)
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+    return experiment_id
+
+
+def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
+    """Change fields of an experiment.
+
+    Args:
+        tx: the write.
+        experiment_id: the experiment.
+        **fields: of ``name``, ``description``, ``notes`` (texts), ``labels`` (list of texts), ``max_slots`` (int or None),
+            ``priority`` (1 to 99), ``weight`` (above 0), ``log_retention_days`` (int, -1 for ever, or None), and
+            ``checkpoint_storage`` (any of its ``save_…`` numbers, which collects checkpoints anew).
+
+    Raises:
+        RequestError: 404 unknown, 400 a wrong value.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row["state"] in DELETING:
+        raise RequestError(400, f"experiment {experiment_id} is being deleted; expected one that stays.")
+    config = json.loads(row["config"])
+    _check_fields(fields)
+    for name in ("name", "description", "notes", "max_slots", "priority", "weight", "log_retention_days"):
+        if name in fields:
+            tx.execute(f"UPDATE experiments SET {name} = ? WHERE id = ?", (fields[name], experiment_id))  # noqa: S608 - a name from the list above
+    if "labels" in fields:
+        labels = sorted(set(fields["labels"]))
+        tx.execute("UPDATE experiments SET labels = ? WHERE id = ?", (json.dumps(labels), experiment_id))
+        config["labels"] = labels
+    for name in ("name", "description"):
+        if name in fields:
+            config[name] = fields[name]
+    for name in ("max_slots", "priority", "weight"):
+        if name in fields:
+            config["resources"][name] = fields[name]
+    if fields.get("checkpoint_storage"):
+        config["checkpoint_storage"].update(fields["checkpoint_storage"])
+        work.request(tx, "gc", experiment_id)
+    tx.execute("UPDATE experiments SET config = ? WHERE id = ?", (json.dumps(config), experiment_id))
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    priority, weight, max_slots = fields.get("priority"), fields.get("weight"), fields.get("max_slots")
+    if priority is not None and not 1 <= priority <= 99:
+        raise RequestError(
+            400, f"priority is {priority}; expected 1 to 99, 1 the most urgent. Choose another."
+        )
+    if weight is not None and not 0 < weight < 1e9:
+        raise RequestError(400, f"weight is {weight}; expected a number above 0. Choose another.")
+    if max_slots is not None and max_slots < 0:
+        raise RequestError(400, f"max_slots is {max_slots}; expected at least 0, or none. Choose another.")
+    for name, value in (fields.get("checkpoint_storage") or {}).items():
+        if not isinstance(value, int) or value < 0:
+            raise RequestError(
+                400, f"{name} is {value!r}; expected an integer of at least 0. Choose another."
+            )
+    if fields.get("name") is not None and not str(fields["name"]).strip():
+        raise RequestError(400, "name is empty; expected a text. Choose a name.")

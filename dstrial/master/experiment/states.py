@@ -1,0 +1,45 @@
+"""States of experiments and trials, and what a client is shown of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+TERMINAL = frozenset({"COMPLETED", "CANCELED", "ERROR"})
+STOPPING = frozenset({"STOPPING_COMPLETED", "STOPPING_CANCELED", "STOPPING_ERROR", "STOPPING_KILLED"})
+RUNNABLE = frozenset({"ACTIVE"})
+DELETING = frozenset({"DELETING", "DELETE_FAILED"})
+
+END_OF = {
+    "STOPPING_COMPLETED": "COMPLETED",
+    "STOPPING_CANCELED": "CANCELED",
+    "STOPPING_KILLED": "CANCELED",
+    "STOPPING_ERROR": "ERROR",
+}
+"""The terminal state that each stopping state leads to."""
+
+_SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 3, "STOPPING_KILLED": 4}
+
+
+def may_follow(state: str, stopping: str) -> bool:
+    """Say whether a stopping state may follow: never after an end, and only after a less severe one."""
+    if state in TERMINAL or state in DELETING:
+        return False
+    return _SEVERITY[stopping] > _SEVERITY.get(state, 0)
+
+
+def display_state(state: str, allocations: Iterable[tuple[str, bool]]) -> str:
+    """Return the state that clients see: an active one says how far its most advanced allocation is.
+
+    Args:
+        state: as stored.
+        allocations: state and readiness of each allocation that has not ended.
+    """
+    if state != "ACTIVE":
+        return state
+    best = "QUEUED"
+    for allocation_state, is_ready in allocations:
+        if allocation_state == "RUNNING" and is_ready:
+            return "RUNNING"
+        if allocation_state != "TERMINATED":
+            best = "STARTING"
+    return best

@@ -1,0 +1,34 @@
+"""Processes of trials: the directory and environment of an allocation, its supervisor, its output, its end."""
+
+from dstrial.master.launcher.devices import Slot, find_slots
+from dstrial.master.launcher.launcher import (
+    AllocationExit,
+    SupervisorHandle,
+    find,
+    is_alive,
+    kill,
+    poll_exit,
+    prepare,
+    remove,
+    start,
+    terminate,
+)
+from dstrial.master.launcher.ports import choose_ports
+from dstrial.master.launcher.request import AllocationRequest
+
+__all__ = [
+    "AllocationExit",
+    "AllocationRequest",
+    "Slot",
+    "SupervisorHandle",
+    "choose_ports",
+    "find",
+    "find_slots",
+    "is_alive",
+    "kill",
+    "poll_exit",
+    "prepare",
+    "remove",
+    "start",
+    "terminate",
+]

@@ -1,0 +1,137 @@
+"""Why a trial failed: the traceback that came first, and what an exit code means."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import signal
+from collections.abc import Iterable
+
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+# Reports of launchers about their workers, which are not the reason of a failure.
+_LAUNCHER_FRAMES = (
+    "torch/distributed/run.py",
+    "torch/distributed/launcher/",
+    "torch/distributed/elastic/",
+    "determined/launch/",
+    "determined/ipc",
+    "deepspeed/launcher/",
+    "dstrial/launch/__main__.py",
+)
+_LAUNCHER_ERRORS = ("ChildFailedError", "RankFailedError", "subprocess.CalledProcessError")
+# What a rank says that has only lost another one.
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket Timeout",
+    "DistNetworkError",
+    "RankTimeoutError",
+    "DistBackendError: NCCL error",
+)
+_VARIABLE_PARTS = re.compile(
+    r"0x[0-9a-fA-F]+|/tmp/\S+|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|\d+"
+)
+_MEANINGS = {
+    77: "a worker ended without saying so to Determined's launcher",
+    78: "a worker died or never started, as Determined's launcher saw it",
+    79: "a worker died, as Determined's launcher saw it",
+    80: "the trial's output could not be passed on",
+    126: "the entrypoint could not be executed; is the file executable?",
+    127: "the entrypoint's command was not found; is it on PATH, and is the package installed?",
+}
+_SIGNALS = {
+    signal.SIGKILL: "killed by SIGKILL: out of host memory, or killed by a user",
+    signal.SIGSEGV: "SIGSEGV: native code accessed memory that is not its own",
+    signal.SIGABRT: "SIGABRT: native code gave up, see the lines above",
+    signal.SIGBUS: "SIGBUS: often a full /dev/shm",
+    signal.SIGTERM: "SIGTERM: asked to end from outside",
+    signal.SIGINT: "SIGINT: interrupted",
+    signal.SIGILL: "SIGILL: this processor lacks an instruction that a package was built with",
+    signal.SIGFPE: "SIGFPE: an arithmetic error in native code",
+}
+
+
+def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None:
+    """Say what an exit status means, None for 0 and for one that means nothing special."""
+    if signal_number is None and exit_code > 128:
+        signal_number = exit_code - 128
+    if signal_number is not None:
+        try:
+            known = signal.Signals(signal_number)
+        except ValueError:
+            return None
+        return _SIGNALS.get(known, f"ended by {known.name}")
+    return _MEANINGS.get(exit_code)
+
+
+@dataclasses.dataclass(slots=True)
+class _Block:
+    lines: list[str]
+    is_done: bool = False
+    expects_chain: bool = False
+
+
+def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
+    """Return the traceback of the rank that failed first.
+
+    A launcher's report about its workers is taken only if there is no other, and so is that of a rank which only lost
+    its connection to another.
+
+    Args:
+        lines: rank (None without a tag) and text, in the order in which they were printed.
+
+    Returns:
+        The whole traceback, chained ones with it, without a final newline; None if there is none.
+    """
+    found: list[str] = []
+    open_blocks: dict[int | None, _Block] = {}
+    for rank, text in lines:
+        line = text.rstrip("\n")
+        block = open_blocks.get(rank)
+        if _TRACEBACK in line:
+            if block is not None and block.expects_chain:
+                block.lines.append(line[line.index(_TRACEBACK) :])
+                block.is_done = block.expects_chain = False
+                continue
+            if block is not None:
+                found.append("\n".join(block.lines).rstrip())
+            open_blocks[rank] = _Block([line[line.index(_TRACEBACK) :]])
+            continue
+        if block is None:
+            continue
+        if not block.is_done:
+            block.lines.append(line)
+            block.is_done = not line.startswith((" ", "\t")) and bool(line)
+        elif line in _CHAINED:
+            block.lines += ["", line, ""]
+            block.expects_chain = True
+        elif line and not block.expects_chain:
+            found.append("\n".join(block.lines).rstrip())
+            del open_blocks[rank]
+    found += ["\n".join(block.lines).rstrip() for block in open_blocks.values()]
+    for is_acceptable in (_is_root_cause, _is_of_user, lambda _text: True):
+        chosen = next((text for text in found if is_acceptable(text)), None)
+        if chosen is not None:
+            return chosen
+    return None
+
+
+def _is_of_user(traceback: str) -> bool:
+    last = traceback.rpartition("\n")[2]
+    frames = [line for line in traceback.splitlines() if line.lstrip().startswith('File "')]
+    is_launcher = bool(frames) and any(part in frames[-1] for part in _LAUNCHER_FRAMES)
+    return not is_launcher and not any(error in last for error in _LAUNCHER_ERRORS)
+
+
+def _is_root_cause(traceback: str) -> bool:
+    return _is_of_user(traceback) and not any(words in traceback for words in _CONSEQUENCES)
+
+
+def fingerprint(traceback: str) -> str:
+    """Return a hash of a traceback without what differs between runs: addresses, numbers, temporary paths, ids."""
+    return hashlib.sha256(_VARIABLE_PARTS.sub("#", traceback).encode()).hexdigest()

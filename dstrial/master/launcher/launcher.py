@@ -1,0 +1,270 @@
+"""Start, find, watch and end the supervisors of allocations.
+
+Everything that a restarted master needs is in the allocation's directory: ``supervisor.json`` names the process by pid and
+start time, ``output.log`` has what was printed, and ``exit.json`` is there once everything has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import MasterError
+from dstrial.master.launcher import supervisor
+from dstrial.master.launcher.command import command_for
+from dstrial.master.launcher.environment import MARKER_VARIABLE, cluster_info_files, trial_environment
+from dstrial.master.launcher.failures import explain_exit
+from dstrial.master.launcher.request import AllocationRequest
+
+logger = logging.getLogger(__name__)
+
+_STARTUP_HOOK = "startup-hook.sh"
+_KILL_TRIES = 50
+_KILL_PERIOD_S = 0.1
+# Supervisors that are children of this process, so that they can be reaped.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SupervisorHandle:
+    """A supervisor, by what no other process shares with it.
+
+    Attributes:
+        pid: its process id.
+        start_time: when it started, as the kernel tells, with the boot it belongs to.
+    """
+
+    pid: int
+    start_time: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocationExit:
+    """How an allocation ended.
+
+    Attributes:
+        exit_code: of the entrypoint, as a shell sees it.
+        signal: that ended it, None if none did.
+        time_us: when.
+        explanation: what the exit code means, None for 0.
+        was_lost: the supervisor died without leaving a record; the entrypoint died with it.
+    """
+
+    exit_code: int
+    signal: int | None
+    time_us: int
+    explanation: str | None
+    was_lost: bool
+
+
+def prepare(request: AllocationRequest) -> None:
+    """Make the allocation's directory with everything that its supervisor needs; does not start it.
+
+    Raises:
+        MasterError: the directory cannot be made.
+        RequestError: the model definition cannot be unpacked.
+    """
+    from dstrial.master.model_definition import unpack
+
+    directory = request.directory
+    try:
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(mode=0o700, parents=True)
+        workdir = directory / "workdir"
+        workdir.mkdir(mode=0o700)
+        if request.model_definition:
+            unpack(request.model_definition, workdir)
+        info = directory / "info"
+        info.mkdir(mode=0o700)
+        for name, content in cluster_info_files(request).items():
+            _write_private(info / name, content)
+        temporary = Path(tempfile.mkdtemp(prefix="dstrial-"))
+        marker = secrets.token_hex(16)
+        _write_private(
+            directory / "spec.json",
+            {
+                "command": _with_hooks(request, directory),
+                "working_directory": str(workdir),
+                "temporary_directory": str(temporary),
+                "marker": marker,
+                "environment": trial_environment(request, marker=marker, temporary_directory=temporary),
+            },
+        )
+    except OSError as error:
+        raise MasterError(
+            f"{directory} cannot be made ({error.strerror}); expected a directory for the trial's files. "
+            "Free some space, or start the master with another --state-dir."
+        ) from error
+
+
+def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
+    """Return the entrypoint's command, behind a shell that sources the startup hooks if there are any."""
+    command = command_for(request.entrypoint)
+    hooks = []
+    if request.startup_hook:
+        hook = directory / _STARTUP_HOOK
+        hook.write_text(request.startup_hook, encoding="utf-8")
+        hook.chmod(0o600)
+        hooks.append(f". {_quoted(str(hook))}")
+    if (directory / "workdir" / _STARTUP_HOOK).is_file():
+        hooks.append(f". ./{_STARTUP_HOOK}")
+    if not hooks:
+        return command
+    shell = shutil.which("bash") or "sh"
+    return [shell, "-c", "; ".join(["set -e", *hooks, "set +e", 'exec "$@"']), "startup-hook", *command]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def start(directory: Path) -> SupervisorHandle:
+    """Start the supervisor of a prepared directory.
+
+    Raises:
+        MasterError: it could not be started.
+    """
+    with (directory / "supervisor.log").open("ab") as log:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor.__file__, str(directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                close_fds=True,
+            )
+        except OSError as error:
+            raise MasterError(
+                f"{sys.executable} could not be started ({error.strerror}); expected a Python that runs. "
+                "Install dstrial again."
+            ) from error
+    _children[process.pid] = process
+    started = supervisor.start_time(process.pid)
+    return SupervisorHandle(process.pid, started or "ended")
+
+
+def find(directory: Path) -> SupervisorHandle | None:
+    """Return the supervisor that works in a directory, None if none does (any more)."""
+    record = _read_json(directory / "supervisor.json")
+    if record is None:
+        return None
+    handle = SupervisorHandle(int(record["pid"]), str(record["start_time"]))
+    return handle if is_alive(handle) else None
+
+
+def is_alive(handle: SupervisorHandle) -> bool:
+    """Say whether this very process lives."""
+    child = _children.get(handle.pid)
+    if child is not None and child.poll() is not None:
+        del _children[handle.pid]
+    return supervisor.start_time(handle.pid) == handle.start_time
+
+
+def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
+    """Return how the allocation ended, None while it runs.
+
+    Without a record and without its supervisor it is lost; what is left of it is then to be ended by :func:`kill`.
+    """
+    if not (directory / "exit.json").exists() and handle is not None and is_alive(handle):
+        return None
+    record = _read_json(directory / "exit.json")
+    if record is None:
+        return AllocationExit(
+            128 + signal.SIGKILL, signal.SIGKILL, time.time_ns() // 1000, "its supervisor was killed", True
+        )
+    if handle is not None:
+        is_alive(handle)
+    code, number = int(record["exit_code"]), record["signal"]
+    return AllocationExit(code, number, int(record["time_us"]), explain_exit(code, number), False)
+
+
+def terminate(handle: SupervisorHandle) -> None:
+    """Send SIGTERM to the entrypoint's process group; what is left when that has ended is killed."""
+    _signal(handle, signal.SIGTERM)
+
+
+def kill(handle: SupervisorHandle | None, directory: Path) -> None:
+    """Kill every process of an allocation.
+
+    With a living supervisor it does so and leaves its record. Otherwise processes that carry the allocation's marker in
+    their environment are killed here, until there is none.
+    """
+    if handle is not None and is_alive(handle):
+        _signal(handle, signal.SIGUSR1)
+        return
+    spec = _read_json(directory / "spec.json")
+    if spec is None:
+        return
+    for _ in range(_KILL_TRIES):
+        left = _marked(f"{MARKER_VARIABLE}={spec['marker']}")
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_KILL_PERIOD_S)
+    logger.warning("processes %s of %s do not end after SIGKILL", sorted(left), directory.name)
+
+
+def remove(directory: Path) -> None:
+    """Delete the directory of an allocation that has ended, with its temporary directory."""
+    spec = _read_json(directory / "spec.json")
+    if spec is not None:
+        shutil.rmtree(spec["temporary_directory"], ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
+    """Signal this very process: a descriptor of it is opened before it is looked at again."""
+    try:
+        descriptor = os.pidfd_open(handle.pid)
+    except (ProcessLookupError, AttributeError, OSError):
+        if is_alive(handle):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(handle.pid, number)
+        return
+    try:
+        if is_alive(handle):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, number)
+    finally:
+        os.close(descriptor)
+
+
+def _marked(assignment: str) -> set[int]:
+    wanted = assignment.encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+    return found
+
+
+def _write_private(path: Path, content: dict[str, Any]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,54 @@
+"""Read the lines that a supervisor has written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dstrial.master.store.logs import LogLine
+
+_RANK = re.compile(r"\[rank=(\d{1,9})\] ?")
+_LEVEL = re.compile(r"(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)(?::|\b(?=\s*[:|\]]))")
+_STREAMS = {"o": "stdout", "e": "stderr"}
+
+
+def read_lines(directory: Path, offset: int, max_bytes: int) -> tuple[list[LogLine], int]:
+    """Return the complete lines from a byte offset on, and the offset behind them.
+
+    Args:
+        directory: of the allocation.
+        offset: byte in its log file where to go on; the beginning of a line.
+        max_bytes: about how much to read at most.
+    """
+    try:
+        with (directory / "output.log").open("rb") as file:
+            file.seek(offset)
+            data = file.read(max_bytes)
+            if len(data) == max_bytes and b"\n" not in data:
+                data += file.readline()
+    except FileNotFoundError:
+        return [], offset
+    complete, newline, _ = data.rpartition(b"\n")
+    if not newline:
+        return [], offset
+    lines = [parse(raw) for raw in complete.decode("utf-8", errors="replace").split("\n")]
+    return lines, offset + len(complete) + 1
+
+
+def parse(raw: str) -> LogLine:
+    """Return one line of a log file as a record: time, stream, the rank of its tag and the level of its prefix."""
+    time_us, _, rest = raw.partition(" ")
+    stream, _, text = rest.partition(" ")
+    rank: int | None = None
+    if text.startswith("[rank="):
+        tag = _RANK.match(text)
+        if tag is not None:
+            rank = int(tag[1])
+            text = text[tag.end() :]
+    level = None
+    if text[:1] in "TDIWEC" and text:
+        prefix = _LEVEL.match(text)
+        level = prefix[1] if prefix is not None else None
+        if level is not None and text.startswith(f"{level}: "):
+            text = text[len(level) + 2 :]
+    return LogLine(int(time_us), _STREAMS.get(stream, "stdout"), level, rank, f"{text}\n")

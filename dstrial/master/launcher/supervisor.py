@@ -1,0 +1,278 @@
+"""The process that owns one allocation. A script of its own that needs nothing but the standard library.
+
+    python -I -S supervisor.py DIRECTORY
+
+It leads a session, adopts what its descendants orphan, starts the entrypoint in a process group of its own, appends
+what that writes to ``output.log``, ends every descendant when the entrypoint has ended, and leaves ``exit.json``. It does
+not need the master to live. SIGTERM is passed on to the entrypoint's process group; SIGUSR1 kills everything.
+
+A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CHUNK_BYTES = 1 << 18
+_MAX_LINE_BYTES = 8192
+_TRAILING_OUTPUT_S = 2.0
+_TICK_S = 0.5
+
+
+def main(directory: str) -> None:
+    """Run the allocation in ``directory`` to its end."""
+    os.chdir(directory)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with open("spec.json", encoding="utf-8") as file:
+        spec: dict[str, Any] = json.load(file)
+    requests = _Requests()
+    write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
+    try:
+        child = _start(spec, libc)
+    except OSError as error:
+        with open("output.log", "ab") as log:
+            log.write(b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
+        _leave(127 if isinstance(error, FileNotFoundError) else 126, None)
+        return
+    status = _Output(child, requests).follow()
+    _leave(status if status >= 0 else 128 - status, -status if status < 0 else None)
+
+
+def _leave(exit_code: int, signal_number: int | None) -> None:
+    write_json("exit.json", {"exit_code": exit_code, "signal": signal_number, "time_us": _now_us()})
+
+
+class _Requests:
+    """What signals have asked for, and a descriptor that wakes the loop."""
+
+    def __init__(self) -> None:
+        self.terminate = False
+        self.kill = False
+        self.wakeup, write_end = os.pipe()
+        os.set_blocking(self.wakeup, False)
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGUSR1, self._on_kill)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def _on_terminate(self, *_: object) -> None:
+        self.terminate = True
+
+    def _on_kill(self, *_: object) -> None:
+        self.kill = True
+
+
+def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes]":
+    def in_child() -> None:
+        os.setpgid(0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+
+    return subprocess.Popen(
+        spec["command"],
+        cwd=spec["working_directory"],
+        env=spec["environment"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=in_child,
+    )
+
+
+class _Output:
+    """Follows the entrypoint: its output into the log, its end, and the end of everything it started."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]", requests: _Requests) -> None:
+        self._child = child
+        self._requests = requests
+        self._log = os.open("output.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._rest: dict[int, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests.wakeup, selectors.EVENT_READ)
+        self._streams: dict[int, bytes] = {}
+        for stream, tag in ((child.stdout, b"o"), (child.stderr, b"e")):
+            if stream is not None:
+                os.set_blocking(stream.fileno(), False)
+                self._selector.register(stream.fileno(), selectors.EVENT_READ)
+                self._streams[stream.fileno()] = tag
+        self._status: int | None = None
+
+    def follow(self) -> int:
+        was_terminated = False
+        while True:
+            self._wait(_TICK_S)
+            self._reap()
+            if self._requests.kill:
+                kill_descendants()
+            elif self._requests.terminate and not was_terminated:
+                was_terminated = True
+                _signal_group(self._child.pid, signal.SIGTERM)
+            if self._status is None:
+                continue
+            if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
+                continue
+            break
+        deadline_s = time.monotonic() + _TRAILING_OUTPUT_S
+        while kill_descendants() or (self._streams and time.monotonic() < deadline_s):
+            self._wait(0.02)
+            self._reap()
+            if not self._streams and not descendants(os.getpid()):
+                break
+        for descriptor in list(self._streams):
+            self._end(descriptor)
+        os.fsync(self._log)
+        return self._status
+
+    def _wait(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd == self._requests.wakeup:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(key.fd, 4096)
+            else:
+                self._read(key.fd)
+
+    def _read(self, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._end(descriptor)
+            return
+        data = self._rest.pop(descriptor, b"") + data
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        complete, _, rest = data.rpartition(b"\n")
+        while len(rest) > _MAX_LINE_BYTES:
+            complete = complete + b"\n" + rest[:_MAX_LINE_BYTES] if complete else rest[:_MAX_LINE_BYTES]
+            rest = rest[_MAX_LINE_BYTES:]
+        if rest:
+            self._rest[descriptor] = rest
+        if complete or data.startswith(b"\n"):
+            self._append(descriptor, complete.split(b"\n"))
+
+    def _append(self, descriptor: int, lines: list[bytes]) -> None:
+        prefix = b"%d %s " % (_now_us(), self._streams[descriptor])
+        if any(len(line) > _MAX_LINE_BYTES for line in lines):
+            lines = [
+                line[at : at + _MAX_LINE_BYTES]
+                for line in lines
+                for at in range(0, max(len(line), 1), _MAX_LINE_BYTES)
+            ]
+        data = prefix + (b"\n" + prefix).join(lines) + b"\n"
+        while data:
+            data = data[os.write(self._log, data) :]
+
+    def _end(self, descriptor: int) -> None:
+        rest = self._rest.pop(descriptor, b"")
+        if rest:
+            self._append(descriptor, [rest])
+        self._selector.unregister(descriptor)
+        del self._streams[descriptor]
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._child.pid:
+                self._status = os.waitstatus_to_exitcode(status)
+                self._child.returncode = self._status
+
+
+def descendants(pid: int) -> set[int]:
+    """Return every process below ``pid`` that has not ended, by the kernel's table of parents."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            parent, state = _parent_and_state(int(name))
+            if parent is not None and state != "Z":
+                parents.setdefault(parent, []).append(int(name))
+    found: set[int] = set()
+    below = list(parents.get(pid, ()))
+    while below:
+        child = below.pop()
+        if child not in found:
+            found.add(child)
+            below.extend(parents.get(child, ()))
+    return found
+
+
+def kill_descendants() -> bool:
+    """Send SIGKILL to everything below this process, and say whether there was anything."""
+    found = descendants(os.getpid())
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(found)
+
+
+def _parent_and_state(pid: int) -> tuple[int | None, str]:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None, ""
+    return int(fields[1]), fields[0].decode()
+
+
+def start_time(pid: int) -> str | None:
+    """Return when a living process started, as an opaque text that no other process of that pid has."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else f"{boot}/{fields[19].decode()}"
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _group_lives(group: int) -> bool:
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                if int(fields[2]) == group and fields[0] != b"Z":
+                    return True
+    return False
+
+
+def write_json(name: str, value: dict[str, Any]) -> None:
+    """Write a file that is either complete or not there."""
+    temporary = f".{name}.new"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, name)
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,160 @@
+"""Look at one experiment from beside the master, for whoever follows it on this machine.
+
+Reads the database without the master's help, so that following goes on while the master is restarted. Changes
+nothing; what is to be changed is asked of the master.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sqlite3
+from collections.abc import Iterator
+
+from dstrial.master.state_directory import StateDirectory
+
+TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrialView:
+    """One trial at one moment.
+
+    Attributes:
+        id: its number.
+        state: ``ACTIVE``, ``COMPLETED`` and so on.
+        hparams: its hyperparameters, JSON text.
+        total_batches: batches it has reported.
+        restarts: how often it has failed and was started again.
+        best_metric: the searcher metric of its best validation; None before the first.
+        is_running: whether it has an allocation that has not ended.
+        exit_code: of its last allocation that has ended, as a shell sees it; None if none has.
+        exit_reason: why that ended, one sentence; None if it says nothing.
+        num_allocations: how many it has had.
+    """
+
+    id: int
+    state: str
+    hparams: str
+    total_batches: int
+    restarts: int
+    best_metric: float | None
+    is_running: bool
+    exit_code: int | None
+    exit_reason: str | None
+    num_allocations: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExperimentView:
+    """One experiment at one moment.
+
+    Attributes:
+        id: its number.
+        state: ``ACTIVE``, ``PAUSED``, ``COMPLETED`` and so on.
+        progress: from 0 to 1.
+        end_reason: why it ended, one sentence; None if it has nothing to say.
+        trials: by number.
+    """
+
+    id: int
+    state: str
+    progress: float
+    end_reason: str | None
+    trials: tuple[TrialView, ...]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing happens to it any more by itself: it has ended, or is paused, and no process runs."""
+        return (self.state in TERMINAL_STATES or self.state == "PAUSED") and not any(
+            trial.is_running for trial in self.trials
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogRow:
+    """One line of a trial's log.
+
+    Attributes:
+        id: grows from line to line.
+        rank: None for a line of no rank.
+        source: ``task`` for what the processes printed, ``master`` for the master's own words.
+        stdtype: ``stdout`` or ``stderr``; None for the master's.
+        level: ``INFO`` and so on; None if the line names none.
+        text: without its line end.
+    """
+
+    id: int
+    rank: int | None
+    source: str
+    stdtype: str | None
+    level: str | None
+    text: str
+
+
+@contextlib.contextmanager
+def _connection(state: StateDirectory) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(state.database_path, timeout=30.0)) as connection:
+        connection.row_factory = sqlite3.Row
+        yield connection
+
+
+_TRIALS = """
+SELECT trials.id, trials.state, hparams, total_batches, restarts, searcher_metric_value,
+    EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND allocations.state != 'TERMINATED') AS is_running,
+    (SELECT COUNT(*) FROM allocations WHERE trial_id = trials.id) AS num_allocations,
+    last.exit_code, last.exit_reason
+FROM trials LEFT JOIN allocations AS last ON last.id = (
+    SELECT id FROM allocations WHERE trial_id = trials.id AND state = 'TERMINATED' ORDER BY run_id DESC LIMIT 1)
+WHERE trials.experiment_id = ? ORDER BY trials.id
+"""
+
+
+def look(state: StateDirectory, experiment_id: int) -> ExperimentView | None:
+    """Return an experiment and its trials; None if there is no such experiment (any more)."""
+    with _connection(state) as connection:
+        experiment = connection.execute(
+            "SELECT state, progress, end_reason FROM experiments WHERE id = ?", (experiment_id,)
+        ).fetchone()
+        if experiment is None:
+            return None
+        trials = tuple(
+            TrialView(
+                id=row["id"],
+                state=row["state"],
+                hparams=row["hparams"],
+                total_batches=row["total_batches"],
+                restarts=row["restarts"],
+                best_metric=row["searcher_metric_value"],
+                is_running=bool(row["is_running"]),
+                exit_code=row["exit_code"],
+                exit_reason=row["exit_reason"],
+                num_allocations=row["num_allocations"],
+            )
+            for row in connection.execute(_TRIALS, (experiment_id,))
+        )
+    return ExperimentView(
+        experiment_id, experiment["state"], experiment["progress"], experiment["end_reason"], trials
+    )
+
+
+def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:
+    """Return the lines of a trial's log after a given one, in order, at most ``limit``."""
+    with _connection(state) as connection:
+        rows = connection.execute(
+            "SELECT id, rank, source, stdtype, level, log FROM logs WHERE trial_id = ? AND id > ? ORDER BY id LIMIT ?",
+            (trial_id, after_id, limit),
+        ).fetchall()
+    return [
+        LogRow(row["id"], row["rank"], row["source"], row["stdtype"], row["level"], row["log"].rstrip("\n"))
+        for row in rows
+    ]
+
+
+def last_log_id(state: StateDirectory, trial_id: int) -> int:
+    """Return the number of the last line of a trial's log; 0 if it is empty."""
+    with _connection(state) as connection:
+        row = connection.execute(
+            "SELECT COALESCE(MAX(id), 0) FROM logs WHERE trial_id = ?", (trial_id,)
+        ).fetchone()
+    return int(row[0])

@@ -1,0 +1,176 @@
+"""The thread that deletes: checkpoints by policy or by request, experiments, old logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import DstrialError
+from dstrial.master import checkpoint_gc
+from dstrial.master.changes import Changes
+from dstrial.master.clock import now_us
+from dstrial.master.launcher import remove
+from dstrial.master.store import checkpoints, experiments, work
+from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.metrics import as_number
+
+logger = logging.getLogger("dstrial.master.janitor")
+
+_PERIOD_S = 3600.0
+_DAY_US = 24 * 3600 * 1_000_000
+
+
+class Janitor:
+    """Performs the rows of ``work`` one after the other.
+
+    Args:
+        database: the store.
+        changes: told by the topic "scheduler" that there may be work.
+        log_retention_days: how long logs are kept where an experiment says nothing; None or -1 for ever.
+    """
+
+    def __init__(self, database: Database, changes: Changes, log_retention_days: int | None) -> None:
+        self._database = database
+        self._event = changes.listen("scheduler")
+        self._log_retention_days = log_retention_days
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the piece of work in hand and end; what is left is done at the next start."""
+        self._is_stopping = True
+        self._event.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._forget_old_logs()
+        while not self._is_stopping:
+            with self._database.read() as connection:
+                row = work.next_pending(connection)
+            if row is None:
+                if not self._event.wait(_PERIOD_S):
+                    self._forget_old_logs()
+                self._event.clear()
+                continue
+            self._perform(row)
+
+    def _perform(self, row: sqlite3.Row) -> None:
+        experiment_id, payload = int(row["experiment_id"]), json.loads(row["payload"])
+        try:
+            if row["kind"] == "gc":
+                self._collect(experiment_id)
+            elif row["kind"] == "delete_checkpoints":
+                self._delete_checkpoints(payload["uuids"], payload["globs"])
+            else:
+                self._delete_experiment(experiment_id)
+        except (DstrialError, OSError, sqlite3.Error) as error:
+            logger.error("%s of experiment %d: %s", row["kind"], experiment_id, error)
+            if row["kind"] == "delete_experiment":
+                why = str(error)
+                self._database.write(lambda tx: _mark_delete_failed(tx, experiment_id, why))
+        self._database.write(lambda tx: work.done(tx, row["id"]))
+
+    def _collect(self, experiment_id: int) -> None:
+        with self._database.read() as connection:
+            experiment = experiments.get(connection, experiment_id)
+            if experiment is None:
+                return
+            rows = checkpoints.list_checkpoints(
+                connection, experiment_id=experiment_id, states=("COMPLETED",)
+            )
+            in_use = _sources_of_warm_starts(connection)
+        storage = json.loads(experiment["config"])["checkpoint_storage"]
+        candidates = [_candidate(row) for row in rows if row["uuid"] not in in_use]
+        policy = checkpoint_gc.Policy.from_storage(storage)
+        uuids = checkpoint_gc.plan(
+            candidates, policy, smaller_is_better=bool(experiment["smaller_is_better"])
+        )
+        self._delete_checkpoints(uuids, ["**/*"])
+
+    def _delete_checkpoints(self, uuids: list[str], globs: list[str]) -> None:
+        for uuid in uuids:
+            with self._database.read() as connection:
+                row = checkpoints.get_checkpoint(connection, uuid)
+            if row is None:
+                continue
+            storage = json.loads(row["experiment_config"])["checkpoint_storage"]
+            try:
+                left = checkpoint_gc.delete_files(storage, uuid, globs)
+            except DstrialError as error:
+                logger.error("checkpoint %s: %s", uuid, error)
+                continue
+            self._database.write(lambda tx, uuid=uuid, left=left: checkpoints.set_resources(tx, uuid, left))  # type: ignore[misc]
+
+    def _delete_experiment(self, experiment_id: int) -> None:
+        with self._database.read() as connection:
+            rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id)
+            directories = [
+                Path(row["directory"])
+                for row in connection.execute(
+                    "SELECT directory FROM allocations WHERE experiment_id = ?", (experiment_id,)
+                )
+            ]
+        for row in rows:
+            storage = json.loads(row["experiment_config"])["checkpoint_storage"]
+            checkpoint_gc.delete_files(storage, row["uuid"])
+        for directory in directories:
+            remove(directory)
+        self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
+
+    def _forget_old_logs(self) -> None:
+        self._database.write(lambda tx: _forget_logs(tx, self._log_retention_days))
+
+
+def _candidate(row: sqlite3.Row) -> checkpoint_gc.Candidate:
+    validation: dict[str, Any] = json.loads(row["validation"]) if row["validation"] else {}
+    metric = as_number(validation.get(row["searcher_metric"]))
+    return checkpoint_gc.Candidate(row["uuid"], row["trial_id"], row["steps"], metric)
+
+
+def _sources_of_warm_starts(connection: sqlite3.Connection) -> set[str]:
+    return {
+        row["warm_start_uuid"]
+        for row in connection.execute("SELECT warm_start_uuid FROM trials WHERE warm_start_uuid IS NOT NULL")
+    }
+
+
+def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:
+    tx.execute(
+        "UPDATE experiments SET state = 'DELETE_FAILED', end_reason = ? WHERE id = ?", (why, experiment_id)
+    )
+    tx.publish(f"experiment:{experiment_id}")
+
+
+def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
+    of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
+    tx.execute(f"DELETE FROM metrics WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    for table in ("checkpoints", "allocations", "tasks", "trials"):
+        tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
+    tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))
+    tx.publish(f"experiment:{experiment_id}")
+
+
+def _forget_logs(tx: Transaction, default_days: int | None) -> None:
+    """Delete the logs of trials that ended longer ago than their logs are to be kept."""
+    tx.execute(
+        "DELETE FROM logs WHERE trial_id IN (SELECT trials.id FROM trials "
+        "JOIN experiments ON experiments.id = trials.experiment_id "
+        "WHERE trials.end_us IS NOT NULL "
+        "AND COALESCE(trials.log_retention_days, experiments.log_retention_days, ?) >= 0 "
+        "AND trials.end_us < ? - COALESCE(trials.log_retention_days, experiments.log_retention_days, ?) * ?)",
+        (
+            -1 if default_days is None else default_days,
+            now_us(),
+            0 if default_days is None else default_days,
+            _DAY_US,
+        ),
+    )

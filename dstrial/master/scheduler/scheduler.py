@@ -1,0 +1,382 @@
+"""The thread that makes true what the rows say about allocations.
+
+Everything it does can be done again: a master that is killed between a row and its effect finds the row at its next start.
+A problem of one trial ends that trial, never the thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import shutil
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.errors import DstrialError
+from dstrial.master import launcher
+from dstrial.master.clock import now_us
+from dstrial.master.experiment import allocations, ending
+from dstrial.master.launcher import AllocationExit, AllocationRequest, SupervisorHandle
+from dstrial.master.launcher.failures import first_traceback
+from dstrial.master.launcher.log_file import read_lines
+from dstrial.master.scheduler.janitor import Janitor
+from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
+from dstrial.master.scheduler.queue import Waiting, assignments
+from dstrial.master.slots import disabled
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.logs import LogLine, add_master_line, add_task_logs
+
+if TYPE_CHECKING:
+    from dstrial.master.services import Services
+
+logger = logging.getLogger("dstrial.master.scheduler")
+
+_TICK_S = 0.05
+_IDLE_TICK_S = 1.0
+_CHUNK_BYTES = 4 * 1024 * 1024
+_KILL_AGAIN_S = 2.0
+
+_WAITING = (
+    "SELECT trials.id, trials.experiment_id, experiments.slots_per_trial, experiments.max_slots FROM trials "
+    "JOIN experiments ON experiments.id = trials.experiment_id "
+    "WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND experiments.unmanaged = 0 "
+    "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED') "
+    "ORDER BY experiments.priority, experiments.queue_position, trials.id"
+)
+
+
+class Scheduler:
+    """Owns the slots of this machine and the processes of trials.
+
+    Args:
+        services: of the running master.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._database = services.database
+        self._event = services.changes.listen("scheduler")
+        self._janitor = Janitor(services.database, services.changes, services.settings.log_retention_days)
+        self._directory = services.state_dir / "allocations"
+        self._handles: dict[str, SupervisorHandle | None] = {}
+        self._killed_s: dict[str, float] = {}
+        self._policies: dict[int, tuple[LogPolicy, ...]] = {}
+        self._is_draining = False
+        self._is_stopping = False
+        self._is_killing = False
+        self._thread = threading.Thread(target=self._run, name="dstrial-scheduler", daemon=True)
+
+    def start(self) -> None:
+        """Take back what a previous master left running, and start."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        with self._database.read() as connection:
+            live = allocation_rows.all_live(connection)
+        for row in live:
+            handle = launcher.find(Path(row["directory"]))
+            self._handles[row["id"]] = handle
+            if handle is not None:
+                logger.info("allocation %s is taken back (pid %d)", row["id"], handle.pid)
+                if row["state"] == "ASSIGNED":
+                    self._started(row["id"], handle)
+        self._remove_left_over({row["id"] for row in live})
+        self._janitor.start()
+        self._thread.start()
+
+    def stop(self, *, graceful: bool, timeout_s: float) -> None:
+        """Free all slots and end; experiments stay as they are and go on at the next start.
+
+        May be called again, from another thread, to kill what was being stopped gracefully.
+
+        Args:
+            graceful: whether trials save a checkpoint first; they are killed otherwise.
+            timeout_s: seconds after which they are killed.
+        """
+        if not graceful:
+            self._is_killing = True
+        if not self._is_draining:
+            self._is_draining = True
+            deadline_s = time.monotonic() + timeout_s
+            while self._release_all() and time.monotonic() < deadline_s:
+                self._event.set()
+                time.sleep(_TICK_S)
+            self._is_killing = True
+            while self._release_all():
+                self._event.set()
+                time.sleep(_TICK_S)
+            self._is_stopping = True
+            self._event.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._janitor.stop()
+
+    def _release_all(self) -> bool:
+        """Ask every trial's processes to end, and say whether there are any left."""
+        is_kill = self._is_killing
+
+        def ask(tx: Transaction) -> bool:
+            live = allocation_rows.all_live(tx.connection)
+            for row in live:
+                wants = (
+                    row["kill_us"] is None
+                    if is_kill
+                    else row["preempt_us"] is None and row["kill_us"] is None
+                )
+                if wants:
+                    ending.release(tx, row["trial_id"], "the master is going down", is_kill=is_kill)
+            return bool(live)
+
+        return self._database.write(ask)
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                is_busy = self._tick()
+            except Exception:
+                logger.exception("the scheduler had a problem and goes on")
+                is_busy = True
+                time.sleep(_IDLE_TICK_S)
+            self._event.wait(_TICK_S if is_busy else _IDLE_TICK_S)
+            self._event.clear()
+
+    def _tick(self) -> bool:
+        """Do what is due and say whether there are allocations to watch."""
+        with self._database.read() as connection:
+            live = allocation_rows.all_live(connection)
+        for row in live:
+            try:
+                self._watch(row)
+            except (DstrialError, OSError) as error:
+                logger.exception("allocation %s", row["id"])
+                self._end(row, _failed_start(str(error)))
+        if not self._is_draining:
+            live += self._assign()
+        return bool(live)
+
+    # What runs
+
+    def _watch(self, row: sqlite3.Row) -> None:
+        allocation_id, directory = row["id"], Path(row["directory"])
+        handle = self._handles.get(allocation_id)
+        if handle is None and allocation_id not in self._handles:
+            handle = self._handles[allocation_id] = launcher.find(directory)
+        # Before the output is read, so that what was printed before the end is read after it.
+        exit_ = launcher.poll_exit(directory, handle)
+        self._take_in(row)
+        if exit_ is not None:
+            if exit_.was_lost:
+                launcher.kill(None, directory)
+            self._end(row, exit_)
+            return
+        now = now_us()
+        if (
+            row["kill_us"] is None
+            and row["preempt_deadline_us"] is not None
+            and now > row["preempt_deadline_us"]
+        ):
+            self._database.write(
+                lambda tx: ending.release(
+                    tx, row["trial_id"], "it did not stop within preemption_timeout", is_kill=True
+                )
+            )
+        if row["kill_us"] is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
+            self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
+            launcher.kill(handle, directory)
+
+    def _take_in(self, row: sqlite3.Row) -> None:
+        """Take in what an allocation has printed since the stored offset."""
+        offset = int(row["log_offset"])
+        while True:
+            lines, end = read_lines(Path(row["directory"]), offset, _CHUNK_BYTES)
+            if not lines:
+                return
+            matched = matches(self._policies_of(row["experiment_id"]), (line.text for line in lines))
+            at = offset
+
+            def store(
+                tx: Transaction, at: int = at, end: int = end, lines: list[LogLine] = lines,
+                matched: list[LogPolicy] = matched,
+            ) -> None:  # fmt: skip
+                cursor = tx.execute(
+                    "UPDATE allocations SET log_offset = ? WHERE id = ? AND log_offset = ?",
+                    (end, row["id"], at),
+                )
+                if cursor.rowcount:
+                    add_task_logs(tx, row["task_id"], row["trial_id"], row["id"], lines)
+                    _note_policies(tx, row, matched)
+
+            self._database.write(store)
+            offset = end
+
+    def _policies_of(self, experiment_id: int) -> tuple[LogPolicy, ...]:
+        if experiment_id not in self._policies:
+            with self._database.read() as connection:
+                row = experiment_rows.require(connection, experiment_id)
+            self._policies[experiment_id] = compile_policies(json.loads(row["config"]))
+        return self._policies[experiment_id]
+
+    def _end(self, row: sqlite3.Row, exit_: AllocationExit) -> None:
+        self._take_in_rest(row)
+        traceback = None
+        if exit_.exit_code != 0:
+            traceback = first_traceback(_printed(Path(row["directory"])))
+        self._database.write(lambda tx: allocations.allocation_exited(tx, row["id"], exit_, traceback))
+        self._handles.pop(row["id"], None)
+        self._killed_s.pop(row["id"], None)
+        launcher.remove(Path(row["directory"]))
+
+    def _take_in_rest(self, row: sqlite3.Row) -> None:
+        with self._database.read() as connection:
+            current = allocation_rows.require(connection, row["id"])
+        self._take_in(current)
+
+    # What waits
+
+    def _assign(self) -> list[sqlite3.Row]:
+        with self._database.read() as connection:
+            rows = connection.execute(_WAITING).fetchall()
+            live = allocation_rows.all_live(connection) if rows else []
+            off = disabled(connection, {slot.id for slot in self._services.slots}) if rows else {}
+        if not rows:
+            return []
+        enabled = {slot.id for slot in self._services.slots if slot.id not in off}
+        in_use: set[int] = set()
+        used_by: dict[int, int] = {}
+        for row in live:
+            slots = json.loads(row["slots"])
+            in_use.update(slots)
+            used_by[row["experiment_id"]] = used_by.get(row["experiment_id"], 0) + len(slots)
+        waiting = [
+            Waiting(row["id"], row["experiment_id"], row["slots_per_trial"], row["max_slots"]) for row in rows
+        ]
+        ports = {port for row in live for port in json.loads(row["ports"]).values()}
+        begun = []
+        for trial_id, slots in assignments(waiting, enabled - in_use, len(enabled), used_by):
+            allocation = self._begin(trial_id, slots, ports)
+            if allocation is not None:
+                ports |= set(json.loads(allocation["ports"]).values())
+                begun.append(allocation)
+        return begun
+
+    def _begin(self, trial_id: int, slots: list[int], used_ports: Iterable[int]) -> sqlite3.Row | None:
+        """Give a trial slots and start its processes."""
+        ports = launcher.choose_ports(set(used_ports))
+        tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
+        hashes = {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
+        row = self._database.write(
+            lambda tx: allocations.assign(
+                tx,
+                trial_id,
+                slots=slots,
+                ports=ports,
+                resources_id=str(uuid.uuid4()),
+                directory=str(self._directory),
+                token_hashes=hashes,
+            )
+        )
+        if row is None:
+            return None
+        try:
+            launcher.prepare(self._request(row, slots, ports, tokens))
+            handle = launcher.start(Path(row["directory"]))
+        except (DstrialError, OSError) as error:
+            self._end(row, _failed_start(str(error)))
+            return row
+        self._handles[row["id"]] = handle
+        self._started(row["id"], handle)
+        return row
+
+    def _started(self, allocation_id: str, handle: SupervisorHandle) -> None:
+        self._database.write(lambda tx: allocations.started(tx, allocation_id, handle))
+
+    def _request(
+        self, row: sqlite3.Row, slots: list[int], ports: dict[str, int], tokens: dict[str, str]
+    ) -> AllocationRequest:
+        with self._database.read() as connection:
+            trial = trial_rows.require(connection, row["trial_id"])
+            experiment = experiment_rows.require(connection, row["experiment_id"])
+            owner = connection.execute(
+                "SELECT username FROM users WHERE id = ?", (experiment["owner_id"],)
+            ).fetchone()
+            model = connection.execute(
+                "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (row["experiment_id"],)
+            ).fetchone()
+        config = json.loads(experiment["config"])
+        services = self._services
+        return AllocationRequest(
+            allocation_id=row["id"],
+            task_id=row["task_id"],
+            trial_id=trial["id"],
+            experiment_id=experiment["id"],
+            run_id=row["run_id"],
+            directory=Path(row["directory"]),
+            slots=tuple(slot for slot in services.slots if slot.id in slots),
+            ports=ports,
+            config=config,
+            hparams=json.loads(trial["hparams"]),
+            trial_seed=trial["seed"],
+            steps_completed=row["steps_at_start"],
+            latest_checkpoint=row["checkpoint_uuid"],
+            session_token=tokens["allocation"],
+            user_token=tokens["user"],
+            username=owner["username"],
+            master_url=services.address,
+            cluster_id=services.cluster_id,
+            master_id=services.master_id,
+            agent_id=services.agent_id,
+            resources_id=row["resources_id"],
+            model_definition=bytes(model["tgz"]) if model is not None else b"",
+            entrypoint=config["entrypoint"],
+            interpreter=experiment["interpreter"],
+            startup_hook=services.settings.startup_hook or "",
+        )
+
+    def _remove_left_over(self, live: set[str]) -> None:
+        """Remove directories of allocations that have ended, for which there was no time."""
+        for directory in self._directory.iterdir():
+            if directory.name not in live:
+                launcher.kill(launcher.find(directory), directory)
+                launcher.remove(directory)
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _note_policies(tx: Transaction, row: sqlite3.Row, matched: list[LogPolicy]) -> None:
+    for policy in matched:
+        if policy.name is not None:
+            tx.execute(
+                "UPDATE trials SET log_policy_matched = ? WHERE id = ?", (policy.name, row["trial_id"])
+            )
+        if policy.cancels_retries:
+            changed = tx.execute(
+                "UPDATE trials SET retry_cancelled = 1 WHERE id = ? AND retry_cancelled = 0",
+                (row["trial_id"],),
+            )
+            if changed.rowcount:
+                text = f"the log matches {policy.pattern.pattern!r}: the trial will not be started again if it fails"
+                add_master_line(
+                    tx, row["task_id"], row["trial_id"], text, level="WARNING", allocation_id=row["id"]
+                )
+
+
+def _printed(directory: Path) -> Iterable[tuple[int | None, str]]:
+    """Yield rank and text of everything that an allocation printed to its standard error and output."""
+    offset = 0
+    while True:
+        lines, offset = read_lines(directory, offset, _CHUNK_BYTES)
+        if not lines:
+            return
+        for line in lines:
+            yield line.rank, line.text
+
+
+def _failed_start(reason: str) -> AllocationExit:
+    return AllocationExit(1, None, now_us(), f"could not be started: {reason}", False)

@@ -1,0 +1,322 @@
+"""The master's process: puts its parts together, serves on loopback, and ends in the order that loses nothing.
+
+``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS`` is what ``dstrial up`` starts; ``serve`` is the
+same in the caller's own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+import uvloop
+
+from dstrial.errors import DstrialError, MasterError
+from dstrial.master.changes import Changes
+from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
+from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+from dstrial.master.store.database import Database
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from dstrial.master.scheduler import Scheduler
+    from dstrial.master.services import Services
+
+logger = logging.getLogger("dstrial.master")
+
+_STREAM_END_S = 2.0
+"""How long open streams may take to end when the master ends, seconds."""
+
+_STOP_TIMEOUT_S = 24 * 3600.0
+"""How long trials may take to save a checkpoint, seconds; each has its own ``preemption_timeout`` below that."""
+
+_BACKLOG = 2048
+
+
+class MasterServer(uvicorn.Server):
+    """uvicorn's server, which tells when it serves and leaves signals to us.
+
+    Args:
+        config: uvicorn's.
+        on_ready: called once in the event loop when requests are answered.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: the first one stops the trials before the server."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to answer, and tell."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+
+class Refusal:
+    """Answers 503 to submissions once the master has begun to end; everything else goes on.
+
+    Args:
+        app: the application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.is_stopping = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if (
+            self.is_stopping
+            and scope["type"] == "http"
+            and scope["method"] == "POST"
+            and scope["path"] in ("/api/v1/experiments", "/api/v1/experiments/continue")
+        ):
+            from starlette.responses import JSONResponse
+
+            text = (
+                "the master is ending and takes no new experiments; submit again after the next `dstrial up`"
+            )
+            error = {"code": 14, "reason": "Unavailable", "error": text}
+            await JSONResponse({"error": error}, status_code=503)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            # The server ends what waits or streams; the client sees its connection close.
+            if not self.is_stopping:
+                raise
+
+
+def serve(
+    state: StateDirectory,
+    options: MasterOptions,
+    *,
+    on_ready: Callable[[MasterRecord], None],
+    shows_log: bool = False,
+) -> None:
+    """Serve until a signal ends the master.
+
+    SIGTERM, SIGINT and SIGHUP stop the trials with a checkpoint first; a second one, or ``KILL_SIGNAL``, kills them.
+
+    Args:
+        state: an existing state directory.
+        options: what was asked for; its port is decided.
+        on_ready: called once when requests are answered; must not wait for an answer itself.
+        shows_log: whether the log goes to the standard error, too.
+
+    Raises:
+        MasterError: the directory is another master's, the port is taken, or the settings are wrong.
+    """
+    from dstrial.master.launcher.devices import find_slots
+    from dstrial.master.services import open_services
+    from dstrial.master.settings import MasterSettings
+
+    settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(state.lock())
+        listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))
+        port = int(listener.getsockname()[1])
+        _configure_log(state, settings.log_level, shows_log=shows_log)
+        slots = tuple(find_slots(options.num_slots))
+        changes = Changes()
+        database = Database(state.database_path, changes.publish)
+        stack.callback(database.close)
+        services = open_services(
+            settings=settings,
+            state_dir=state.path,
+            database=database,
+            changes=changes,
+            slots=slots,
+            port=port,
+            has_passwords=options.has_passwords,
+        )
+        stack.callback(services.close)
+        record = MasterRecord(
+            pid=os.getpid(),
+            start_time=str(process_start_time(os.getpid())),
+            port=port,
+            slots=tuple(
+                {"id": slot.id, "kind": slot.kind, "brand": slot.brand, "uuid": slot.uuid} for slot in slots
+            ),
+            cluster_id=services.cluster_id,
+            version=version("dstrial"),
+        )
+        # What start-up made is not looked at again by the garbage collector.
+        gc.freeze()
+        _run(state, services, record, listener, on_ready)
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((HOST, port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise MasterError(
+            f"port {port} of {HOST} is taken by another program ({error.strerror}); expected a free one. Pass another "
+            "with --port."
+        ) from error
+    return listener
+
+
+def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> None:
+    """Write the log to the state directory, where the standard error of a master in the background goes, too."""
+    handlers: list[logging.Handler] = [logging.FileHandler(state.log_path, encoding="utf-8")]
+    if shows_log:
+        handlers.append(logging.StreamHandler())
+    logging.basicConfig(
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+        level=getattr(logging, level.upper(), logging.INFO),
+        handlers=handlers,
+        force=True,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _run(
+    state: StateDirectory,
+    services: Services,
+    record: MasterRecord,
+    listener: socket.socket,
+    on_ready: Callable[[MasterRecord], None],
+) -> None:
+    from dstrial.master.app import create_app
+    from dstrial.master.scheduler import Scheduler
+
+    app = Refusal(create_app(services))
+    scheduler = Scheduler(services)
+
+    def tell() -> None:
+        scheduler.start()
+        state.write_record(record)
+        logger.info("serving at %s with %d slots from %s", record.address, len(record.slots), state.path)
+        on_ready(record)
+
+    server = MasterServer(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(_STREAM_END_S),
+            timeout_keep_alive=30,
+        ),
+        tell,
+    )
+
+    async def main() -> None:
+        ending = Ending(server, app, scheduler)
+        loop = asyncio.get_running_loop()
+        for signal_ in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(signal_, ending.request, signal_.name)
+        loop.add_signal_handler(KILL_SIGNAL, ending.request_now)
+        await server.serve([listener])
+
+    loop = uvloop.new_event_loop()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
+    logger.info("the master has ended")
+
+
+class Ending:
+    """How the master ends: the trials first, while their reports are still taken; then the server.
+
+    Args:
+        server: serves the trials' reports.
+        app: told to refuse submissions.
+        scheduler: stops the trials.
+    """
+
+    def __init__(self, server: MasterServer, app: Refusal, scheduler: Scheduler) -> None:
+        self._server = server
+        self._app = app
+        self._scheduler = scheduler
+        self._is_killing = False
+
+    def request(self, cause: str) -> None:
+        """Stop the trials with a checkpoint; kill them if that has been asked for before."""
+        if self._app.is_stopping:
+            self.request_now()
+            return
+        logger.info("%s: stopping the trials with a checkpoint", cause)
+        self._app.is_stopping = True
+        self._begin(is_graceful=True)
+
+    def request_now(self) -> None:
+        """Kill the trials."""
+        if self._is_killing:
+            return
+        self._is_killing = True
+        logger.info("killing the trials")
+        self._app.is_stopping = True
+        self._begin(is_graceful=False)
+
+    def _begin(self, *, is_graceful: bool) -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            try:
+                self._scheduler.stop(graceful=is_graceful, timeout_s=_STOP_TIMEOUT_S)
+            finally:
+                loop.call_soon_threadsafe(setattr, self._server, "should_exit", True)
+
+        threading.Thread(target=stop, name="dstrial-ending", daemon=True).start()
+
+
+def main(words: list[str]) -> int:
+    """Serve for ``dstrial up``, which reads from a pipe whether that succeeded."""
+    state = StateDirectory(Path(words[0]))
+    ready = int(words[1])
+    os.set_inheritable(ready, False)
+
+    def tell(message: dict[str, Any]) -> None:
+        with os.fdopen(ready, "w", encoding="utf-8") as pipe:
+            json.dump(message, pipe)
+
+    def on_ready(record: MasterRecord) -> None:
+        import dataclasses
+
+        tell({"record": dataclasses.asdict(record)})
+
+    try:
+        serve(state, MasterOptions.from_arguments(words[2:]), on_ready=on_ready)
+    except DstrialError as error:
+        logger.error("%s", error)
+        with contextlib.suppress(OSError):
+            tell({"error": str(error)})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

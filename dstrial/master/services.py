@@ -1,0 +1,161 @@
+"""What request handlers and the scheduler work with, put together once when the master starts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from dstrial.master.attempts import Attempts
+from dstrial.master.changes import Changes
+from dstrial.master.clock import now_us
+from dstrial.master.store import users
+from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.tokens import TokenStore
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from dstrial.master.launcher.devices import Slot
+    from dstrial.master.settings import MasterSettings
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_NUM_READERS = 4
+
+VERSION = "0.38.1"
+"""The release of Determined whose protocol is spoken; its clients warn about any other."""
+
+
+@dataclasses.dataclass(slots=True)
+class Services:
+    """One running master.
+
+    Attributes:
+        settings: of its configuration file.
+        state_dir: absolute path of the state directory.
+        database: the store.
+        changes: who waits for a commit.
+        slots: the devices it offers.
+        cluster_id: the same for the life of the state directory.
+        master_id: another one at every start.
+        agent_id: the one agent's name, that of the machine.
+        address: its URL for processes of this machine, without a trailing slash.
+        start_us: when it started.
+        executor: threads that read the database.
+        attempts: who has tried to log in.
+        tokens: who is asking.
+    """
+
+    settings: MasterSettings
+    state_dir: Path
+    database: Database
+    changes: Changes
+    slots: tuple[Slot, ...]
+    cluster_id: str
+    master_id: str
+    agent_id: str
+    address: str
+    start_us: int = dataclasses.field(default_factory=now_us)
+    executor: ThreadPoolExecutor = dataclasses.field(
+        default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
+    )
+    attempts: Attempts = dataclasses.field(default_factory=Attempts)
+    tokens: TokenStore = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = TokenStore(self.read, self.changes)
+
+    async def read(
+        self, function: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a function of a read-only connection in a thread, inside one snapshot."""
+
+        def run() -> T:
+            with self.database.read() as connection:
+                return function(connection, *args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self.executor, run)
+
+    async def write(self, function: Callable[[Transaction], T]) -> T:
+        """Have the writer run a function in a transaction, and wait for its commit."""
+        return await asyncio.wrap_future(self.database.submit(function))
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run a function that blocks, of the file system for example, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, function)
+
+    def close(self) -> None:
+        """End the threads; the database is closed by whoever opened it."""
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+
+def open_services(
+    *,
+    settings: MasterSettings,
+    state_dir: Path,
+    database: Database,
+    changes: Changes,
+    slots: tuple[Slot, ...],
+    port: int,
+    has_passwords: bool,
+) -> Services:
+    """Make the services of a master, and at its first start its identity and its first users.
+
+    Args:
+        settings: of its configuration file.
+        state_dir: an existing directory; ``credentials.json`` is written there at the first start.
+        database: just opened.
+        changes: those that the database publishes to.
+        slots: the devices it offers.
+        port: on which it listens.
+        has_passwords: whether first users get random passwords, kept in ``credentials.json`` (mode 0600), instead of
+            Determined's blank ones.
+    """
+    with database.read() as connection:
+        is_new = not users.has_users(connection)
+    if is_new:
+        passwords = users.new_passwords(is_blank=not has_passwords)
+        path = state_dir / "credentials.json"
+        if has_passwords:
+            # Before the users, so that no master is left with passwords that nobody knows.
+            _write_secret(path, passwords)
+        else:
+            path.unlink(missing_ok=True)
+        database.write(lambda tx: users.create_first_users(tx, passwords))
+    return Services(
+        settings=settings,
+        state_dir=state_dir,
+        database=database,
+        changes=changes,
+        slots=slots,
+        cluster_id=database.write(_cluster_id),
+        master_id=str(uuid.uuid4()),
+        agent_id=socket.gethostname() or "localhost",
+        address=f"http://127.0.0.1:{port}",
+    )
+
+
+def _cluster_id(tx: Transaction) -> str:
+    tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
+    return str(tx.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()["value"])
+
+
+def _write_secret(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".json.new")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

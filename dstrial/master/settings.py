@@ -1,0 +1,197 @@
+"""The master's settings: those keys of Determined's master configuration that mean something on one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.config.documents import read_yaml
+from dstrial.config.findings import Findings, render
+from dstrial.config.keys import Dialect, Rule, Section, check_keys
+from dstrial.config.submission import MasterDefaults
+
+DEFAULT_PORT = 8080
+DEFAULT_POOL = "default"
+_STRING = Rule(types=("string",))
+
+
+def _section(**keys: Rule) -> Rule:
+    return Rule(types=("mapping",), section=Section(keys))
+
+
+_SETTINGS = Section(
+    {
+        "port": Rule(types=("integer",), minimum=1, maximum=65535),
+        "launch_error": Rule(types=("boolean",), default=True),
+        "log": _section(
+            level=Rule(
+                types=("string",),
+                default="info",
+                enum=("trace", "debug", "info", "warn", "warning", "error", "critical"),
+                ignores_case=True,
+            ),
+            color=Rule(types=("boolean",), default=True),
+        ),
+        "checkpoint_storage": _section(
+            type=Rule(types=("string",), default="shared_fs", enum=("shared_fs", "directory")),
+            host_path=_STRING,
+            storage_path=_STRING,
+            container_path=_STRING,
+            propagation=_STRING,
+            save_experiment_best=Rule(types=("integer",), default=0, minimum=0),
+            save_trial_best=Rule(types=("integer",), default=1, minimum=0),
+            save_trial_latest=Rule(types=("integer",), default=1, minimum=0),
+        ),
+        "resource_manager": _section(
+            type=Rule(types=("string",), default="agent", enum=("agent",)),
+            default_compute_resource_pool=_STRING,
+            default_aux_resource_pool=_STRING,
+        ),
+        "resource_pools": Rule(types=("list",), default=[]),
+        "task_container_defaults": _section(
+            environment_variables=Rule(types=("list",), default=[]),
+            startup_hook=_STRING,
+        ),
+        "retention_policy": _section(
+            log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
+        ),
+    }
+)
+_DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MasterSettings:
+    """A master's settings.
+
+    Attributes:
+        port: to listen on; None if the file does not say.
+        launch_error: whether an experiment that needs more slots than there are is refused rather than queued.
+        log_level: of the master's own log, as Python's logging calls it.
+        log_color: kept and shown, without effect: the log goes to a file.
+        checkpoint_storage: given fields of the default storage; the path is None for the state directory's own.
+        pool_name: name of the one resource pool.
+        environment_variables: ``NAME=value`` for every trial.
+        startup_hook: shell lines that run before every entrypoint; empty for none.
+        log_retention_days: how long logs are kept; None and -1 for ever.
+    """
+
+    port: int | None
+    launch_error: bool
+    log_level: str
+    log_color: bool
+    checkpoint_storage: Mapping[str, Any]
+    pool_name: str
+    environment_variables: tuple[str, ...]
+    startup_hook: str
+    log_retention_days: int | None
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> MasterSettings:
+        """Read a settings file, or take the defaults.
+
+        Raises:
+            ConfigError: with all problems of the file.
+        """
+        label = "master.yaml" if path is None else str(path)
+        given: Any = {}
+        lines: dict[Any, str] = {}
+        if path is not None:
+            document = read_yaml(path, label)
+            given, lines = document.value, document.lines
+        findings = Findings(lines, label)
+        if given is None:
+            given = {}
+        if not isinstance(given, Mapping):
+            findings.problem(
+                (), render(given), "a mapping of settings", "Start with port: 8080, for example."
+            )
+            findings.raise_if_any()
+        raw = check_keys(_SETTINGS, given, _DIALECT, findings)
+        pool = _pool_name(raw, findings)
+        _check(raw, findings)
+        findings.raise_if_any()
+        level = str(raw["log"]["level"]).lower()
+        return cls(
+            port=raw["port"],
+            launch_error=raw["launch_error"],
+            log_level={"warn": "warning", "trace": "debug"}.get(level, level),
+            log_color=raw["log"]["color"],
+            checkpoint_storage={
+                key: value for key, value in raw["checkpoint_storage"].items() if value is not None
+            },
+            pool_name=pool,
+            environment_variables=tuple(raw["task_container_defaults"]["environment_variables"]),
+            startup_hook=raw["task_container_defaults"]["startup_hook"] or "",
+            log_retention_days=raw["retention_policy"]["log_retention_days"],
+        )
+
+    def defaults(self, state_dir: Path) -> MasterDefaults:
+        """Return what this master adds to every experiment."""
+        storage = dict(self.checkpoint_storage)
+        key = "host_path" if storage["type"] == "shared_fs" else "container_path"
+        storage.setdefault(key, str(state_dir / "checkpoints"))
+        return MasterDefaults(storage, self.environment_variables, self.launch_error)
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the settings in the form of Determined's master configuration."""
+        return {
+            "port": self.port or DEFAULT_PORT,
+            "launch_error": self.launch_error,
+            "log": {"level": self.log_level, "color": self.log_color},
+            "checkpoint_storage": dict(self.checkpoint_storage),
+            "resource_manager": {
+                "type": "agent",
+                "default_compute_resource_pool": self.pool_name,
+                "default_aux_resource_pool": self.pool_name,
+            },
+            "resource_pools": [{"pool_name": self.pool_name}],
+            "task_container_defaults": {
+                "environment_variables": list(self.environment_variables),
+                "startup_hook": self.startup_hook,
+            },
+            "retention_policy": {"log_retention_days": self.log_retention_days},
+        }
+
+
+def _pool_name(raw: Mapping[str, Any], findings: Findings) -> str:
+    pools = raw["resource_pools"]
+    if len(pools) > 1:
+        findings.problem(
+            "resource_pools", f"{len(pools)} pools", "one pool", "Keep one; this is one machine."
+        )
+    manager = raw["resource_manager"]
+    name = manager["default_compute_resource_pool"] or manager["default_aux_resource_pool"]
+    for index, pool in enumerate(pools):
+        if not isinstance(pool, Mapping) or not isinstance(pool.get("pool_name"), str):
+            findings.problem(
+                ("resource_pools", index),
+                render(pool),
+                "a mapping with pool_name",
+                "Write {pool_name: default}.",
+            )
+            continue
+        for key in sorted(set(map(str, pool)) - {"pool_name", "description"}):
+            findings.problem(
+                ("resource_pools", index, key), "not a key of a pool here", "pool_name", "Remove it."
+            )
+        name = name or pool["pool_name"]
+    return str(name or DEFAULT_POOL)
+
+
+def _check(raw: Mapping[str, Any], findings: Findings) -> None:
+    for index, entry in enumerate(raw["task_container_defaults"]["environment_variables"]):
+        if not isinstance(entry, str) or not entry.partition("=")[0] or "=" not in entry:
+            findings.problem(
+                ("task_container_defaults", "environment_variables", index),
+                render(entry),
+                "NAME=value",
+                "Write OMP_NUM_THREADS=4, for example.",
+            )
+    host_path = raw["checkpoint_storage"]["host_path"]
+    if host_path is not None and not host_path.startswith("/"):
+        findings.problem(
+            "checkpoint_storage.host_path", render(host_path), "an absolute path", f"Write /{host_path}."
+        )

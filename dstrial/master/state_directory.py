@@ -1,0 +1,191 @@
+"""Where one master keeps its files, and which process, if any, is that master now.
+
+``<state dir>/`` holds::
+
+    master.db         everything the master remembers
+    master.json       the process that serves, or served last (``MasterRecord``)
+    master.lock       held by the process that serves
+    master.log        the master's own log
+    credentials.json  passwords of the users that the first start made, mode 0600
+    allocations/      one directory per allocation
+    checkpoints/      the default checkpoint storage
+
+This module imports only the standard library, so that every command can look without delay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import MasterError
+
+STATE_DIR_VARIABLE = "DSTRIAL_STATE_DIR"
+"""Environment variable that names the state directory where ``--state-dir`` is not given."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MasterRecord:
+    """The content of ``master.json``.
+
+    Attributes:
+        pid: process id of the master.
+        start_time: when that process started, in the kernel's own ticks; tells a reused pid apart.
+        port: the TCP port on which it listens, on 127.0.0.1.
+        slots: one entry per slot: ``id``, ``kind`` (``cpu``, ``cuda``, ``rocm``), ``brand``, ``uuid``.
+        cluster_id: that of ``GET //info``.
+        version: of dstrial.
+    """
+
+    pid: int
+    start_time: str
+    port: int
+    slots: tuple[dict[str, Any], ...]
+    cluster_id: str
+    version: str
+
+    @property
+    def address(self) -> str:
+        """The master's URL, without a trailing slash."""
+        return f"http://localhost:{self.port}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateDirectory:
+    """One master's state directory; a value, holding nothing open.
+
+    Attributes:
+        path: absolute path of the directory.
+    """
+
+    path: Path
+
+    @classmethod
+    def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
+        """Return what the user asked for, else that of ``DSTRIAL_STATE_DIR``, else the user's data directory."""
+        asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
+        if asked:
+            return cls(Path(asked).absolute())
+        import platformdirs
+
+        return cls(Path(platformdirs.user_data_dir("dstrial")))
+
+    @property
+    def database_path(self) -> Path:
+        """The SQLite file."""
+        return self.path / "master.db"
+
+    @property
+    def record_path(self) -> Path:
+        """The ``MasterRecord``, JSON."""
+        return self.path / "master.json"
+
+    @property
+    def lock_path(self) -> Path:
+        """Locked by the process that serves."""
+        return self.path / "master.lock"
+
+    @property
+    def log_path(self) -> Path:
+        """The master's own log."""
+        return self.path / "master.log"
+
+    @property
+    def credentials_path(self) -> Path:
+        """Username -> password of the users that the first start made, JSON."""
+        return self.path / "credentials.json"
+
+    @property
+    def allocations_path(self) -> Path:
+        """Directory with one directory per allocation."""
+        return self.path / "allocations"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """The default checkpoint storage."""
+        return self.path / "checkpoints"
+
+    def make(self) -> None:
+        """Make the directory, for its owner only, and the directories in it.
+
+        Raises:
+            MasterError: it cannot be made, or belongs to another user.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.path.stat().st_uid != os.getuid():
+                raise MasterError(
+                    f"the state directory {self.path} belongs to user id {self.path.stat().st_uid}; expected "
+                    f"{os.getuid()}. Name a directory of your own with --state-dir."
+                )
+            self.path.chmod(0o700)
+            for directory in (self.allocations_path, self.checkpoints_path):
+                directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise MasterError(
+                f"the state directory {self.path} cannot be made ({error.strerror}); expected a directory that can be "
+                "written to. Name another one with --state-dir."
+            ) from error
+
+    def read_record(self) -> MasterRecord | None:
+        """Return the process that serves or served last; None if none ever did, or its record is damaged."""
+        try:
+            fields = json.loads(self.record_path.read_text(encoding="utf-8"))
+            return MasterRecord(**{**fields, "slots": tuple(fields["slots"])})
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
+
+    def write_record(self, record: MasterRecord) -> None:
+        """Store the record, replacing what is there at once."""
+        temporary = self.record_path.with_suffix(".json.new")
+        temporary.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(self.record_path)
+
+    def running(self) -> MasterRecord | None:
+        """Return the record of the master that serves this directory; None if none does."""
+        record = self.read_record()
+        if record is None or process_start_time(record.pid) != record.start_time:
+            return None
+        return record
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Be the master of this directory while the block lasts; the kernel gives the lock back at any death.
+
+        Raises:
+            MasterError: another process is.
+        """
+        with self.lock_path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise MasterError(
+                    f"the state directory {self.path} is in use by process {file.read().strip() or 'unknown'}; expected "
+                    "one that no master serves. Use that master, end it with `dstrial down`, or pass another --state-dir."
+                ) from error
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+
+
+def process_start_time(pid: int) -> str | None:
+    """Return when a process started, in the kernel's ticks since boot; None if it has ended.
+
+    A process that has ended and that its parent has not waited for counts as ended.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:  # noqa: PTH123 - one line, read often
+            stat = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field, the command, is in parentheses and may hold spaces and parentheses itself.
+    fields = stat[stat.rindex(")") + 1 :].split()
+    return None if fields[0] in "ZX" else fields[19]

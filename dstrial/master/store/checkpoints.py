@@ -1,0 +1,177 @@
+"""Checkpoints that trials have reported; their files lie in the experiment's storage."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dstrial.errors import RequestError
+from dstrial.master.store.database import Transaction
+
+SortKey = Literal["UUID", "TRIAL_ID", "BATCH_NUMBER", "END_TIME", "STATE", "SEARCHER_METRIC"]
+
+_SELECT = (
+    "SELECT checkpoints.*, trials.hparams AS trial_hparams, experiments.config AS experiment_config, "
+    "experiments.searcher_metric, experiments.smaller_is_better, "
+    "(SELECT metrics.metrics FROM metrics WHERE metrics.trial_id = checkpoints.trial_id "
+    "AND metrics.group_name = 'validation' AND metrics.steps = checkpoints.steps AND metrics.archived = 0 "
+    "ORDER BY metrics.run_id DESC LIMIT 1) AS validation "
+    "FROM checkpoints JOIN trials ON trials.id = checkpoints.trial_id "
+    "JOIN experiments ON experiments.id = checkpoints.experiment_id"
+)
+
+
+def add_checkpoint(
+    tx: Transaction,
+    *,
+    uuid: str,
+    trial: sqlite3.Row,
+    allocation_id: str | None,
+    storage_id: int | None,
+    state: str,
+    resources: Mapping[str, int],
+    metadata: Mapping[str, Any],
+    report_us: int,
+) -> None:
+    """Store a checkpoint, or what is reported of it again.
+
+    Raises:
+        RequestError: 409 if it is another trial's.
+    """
+    known = tx.execute("SELECT trial_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
+    if known is not None and known["trial_id"] != trial["id"]:
+        raise RequestError(
+            409,
+            f"checkpoint {uuid} belongs to trial {known['trial_id']}; expected a uuid that is not in use.",
+        )
+    tx.execute(
+        "INSERT OR REPLACE INTO checkpoints (uuid, experiment_id, trial_id, task_id, allocation_id, run_id, storage_id, "
+        "state, steps, resources, metadata, size, report_us) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            uuid,
+            trial["experiment_id"],
+            trial["id"],
+            trial["task_id"],
+            allocation_id,
+            trial["run_id"],
+            storage_id,
+            state,
+            int(metadata.get("steps_completed") or 0),
+            json.dumps(resources),
+            json.dumps(metadata),
+            sum(resources.values()),
+            report_us,
+        ),
+    )
+    _count(tx, trial["id"])
+
+
+def _count(tx: Transaction, trial_id: int) -> None:
+    row = tx.execute(
+        "SELECT COUNT(*) AS number, COALESCE(SUM(size), 0) AS size FROM checkpoints "
+        "WHERE trial_id = ? AND state IN ('COMPLETED', 'PARTIALLY_DELETED')",
+        (trial_id,),
+    ).fetchone()
+    tx.execute(
+        "UPDATE trials SET checkpoint_count = ?, checkpoint_size = ? WHERE id = ?",
+        (row["number"], row["size"], trial_id),
+    )
+    update_best(tx, trial_id)
+
+
+def update_best(tx: Transaction, trial_id: int) -> None:
+    """Keep the trial's best checkpoint: the complete one at its best validation, else none."""
+    tx.execute(
+        "UPDATE trials SET best_checkpoint_uuid = (SELECT uuid FROM checkpoints JOIN metrics "
+        "ON metrics.id = trials.best_validation_id WHERE checkpoints.trial_id = trials.id "
+        "AND checkpoints.state = 'COMPLETED' AND checkpoints.steps = metrics.steps "
+        "ORDER BY report_us DESC LIMIT 1) WHERE id = ?",
+        (trial_id,),
+    )
+
+
+def get_checkpoint(connection: sqlite3.Connection, uuid: str) -> sqlite3.Row | None:
+    """Return a checkpoint with its trial's hyperparameters, its experiment's config and its validation."""
+    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE checkpoints.uuid = ?", (uuid,)).fetchone()
+    return row
+
+
+def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> sqlite3.Row:
+    """Return a checkpoint, as :func:`get_checkpoint`.
+
+    Raises:
+        RequestError: 404.
+    """
+    row = get_checkpoint(connection, uuid)
+    if row is None:
+        raise RequestError(
+            404, f"checkpoint {uuid} is not found; expected one of `det experiment list-checkpoints`."
+        )
+    return row
+
+
+def latest_completed(connection: sqlite3.Connection, trial_id: int) -> sqlite3.Row | None:
+    """Return the complete checkpoint of a trial with the most batches, the newest of several."""
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' "
+        "ORDER BY steps DESC, report_us DESC LIMIT 1",
+        (trial_id,),
+    ).fetchone()
+    return row
+
+
+def list_checkpoints(
+    connection: sqlite3.Connection,
+    *,
+    trial_id: int | None = None,
+    experiment_id: int | None = None,
+    states: tuple[str, ...] = (),
+) -> list[sqlite3.Row]:
+    """Return the checkpoints of a trial or an experiment, oldest first."""
+    column, value = ("trial_id", trial_id) if trial_id is not None else ("experiment_id", experiment_id)
+    sql = f"{_SELECT} WHERE checkpoints.{column} = ?"
+    if states:
+        sql += f" AND checkpoints.state IN ({', '.join('?' * len(states))})"
+    return connection.execute(f"{sql} ORDER BY checkpoints.report_us", (value, *states)).fetchall()
+
+
+def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
+    """Store which files of a checkpoint are left: none makes it DELETED, fewer PARTIALLY_DELETED.
+
+    Raises:
+        RequestError: 404.
+    """
+    row = require_checkpoint(tx.connection, uuid)
+    before: dict[str, int] = json.loads(row["resources"])
+    if not [path for path in resources if not path.endswith("/")]:
+        state = "DELETED"
+        resources = {}
+    elif set(before) - set(resources):
+        state = "PARTIALLY_DELETED"
+    else:
+        state = row["state"]
+    tx.execute(
+        "UPDATE checkpoints SET state = ?, resources = ?, size = ? WHERE uuid = ?",
+        (state, json.dumps(dict(resources)), sum(resources.values()), uuid),
+    )
+    _count(tx, row["trial_id"])
+    tx.publish(f"trial:{row['trial_id']}", f"experiment:{row['experiment_id']}")
+
+
+def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
+    """Replace a checkpoint's metadata; its number of batches stays.
+
+    Raises:
+        RequestError: 404.
+    """
+    require_checkpoint(tx.connection, uuid)
+    tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (json.dumps(dict(metadata)), uuid))
+
+
+def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
+    """Return the number of a storage config, the same for the same one."""
+    text = json.dumps(config, sort_keys=True)
+    tx.execute("INSERT OR IGNORE INTO storages (config) VALUES (?)", (text,))
+    return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])

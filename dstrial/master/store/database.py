@@ -1,0 +1,223 @@
+"""The SQLite file: one writer thread that commits in groups, and read-only connections for everybody else.
+
+A write is a function of a :class:`Transaction`. Functions that wait at the same time are committed together,
+each behind a savepoint of its own, so that one that fails takes nothing with it and nothing of the others.
+What a function publishes is told to listeners only after its commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from dstrial.errors import MasterError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+_BUSY_TIMEOUT_S = 30.0
+_MAX_GROUP = 512
+_MAX_GROUP_S = 0.05
+
+
+class Transaction:
+    """One write in progress: statements on the writer's connection, and topics to publish at its commit.
+
+    Attributes:
+        connection: the writer's connection; rows are ``sqlite3.Row``.
+    """
+
+    __slots__ = ("_topics", "connection")
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+        self._topics: set[str] = set()
+
+    def execute(self, sql: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> sqlite3.Cursor:
+        """Run one statement."""
+        return self.connection.execute(sql, parameters)
+
+    def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
+        """Run one statement for many rows."""
+        return self.connection.executemany(sql, rows)
+
+    def publish(self, *topics: str) -> None:
+        """Tell listeners after the commit that something about these topics has changed."""
+        self._topics.update(topics)
+
+
+_Job: TypeAlias = "tuple[Callable[[Transaction], Any], Future[Any]]"
+
+
+class Database:
+    """The master's database.
+
+    Args:
+        path: the file; created with the schema if it does not exist.
+        on_commit: called in the writer thread with the published topics after every commit that has any.
+
+    Raises:
+        MasterError: the file is of another schema version.
+    """
+
+    def __init__(self, path: Path, on_commit: Callable[[set[str]], None] | None = None) -> None:
+        self.path = path
+        self._on_commit = on_commit
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._local = threading.local()
+        self._readers: list[sqlite3.Connection] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._writer_connection = _connect(path)
+        _prepare(self._writer_connection, path)
+        self._thread = threading.Thread(target=self._run, name="dstrial-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[Transaction], T]) -> Future[T]:
+        """Have the writer run ``function`` in a transaction; the future ends after its commit.
+
+        Raises:
+            MasterError: the database is closed.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise MasterError(f"{self.path} is closed; expected it open. Start the master again.")
+            self._jobs.put((function, future))
+        return future
+
+    def write(self, function: Callable[[Transaction], T]) -> T:
+        """Run ``function`` in a transaction of the writer and wait for its commit; not from the writer itself."""
+        return self.submit(function).result()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Give this thread's read-only connection, inside one snapshot. Do not nest."""
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = _connect(self.path)
+            connection.execute("PRAGMA query_only = 1")
+            self._local.connection = connection
+            with self._lock:
+                self._readers.append(connection)
+        connection.execute("BEGIN")
+        try:
+            yield connection
+        finally:
+            connection.execute("COMMIT")
+
+    def close(self) -> None:
+        """Finish what was submitted, checkpoint the log into the file, and close."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._jobs.put(None)
+        self._thread.join()
+        with self._lock:
+            for connection in self._readers:
+                connection.close()
+            self._readers.clear()
+
+    def _run(self) -> None:
+        connection = self._writer_connection
+        is_open = True
+        while is_open:
+            job = self._jobs.get()
+            group: list[_Job] = []
+            started_s = time.monotonic()
+            while job is not None:
+                group.append(job)
+                if len(group) == _MAX_GROUP or time.monotonic() - started_s > _MAX_GROUP_S:
+                    break
+                try:
+                    job = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+            is_open = job is not None
+            if group:
+                self._commit(connection, group)
+        connection.close()
+
+    def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
+        done: list[tuple[Future[Any], Any]] = []
+        topics: set[str] = set()
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for function, future in group:
+                if future.set_running_or_notify_cancel():
+                    _perform(connection, function, future, done, topics)
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            logger.exception("%s could not be written; what was to be written together is lost", self.path)
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            for _, future in group:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        if topics and self._on_commit is not None:
+            self._on_commit(topics)
+        for future, result in done:
+            future.set_result(result)
+
+
+def _perform(
+    connection: sqlite3.Connection,
+    function: Callable[[Transaction], Any],
+    future: Future[Any],
+    done: list[tuple[Future[Any], Any]],
+    topics: set[str],
+) -> None:
+    """Run one function behind a savepoint.
+
+    Raises:
+        sqlite3.Error: SQLite has rolled the whole transaction back (a full disk, an input or output error).
+    """
+    transaction = Transaction(connection)
+    connection.execute("SAVEPOINT job")
+    try:
+        result = function(transaction)
+    except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
+        future.set_exception(error)
+        connection.execute("ROLLBACK TO job")
+        connection.execute("RELEASE job")
+        return
+    connection.execute("RELEASE job")
+    topics |= transaction._topics
+    done.append((future, result))
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=512
+    )
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA foreign_keys = 1")
+    connection.execute("PRAGMA cache_size = -16384")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0:
+        schema = resources.files("dstrial.master.store").joinpath("schema.sql").read_text(encoding="utf-8")
+        connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+    elif version != SCHEMA_VERSION:
+        raise MasterError(
+            f"{path} is of schema version {version}; expected {SCHEMA_VERSION}. "
+            "Start the release of dstrial that wrote it, or pass another --state-dir."
+        )

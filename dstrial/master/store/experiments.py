@@ -1,0 +1,90 @@
+"""Rows of experiments."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import uuid
+
+from dstrial.config.submission import Submission
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+
+
+def get(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row | None:
+    """Return an experiment's row, None if it does not exist."""
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT * FROM experiments WHERE id = ?", (experiment_id,)
+    ).fetchone()
+    return row
+
+
+def require(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row:
+    """Return an experiment's row.
+
+    Raises:
+        RequestError: 404.
+    """
+    row = get(connection, experiment_id)
+    if row is None:
+        raise RequestError(
+            404, f"experiment {experiment_id} is not found; expected one of `det experiment list --all`."
+        )
+    return row
+
+
+def insert(
+    tx: Transaction, *, submission: Submission, owner_id: int, state: str, parent_id: int | None
+) -> int:
+    """Store a new experiment and return its id."""
+    config = submission.config
+    searcher, resources = config["searcher"], config["resources"]
+    now = now_us()
+    cursor = tx.execute(
+        "INSERT INTO experiments (job_id, state, config, original_config, name, description, labels, owner_id, "
+        "parent_id, searcher_type, searcher_metric, smaller_is_better, priority, weight, max_slots, slots_per_trial, "
+        "queue_position, start_us, log_retention_days, interpreter) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            str(uuid.uuid4()),
+            state,
+            json.dumps(config),
+            submission.original,
+            config["name"],
+            config.get("description") or "",
+            json.dumps(sorted(config.get("labels") or [])),
+            owner_id,
+            parent_id,
+            searcher["name"],
+            searcher["metric"],
+            searcher["smaller_is_better"],
+            resources.get("priority") or 42,
+            resources.get("weight") or 1,
+            resources.get("max_slots"),
+            resources["slots_per_trial"],
+            float(now),
+            now,
+            (config.get("retention_policy") or {}).get("log_retention_days"),
+            submission.interpreter,
+        ),
+    )
+    return int(cursor.lastrowid or 0)
+
+
+def replace_config(tx: Transaction, experiment_id: int, submission: Submission) -> None:
+    """Give an experiment another config; its searcher stays of the same type."""
+    config = submission.config
+    tx.execute(
+        "UPDATE experiments SET config = ?, original_config = ?, searcher_metric = ?, smaller_is_better = ?, "
+        "slots_per_trial = ?, interpreter = ? WHERE id = ?",
+        (
+            json.dumps(config),
+            submission.original,
+            config["searcher"]["metric"],
+            config["searcher"]["smaller_is_better"],
+            config["resources"]["slots_per_trial"],
+            submission.interpreter,
+            experiment_id,
+        ),
+    )

@@ -1,0 +1,218 @@
+"""Lists of experiments and trials: filters, orders and pages, from their own rows alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Sequence
+
+_EXPERIMENT_ORDER = {
+    "SORT_BY_ID": "e.id",
+    "SORT_BY_DESCRIPTION": "e.description",
+    "SORT_BY_START_TIME": "e.start_us",
+    "SORT_BY_END_TIME": "e.end_us",
+    "SORT_BY_STATE": "e.state",
+    "SORT_BY_NUM_TRIALS": "num_trials",
+    "SORT_BY_PROGRESS": "e.progress",
+    "SORT_BY_USER": "u.username",
+    "SORT_BY_NAME": "e.name",
+    "SORT_BY_FORKED_FROM": "e.parent_id",
+    "SORT_BY_CHECKPOINT_SIZE": "checkpoint_size",
+    "SORT_BY_CHECKPOINT_COUNT": "checkpoint_count",
+    "SORT_BY_SEARCHER_METRIC_VAL": "e.best_metric",
+}
+_TRIAL_ORDER = {
+    "SORT_BY_ID": "t.id",
+    "SORT_BY_START_TIME": "t.start_us",
+    "SORT_BY_END_TIME": "t.end_us",
+    "SORT_BY_STATE": "t.state",
+    "SORT_BY_BEST_VALIDATION_METRIC": "t.searcher_metric_value",
+    "SORT_BY_LATEST_VALIDATION_METRIC": "t.latest_validation_id",
+    "SORT_BY_BATCHES_PROCESSED": "t.total_batches",
+    "SORT_BY_DURATION": "COALESCE(t.end_us, 9e18) - t.start_us",
+    "SORT_BY_RESTARTS": "t.restarts",
+    "SORT_BY_CHECKPOINT_SIZE": "t.checkpoint_size",
+    "SORT_BY_LOG_RETENTION_DAYS": "t.log_retention_days",
+}
+_EXPERIMENT_SELECT = """
+SELECT e.*, u.username, u.display_name,
+    (SELECT COUNT(*) FROM trials t WHERE t.experiment_id = e.id) AS num_trials,
+    (SELECT COALESCE(SUM(t.checkpoint_count), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_count,
+    (SELECT COALESCE(SUM(t.checkpoint_size), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_size,
+    (SELECT MAX(CASE WHEN a.state = 'RUNNING' AND a.is_ready THEN 2 ELSE 1 END) FROM allocations a
+        JOIN trials t ON t.id = a.trial_id
+        WHERE a.state IN ('ASSIGNED', 'RUNNING') AND t.experiment_id = e.id) AS advance
+FROM experiments e JOIN users u ON u.id = e.owner_id
+"""
+_TRIAL_SELECT = """
+SELECT t.*, e.config AS experiment_config, e.searcher_metric,
+    b.steps AS best_steps, b.end_us AS best_us, b.metrics AS best_metrics,
+    l.steps AS latest_steps, l.end_us AS latest_us, l.metrics AS latest_metrics,
+    c.steps AS checkpoint_steps, c.report_us AS checkpoint_us, c.state AS checkpoint_state,
+    c.resources AS checkpoint_resources, c.metadata AS checkpoint_metadata,
+    (SELECT MAX(CASE WHEN a.state = 'RUNNING' AND a.is_ready THEN 2 ELSE 1 END) FROM allocations a
+        WHERE a.trial_id = t.id AND a.state != 'TERMINATED') AS advance,
+    (SELECT COALESCE(SUM(COALESCE(a.end_us, :now) - a.start_us), 0) FROM allocations a WHERE a.trial_id = t.id)
+        AS run_us,
+    (SELECT json_group_array(k.id) FROM tasks k WHERE k.trial_id = t.id) AS task_ids
+FROM trials t JOIN experiments e ON e.id = t.experiment_id
+LEFT JOIN metrics b ON b.id = t.best_validation_id
+LEFT JOIN metrics l ON l.id = t.latest_validation_id
+LEFT JOIN checkpoints c ON c.uuid = t.best_checkpoint_uuid
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExperimentFilter:
+    """Which experiments are wanted; what is None or empty does not restrict.
+
+    Attributes:
+        archived: only archived ones, or only others.
+        name: a part of the name, whatever the case.
+        description: a part of the description.
+        users: names of their owners.
+        user_ids: ids of their owners.
+        states: as stored, without the prefix.
+        labels: every one of these.
+        ids: only these.
+        not_ids: none of these.
+        above: only with a greater id.
+        below: only with a smaller id.
+    """
+
+    archived: bool | None = None
+    name: str | None = None
+    description: str | None = None
+    users: Sequence[str] = ()
+    user_ids: Sequence[int] = ()
+    states: Sequence[str] = ()
+    labels: Sequence[str] = ()
+    ids: Sequence[int] = ()
+    not_ids: Sequence[int] = ()
+    above: int | None = None
+    below: int | None = None
+
+
+def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
+    conditions = ["1 = 1"]
+    values: list[object] = []
+
+    def need(sql: str, *given: object) -> None:
+        conditions.append(sql)
+        values.extend(given)
+
+    if wanted.archived is not None:
+        need("e.archived = ?", wanted.archived)
+    for column, part in (("e.name", wanted.name), ("e.description", wanted.description)):
+        if part:
+            need(f"instr(lower({column}), lower(?)) > 0", part)
+    for column, chosen in (
+        ("u.username", wanted.users),
+        ("e.owner_id", wanted.user_ids),
+        ("e.id", wanted.ids),
+        ("e.state", wanted.states),
+    ):
+        if chosen:
+            need(f"{column} IN ({', '.join('?' * len(chosen))})", *chosen)
+    if wanted.not_ids:
+        need(f"e.id NOT IN ({', '.join('?' * len(wanted.not_ids))})", *wanted.not_ids)
+    if wanted.above is not None:
+        need("e.id > ?", wanted.above)
+    if wanted.below is not None:
+        need("e.id < ?", wanted.below)
+    for label in wanted.labels:
+        need("EXISTS (SELECT 1 FROM json_each(e.labels) WHERE value = ?)", label)
+    return " AND ".join(conditions), values
+
+
+def count_experiments(connection: sqlite3.Connection, wanted: ExperimentFilter) -> int:
+    """Return how many experiments there are."""
+    where, values = _where(wanted)
+    sql = f"SELECT COUNT(*) FROM experiments e JOIN users u ON u.id = e.owner_id WHERE {where}"  # noqa: S608 - constants
+    return int(connection.execute(sql, values).fetchone()[0])
+
+
+def list_experiments(
+    connection: sqlite3.Connection,
+    wanted: ExperimentFilter,
+    *,
+    sort_by: str | None = None,
+    is_descending: bool = False,
+    offset: int = 0,
+    limit: int = -1,
+) -> list[sqlite3.Row]:
+    """Return experiments with their owner, number of trials, checkpoints, and how far their allocations are.
+
+    Args:
+        connection: to read from.
+        wanted: which.
+        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise. What has no value comes last.
+        is_descending: the other way round.
+        offset: rows to skip.
+        limit: rows at most; -1 for all.
+    """
+    where, values = _where(wanted)
+    column = _EXPERIMENT_ORDER.get(sort_by or "", "e.id")
+    order = "DESC" if is_descending else "ASC"
+    sql = f"{_EXPERIMENT_SELECT} WHERE {where} ORDER BY {column} IS NULL, {column} {order}, e.id {order} LIMIT ? OFFSET ?"
+    return connection.execute(sql, (*values, limit, offset)).fetchall()
+
+
+def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row | None:
+    """Return one experiment as :func:`list_experiments` does, None if it does not exist."""
+    rows = list_experiments(connection, ExperimentFilter(ids=[experiment_id]))
+    return rows[0] if rows else None
+
+
+def count_trials(connection: sqlite3.Connection, experiment_id: int, states: Sequence[str]) -> int:
+    """Return how many trials an experiment has."""
+    sql = "SELECT COUNT(*) FROM trials t WHERE t.experiment_id = ?"
+    if states:
+        sql += f" AND t.state IN ({', '.join('?' * len(states))})"
+    return int(connection.execute(sql, (experiment_id, *states)).fetchone()[0])
+
+
+def list_trials(
+    connection: sqlite3.Connection,
+    *,
+    now_us: int,
+    experiment_id: int | None = None,
+    trial_id: int | None = None,
+    states: Sequence[str] = (),
+    sort_by: str | None = None,
+    is_descending: bool = False,
+    offset: int = 0,
+    limit: int = -1,
+) -> list[sqlite3.Row]:
+    """Return the trials of an experiment, or one trial, with best and latest validation and best checkpoint.
+
+    Args:
+        connection: to read from.
+        now_us: the time up to which what runs has run.
+        experiment_id: of this experiment.
+        trial_id: or only this one.
+        states: as stored, without the prefix.
+        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise. What has no value comes last.
+        is_descending: the other way round.
+        offset: rows to skip.
+        limit: rows at most; -1 for all.
+    """
+    names = {f"s{i}": state for i, state in enumerate(states)}
+    condition = "t.id = :trial_id" if trial_id is not None else "t.experiment_id = :experiment_id"
+    if names:
+        condition += f" AND t.state IN ({', '.join(f':{name}' for name in names)})"
+    column = _TRIAL_ORDER.get(sort_by or "", "t.id")
+    order = "DESC" if is_descending else "ASC"
+    sql = (
+        f"{_TRIAL_SELECT} WHERE {condition} ORDER BY {column} IS NULL, {column} {order}, t.id {order} "
+        "LIMIT :limit OFFSET :offset"
+    )
+    values = {
+        "now": now_us,
+        "trial_id": trial_id,
+        "experiment_id": experiment_id,
+        "limit": limit,
+        "offset": offset,
+        **names,
+    }
+    return connection.execute(sql, values).fetchall()

@@ -1,0 +1,221 @@
+"""Lines of logs: of trials' processes, and the master's own words about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Sequence
+
+from dstrial.master.clock import format_us, now_us
+from dstrial.master.store.database import Transaction
+
+LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line that a process printed.
+
+    Attributes:
+        time_us: when it was read.
+        stdtype: "stdout" or "stderr"; None for neither.
+        level: as its text says; None if it says none.
+        rank: as its tag says; None without one.
+        text: without tag and level, with its newline.
+    """
+
+    time_us: int
+    stdtype: str | None
+    level: str | None
+    rank: int | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogFilter:
+    """Which lines of a task or trial are wanted.
+
+    Attributes:
+        trial_id: of this trial.
+        task_id: of this task, where there is no trial.
+        after_id: only lines behind this one.
+        limit: at most this many; None for all.
+        is_descending: newest first.
+        allocation_ids: of these only, if any is given; and so on.
+        agent_ids: names of agents; there is one.
+        agent_id: the name of that one.
+        container_ids: container ids.
+        rank_ids: ranks; -1 for lines without one.
+        sources: "task", "master".
+        stdtypes: "stdout", "stderr".
+        levels: names of levels; lines without one count as INFO.
+        before_us: only lines before this time.
+        after_us: only lines after this time.
+        search_text: only lines that contain this.
+    """
+
+    trial_id: int | None = None
+    task_id: str | None = None
+    after_id: int | None = None
+    limit: int | None = None
+    is_descending: bool = False
+    allocation_ids: tuple[str, ...] = ()
+    agent_ids: tuple[str, ...] = ()
+    agent_id: str = ""
+    container_ids: tuple[str, ...] = ()
+    rank_ids: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    stdtypes: tuple[str, ...] = ()
+    levels: tuple[str, ...] = ()
+    before_us: int | None = None
+    after_us: int | None = None
+    search_text: str = ""
+
+
+def add_task_logs(
+    tx: Transaction, task_id: str, trial_id: int | None, allocation_id: str | None, lines: Sequence[LogLine]
+) -> None:
+    """Store lines of a task's processes, in order."""
+    if not lines:
+        return
+    tx.executemany(
+        "INSERT INTO logs (task_id, trial_id, allocation_id, time_us, level, rank, source, stdtype, log) "
+        "VALUES (?, ?, ?, ?, ?, ?, 'task', ?, ?)",
+        [
+            (task_id, trial_id, allocation_id, line.time_us, line.level, line.rank, line.stdtype, line.text)
+            for line in lines
+        ],
+    )
+    _publish(tx, task_id, trial_id)
+
+
+def add_master_line(
+    tx: Transaction,
+    task_id: str,
+    trial_id: int | None,
+    text: str,
+    *,
+    level: str = "INFO",
+    allocation_id: str | None = None,
+) -> None:
+    """Store a line of the master's own.
+
+    Args:
+        tx: the write.
+        task_id: the task it is about.
+        trial_id: its trial.
+        text: one line, without a newline.
+        level: one of ``LEVELS``.
+        allocation_id: the allocation it is about, if any.
+    """
+    tx.execute(
+        "INSERT INTO logs (task_id, trial_id, allocation_id, time_us, level, source, log) "
+        "VALUES (?, ?, ?, ?, ?, 'master', ?)",
+        (task_id, trial_id, allocation_id, now_us(), level, f"{text}\n"),
+    )
+    _publish(tx, task_id, trial_id)
+
+
+def _publish(tx: Transaction, task_id: str, trial_id: int | None) -> None:
+    tx.publish(f"logs:{task_id}")
+    if trial_id is not None:
+        tx.publish(f"logs:trial:{trial_id}")
+
+
+_SELECT = (
+    "SELECT logs.*, allocations.resources_id AS container_id FROM logs "
+    "LEFT JOIN allocations ON allocations.id = logs.allocation_id"
+)
+
+
+def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[sqlite3.Row]:
+    """Return the lines that a filter wants, with the ``container_id`` of their allocation, in the order asked for."""
+    conditions, values = _conditions(wanted)
+    if conditions is None:
+        return []
+    order = "DESC" if wanted.is_descending else "ASC"
+    limit = "" if wanted.limit is None else f" LIMIT {int(wanted.limit)}"
+    sql = f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY logs.id {order}{limit}"
+    return connection.execute(sql, values).fetchall()
+
+
+def _conditions(wanted: LogFilter) -> tuple[list[str] | None, list[object]]:
+    """Return SQL conditions and their values; None for conditions that nothing can meet."""
+    conditions: list[str] = []
+    values: list[object] = []
+
+    def need(sql: str, *given: object) -> None:
+        conditions.append(sql)
+        values.extend(given)
+
+    if wanted.trial_id is not None:
+        need("logs.trial_id = ?", wanted.trial_id)
+    else:
+        need("logs.task_id = ?", wanted.task_id)
+    if wanted.agent_ids and wanted.agent_id not in wanted.agent_ids:
+        return None, []
+    if wanted.agent_ids:
+        need("logs.allocation_id IS NOT NULL")
+    for column, chosen in (
+        ("logs.allocation_id", wanted.allocation_ids),
+        ("allocations.resources_id", wanted.container_ids),
+        ("logs.source", wanted.sources),
+        ("logs.stdtype", wanted.stdtypes),
+    ):
+        if chosen:
+            need(f"{column} IN ({_marks(len(chosen))})", *chosen)
+    if wanted.levels:
+        none = " OR logs.level IS NULL" if "INFO" in wanted.levels else ""
+        need(f"(logs.level IN ({_marks(len(wanted.levels))}){none})", *wanted.levels)
+    if wanted.rank_ids:
+        none = " OR logs.rank IS NULL" if -1 in wanted.rank_ids else ""
+        need(f"(logs.rank IN ({_marks(len(wanted.rank_ids))}){none})", *wanted.rank_ids)
+    if wanted.before_us is not None:
+        need("logs.time_us < ?", wanted.before_us)
+    if wanted.after_us is not None:
+        need("logs.time_us > ?", wanted.after_us)
+    if wanted.after_id is not None:
+        need("logs.id > ?", wanted.after_id)
+    if wanted.search_text:
+        need("instr(logs.log, ?) > 0", wanted.search_text)
+    return conditions, values
+
+
+def _marks(count: int) -> str:
+    return ", ".join("?" * count)
+
+
+def fields(
+    connection: sqlite3.Connection, *, trial_id: int | None, task_id: str | None
+) -> dict[str, list[object]]:
+    """Return the values that occur, each of which works as a filter."""
+    column, value = ("trial_id", trial_id) if trial_id is not None else ("task_id", task_id)
+
+    def distinct(expression: str) -> list[object]:
+        rows = connection.execute(
+            f"SELECT DISTINCT {expression} AS value FROM logs "  # noqa: S608 - constants
+            f"LEFT JOIN allocations ON allocations.id = logs.allocation_id WHERE logs.{column} = ? ORDER BY 1",
+            (value,),
+        )
+        return [row["value"] for row in rows]
+
+    return {
+        "allocationIds": [item for item in distinct("logs.allocation_id") if item is not None],
+        "containerIds": [item for item in distinct("allocations.resources_id") if item is not None],
+        "rankIds": [-1 if item is None else item for item in distinct("logs.rank")],
+        "sources": distinct("logs.source"),
+        "stdtypes": [item for item in distinct("logs.stdtype") if item is not None],
+    }
+
+
+def format_message(row: sqlite3.Row) -> str:
+    """Return a line as Determined's master shows it.
+
+    ``[2026-11-21T02:00:00.000000Z] 1a2b3c4d [rank=0] || INFO: text``, with its newline.
+    Source: Determined 0.38.1, format of task logs.
+    """
+    container = f"{(row['container_id'] or '')[:8]:8} " if row["container_id"] else ""
+    rank = "" if row["rank"] is None else f"[rank={row['rank']}] "
+    level = "" if row["level"] is None else f"{row['level']}: "
+    text = row["log"] if row["log"].endswith("\n") else f"{row['log']}\n"
+    return f"[{format_us(row['time_us'])}] {container}{rank}|| {level}{text}"

@@ -1,0 +1,198 @@
+"""Tokens: rows that hold their SHA-256, and a store in memory that never outlives a commit that ends one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import secrets
+import sqlite3
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from dstrial.master.changes import Changes
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+
+TOPIC = "tokens"
+"""Published by every write that ends a token or changes a user."""
+
+_LIFETIME_US = 90 * 24 * 3600 * 1_000_000
+_MAX_CACHED = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class User:
+    """A user, as handlers see one.
+
+    Attributes:
+        id: its number.
+        username: unique, whatever the case of its letters.
+        display_name: may be empty.
+        admin: whether it is an administrator.
+        active: whether it may log in.
+        modified_us: when it was changed last.
+        last_auth_us: when it logged in last.
+    """
+
+    id: int
+    username: str
+    display_name: str
+    admin: bool
+    active: bool
+    modified_us: int
+    last_auth_us: int | None
+
+    @classmethod
+    def from_row(cls, row: sqlite3.Row) -> User:
+        """Read a row with the columns of ``users``."""
+        return cls(
+            row["id"],
+            row["username"],
+            row["display_name"],
+            bool(row["admin"]),
+            bool(row["active"]),
+            row["modified_us"],
+            row["last_auth_us"],
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocationIdentity:
+    """What an allocation's token opens.
+
+    Attributes:
+        id: the allocation.
+        task_id: its task.
+        trial_id: its trial.
+        experiment_id: its trial's experiment.
+        run_id: its number among the trial's allocations.
+    """
+
+    id: str
+    task_id: str
+    trial_id: int
+    experiment_id: int
+    run_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose token it is.
+
+    Attributes:
+        token_hash: SHA-256 of the token, hexadecimal.
+        user: the user; for an allocation the one who submitted its experiment.
+        allocation: set for the token of an allocation itself, None for one of a user.
+        expires_us: when it ends by itself.
+    """
+
+    token_hash: str
+    user: User
+    allocation: AllocationIdentity | None
+    expires_us: int | None
+
+
+def create_token(tx: Transaction, user_id: int) -> str:
+    """Give a user who has logged in a token, and forget what has expired."""
+    now = now_us()
+    tx.execute("DELETE FROM tokens WHERE expires_us < ?", (now,))
+    tx.execute("UPDATE users SET last_auth_us = ? WHERE id = ?", (now, user_id))
+    return _insert(tx, "user", user_id, None, now + _LIFETIME_US)
+
+
+def create_allocation_tokens(tx: Transaction, allocation_id: str, user_id: int) -> tuple[str, str]:
+    """Return the tokens of a new allocation: ``DET_SESSION_TOKEN``, ``DET_USER_TOKEN``."""
+    return (
+        _insert(tx, "allocation", user_id, allocation_id, None),
+        _insert(tx, "user", user_id, allocation_id, None),
+    )
+
+
+def end_allocation_tokens(tx: Transaction, allocation_id: str) -> None:
+    """End both tokens of an allocation."""
+    tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
+    tx.publish(TOPIC)
+
+
+def end_token(tx: Transaction, token_hash: str) -> None:
+    """End one token."""
+    tx.execute("DELETE FROM tokens WHERE token_hash = ?", (token_hash,))
+    tx.publish(TOPIC)
+
+
+def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
+    """End a user's tokens, those inside running trials among them; the trials' own stay valid."""
+    tx.execute(
+        "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
+        (user_id, except_hash),
+    )
+    tx.publish(TOPIC)
+
+
+def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
+    """Look a token up; None if it does not exist or its allocation has ended."""
+    row = connection.execute(
+        "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
+        "a.experiment_id, a.run_id, u.* FROM tokens t JOIN users u ON u.id = t.user_id "
+        "LEFT JOIN allocations a ON a.id = t.allocation_id WHERE t.token_hash = ?",
+        (token_hash,),
+    ).fetchone()
+    if row is None:
+        return None
+    if row["allocation_id"] is not None and (row["a_id"] is None or row["a_state"] == "TERMINATED"):
+        return None
+    allocation = None
+    if row["kind"] == "allocation":
+        allocation = AllocationIdentity(
+            row["a_id"], row["task_id"], row["trial_id"], row["experiment_id"], row["run_id"]
+        )
+    return Identity(token_hash, User.from_row(row), allocation, row["expires_us"])
+
+
+def hash_token(token: str) -> str:
+    """Return what is stored of a token."""
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _insert(
+    tx: Transaction, kind: str, user_id: int, allocation_id: str | None, expires_us: int | None
+) -> str:
+    token = secrets.token_urlsafe(32)
+    tx.execute(
+        "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us, expires_us) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (hash_token(token), kind, user_id, allocation_id, now_us(), expires_us),
+    )
+    return token
+
+
+class TokenStore:
+    """Finds identities, from memory as long as no commit has ended a token or changed a user since.
+
+    Args:
+        read: runs a function of a connection in a reader's thread.
+        changes: tells of commits.
+    """
+
+    def __init__(self, read: Callable[..., Awaitable[Any]], changes: Changes) -> None:
+        self._read = read
+        self._changes = changes
+        self._version = -1
+        self._identities: dict[str, Identity] = {}
+
+    async def find(self, token: str) -> Identity | None:
+        """Return whose token it is; None for one that is not valid (any more)."""
+        token_hash = hash_token(token)
+        version = self._changes.version(TOPIC)
+        if version != self._version or len(self._identities) > _MAX_CACHED:
+            self._identities.clear()
+            self._version = version
+        identity = self._identities.get(token_hash)
+        if identity is None:
+            identity = await self._read(find_identity, token_hash)
+            # Not kept if something was committed while it was looked up.
+            if identity is not None and version == self._version == self._changes.version(TOPIC):
+                self._identities[token_hash] = identity
+        if identity is None or (identity.expires_us is not None and identity.expires_us < now_us()):
+            return None
+        return identity

@@ -1,0 +1,107 @@
+"""Rows of trials, each with the task that clients know it by."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.store import checkpoints
+from dstrial.master.store.database import Transaction
+from dstrial.search import Create
+
+_TERMINAL = "('COMPLETED', 'CANCELED', 'ERROR')"
+
+
+def get(connection: sqlite3.Connection, trial_id: int) -> sqlite3.Row | None:
+    """Return a trial's row, None if it does not exist."""
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
+    return row
+
+
+def require(connection: sqlite3.Connection, trial_id: int) -> sqlite3.Row:
+    """Return a trial's row.
+
+    Raises:
+        RequestError: 404.
+    """
+    row = get(connection, trial_id)
+    if row is None:
+        raise RequestError(
+            404, f"trial {trial_id} is not found; expected one of `det experiment list-trials`."
+        )
+    return row
+
+
+def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> sqlite3.Row | None:
+    """Return the trial that the searcher knows by this id."""
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?", (experiment_id, request_id)
+    ).fetchone()
+    return row
+
+
+def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[sqlite3.Row]:
+    """Return all trials of an experiment, oldest first."""
+    return connection.execute(
+        "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)
+    ).fetchall()
+
+
+def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
+    """Return the ids of an experiment's trials that have not ended, oldest first."""
+    rows = connection.execute(
+        f"SELECT id FROM trials WHERE experiment_id = ? AND state NOT IN {_TERMINAL} ORDER BY id",  # noqa: S608 - a constant
+        (experiment_id,),
+    )
+    return [int(row["id"]) for row in rows]
+
+
+def insert(tx: Transaction, experiment: sqlite3.Row, action: Create, now: int) -> int:
+    """Store the trial that a searcher asks for, with its task, and return its id."""
+    searcher = json.loads(experiment["config"])["searcher"]
+    task_id = f"{experiment['id']}.{action.request_id}"
+    warm_start = searcher.get("source_checkpoint_uuid")
+    if searcher.get("source_trial_id") is not None:
+        source = checkpoints.latest_completed(tx.connection, int(searcher["source_trial_id"]))
+        warm_start = None if source is None else source["uuid"]
+    cursor = tx.execute(
+        "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, warm_start_uuid) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            experiment["id"],
+            action.request_id,
+            "PAUSED" if experiment["state"] == "PAUSED" else "ACTIVE",
+            json.dumps(action.hparams),
+            action.trial_seed,
+            task_id,
+            now,
+            warm_start,
+        ),
+    )
+    trial_id = int(cursor.lastrowid or 0)
+    _insert_task(tx, task_id, experiment["id"], trial_id, now)
+    tx.publish(f"trial:{trial_id}")
+    return trial_id
+
+
+def reopen(tx: Transaction, trial: sqlite3.Row) -> None:
+    """Let a trial that has ended run again, as another task that resumes from its checkpoint."""
+    now = now_us()
+    number = tx.execute("SELECT COUNT(*) FROM tasks WHERE trial_id = ?", (trial["id"],)).fetchone()[0]
+    task_id = f"{trial['experiment_id']}.{trial['request_id']}-{number}"
+    tx.execute(
+        "UPDATE trials SET state = 'ACTIVE', end_us = NULL, restarts = 0, progress = 0, is_closed = 0, task_id = ?, "
+        "is_stopped_by_searcher = 0, retry_cancelled = 0, last_failure = NULL, early_exit = NULL WHERE id = ?",
+        (task_id, trial["id"]),
+    )
+    _insert_task(tx, task_id, trial["experiment_id"], trial["id"], now)
+    tx.publish(f"trial:{trial['id']}")
+
+
+def _insert_task(tx: Transaction, task_id: str, experiment_id: int, trial_id: int, now: int) -> None:
+    tx.execute(
+        "INSERT INTO tasks (id, type, experiment_id, trial_id, start_us) VALUES (?, 'TRIAL', ?, ?, ?)",
+        (task_id, experiment_id, trial_id, now),
+    )

@@ -1,0 +1,182 @@
+"""Users and their passwords.
+
+A client sends the SHA-512 of a fixed salt and the password; what is stored is a salted scrypt of that, so that
+reading the database lets nobody log in. A blank password is stored blank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import sqlite3
+from collections.abc import Mapping
+
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.tokens import TOPIC, User
+
+_CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
+"""What Determined's clients put before a password (Determined 0.38.1 ``determined.common.api.salt_and_hash``)."""
+
+_COST = 2**12
+"""scrypt's cost; about 10 ms, as every ``det`` command without a stored token logs in."""
+
+_MAX_NAME = 256
+
+FIRST_USERS = {"determined": False, "admin": True}
+"""Users of a fresh master -> whether each is an administrator."""
+
+
+def new_passwords(*, is_blank: bool) -> dict[str, str]:
+    """Return passwords for the first users: random ones, or Determined's blank ones."""
+    return {name: "" if is_blank else secrets.token_urlsafe(18) for name in FIRST_USERS}
+
+
+def has_users(connection: sqlite3.Connection) -> bool:
+    """Whether the first users have been made."""
+    return connection.execute("SELECT 1 FROM users").fetchone() is not None
+
+
+def create_first_users(tx: Transaction, passwords: Mapping[str, str]) -> None:
+    """Make the users of a fresh master; ids 1 and 2, the administrator first, as Determined has them."""
+    for name in sorted(FIRST_USERS):
+        create_user(tx, username=name, admin=FIRST_USERS[name], password=client_hash(passwords[name]))
+
+
+def client_hash(password: str) -> str:
+    """Return what a client sends for a password; blank stays blank."""
+    return hashlib.sha512((_CLIENT_SALT + password).encode()).hexdigest() if password else ""
+
+
+def stored_hash(hashed: str) -> str:
+    """Return what is stored for a client's hash."""
+    if not hashed:
+        return ""
+    salt = secrets.token_bytes(16)
+    return f"scrypt${_COST}${salt.hex()}${_scrypt(hashed, salt, _COST).hex()}"
+
+
+def is_password(stored: str, hashed: str) -> bool:
+    """Whether a client's hash is that of the stored one; takes as long either way, blank ones excepted."""
+    if not stored or not hashed:
+        return stored == hashed
+    _, cost, salt, expected = stored.split("$")
+    return hmac.compare_digest(_scrypt(hashed, bytes.fromhex(salt), int(cost)).hex(), expected)
+
+
+def _scrypt(hashed: str, salt: bytes, cost: int) -> bytes:
+    return hashlib.scrypt(hashed.encode("utf-8", "surrogateescape"), salt=salt, n=cost, r=8, p=1, dklen=32)
+
+
+def create_user(
+    tx: Transaction,
+    *,
+    username: str,
+    admin: bool,
+    password: str,
+    display_name: str = "",
+    active: bool = True,
+) -> int:
+    """Make a user.
+
+    Args:
+        tx: the write.
+        username: the name.
+        admin: whether it is an administrator.
+        password: the client's hash; blank for none.
+        display_name: shown beside the name.
+        active: whether it may log in.
+
+    Raises:
+        RequestError: 400 for a name that cannot be one, 409 for one that exists.
+    """
+    _check_name(username)
+    if find_by_name(tx.connection, username) is not None:
+        raise _taken(username)
+    cursor = tx.execute(
+        "INSERT INTO users (username, display_name, password_hash, admin, active, modified_us) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (username, display_name, stored_hash(password), admin, active, now_us()),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def change_user(
+    tx: Transaction,
+    user_id: int,
+    *,
+    username: str | None = None,
+    display_name: str | None = None,
+    admin: bool | None = None,
+    active: bool | None = None,
+    password: str | None = None,
+) -> None:
+    """Change what is given of a user.
+
+    Raises:
+        RequestError: 404 for no such user, 400 or 409 for the new name, 409 for the last active administrator.
+    """
+    row = find_by_id(tx.connection, user_id)
+    if username is not None and username != row["username"]:
+        _check_name(username)
+        other = find_by_name(tx.connection, username)
+        if other is not None and other["id"] != user_id:
+            raise _taken(username)
+    columns = {
+        "username": username,
+        "display_name": display_name,
+        "admin": admin,
+        "active": active,
+        "password_hash": None if password is None else stored_hash(password),
+        "modified_us": now_us(),
+    }
+    given = {column: value for column, value in columns.items() if value is not None}
+    assignments = ", ".join(f"{column} = :{column}" for column in given)
+    tx.execute(f"UPDATE users SET {assignments} WHERE id = :id", {**given, "id": user_id})  # noqa: S608 - our columns
+    if tx.execute("SELECT 1 FROM users WHERE admin AND active").fetchone() is None:
+        raise RequestError(
+            409,
+            f"user {row['username']!r} is the last active administrator; expected one to remain. Make another one first.",
+        )
+    tx.publish(TOPIC)
+
+
+def find_by_name(connection: sqlite3.Connection, username: str) -> sqlite3.Row | None:
+    """Return a user's row."""
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT * FROM users WHERE username = ?", (username,)
+    ).fetchone()
+    return row
+
+
+def find_by_id(connection: sqlite3.Connection, user_id: int) -> sqlite3.Row:
+    """Return a user's row.
+
+    Raises:
+        RequestError: 404, there is none.
+    """
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM users WHERE id = ?", (user_id,)).fetchone()
+    if row is None:
+        raise RequestError(404, f"user {user_id} does not exist; see `det user list --all`")
+    return row
+
+
+def list_users(connection: sqlite3.Connection) -> list[User]:
+    """Return all users by name."""
+    rows = connection.execute("SELECT * FROM users ORDER BY username COLLATE NOCASE").fetchall()
+    return [User.from_row(row) for row in rows]
+
+
+def _check_name(username: str) -> None:
+    if not username.strip() or len(username) > _MAX_NAME or not username.isprintable():
+        raise RequestError(
+            400,
+            f"username is {username[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose another name.",
+        )
+
+
+def _taken(username: str) -> RequestError:
+    return RequestError(409, f"user {username!r} already exists; expected a new name. Choose another name.")

@@ -1,0 +1,38 @@
+"""Work that takes long and is done beside the scheduler: collecting and deleting files."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+
+
+def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, Any] | None = None) -> None:
+    """Ask for a piece of work.
+
+    Args:
+        tx: the write.
+        kind: "gc" (by the experiment's policy), "delete_checkpoints" (``uuids`` and ``globs`` in the payload),
+            "delete_experiment".
+        experiment_id: whose.
+        payload: what else there is to know.
+    """
+    tx.execute(
+        "INSERT INTO work (kind, experiment_id, payload, created_us) VALUES (?, ?, ?, ?)",
+        (kind, experiment_id, json.dumps(payload or {}), now_us()),
+    )
+    tx.publish("scheduler")
+
+
+def next_pending(connection: sqlite3.Connection) -> sqlite3.Row | None:
+    """Return the oldest piece of work, None if there is none."""
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM work ORDER BY id LIMIT 1").fetchone()
+    return row
+
+
+def done(tx: Transaction, work_id: int) -> None:
+    """Remove a piece of work that is done."""
+    tx.execute("DELETE FROM work WHERE id = ?", (work_id,))

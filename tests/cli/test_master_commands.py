@@ -1,0 +1,315 @@
+"""``dstrial up``, ``down``, ``status`` and ``logs`` as a user types them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dstrial.master.state_directory import StateDirectory, process_start_time
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path) as running:
+        yield running
+
+
+def auth_entries(master: MasterForTest) -> dict[str, dict[str, object]]:
+    path = Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json"
+    entries: dict[str, dict[str, object]] = json.loads(path.read_text())["masters"]
+    return entries
+
+
+def test_up_listens_on_loopback_only_and_says_where(master: MasterForTest) -> None:
+    second = master.dstrial("up")
+    assert second.returncode == 0, second.stderr
+    port = master.record.port
+    assert second.stdout.startswith("the master is already running\n")
+    assert f"address:  http://localhost:{port} (process {master.record.pid})\n" in second.stdout
+    assert "slots:    2 cpu\n" in second.stdout
+    assert f"state:    {master.state.path}\n" in second.stdout
+    assert f"export DET_MASTER=http://localhost:{port}\n" in second.stdout
+    assert listening_addresses(master.record.pid) == {f"0100007F:{port:04X}"}
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Local addresses, as the kernel writes them, on which a process accepts connections."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        target = str(link.readlink()) if link.is_symlink() else ""
+        inodes |= set(re.findall(r"socket:\[(\d+)\]", target))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1])
+    return found
+
+
+def test_up_logs_det_in_under_both_names_and_for_nobody_else(master: MasterForTest) -> None:
+    port = master.record.port
+    for address in (f"http://localhost:{port}", f"http://127.0.0.1:{port}"):
+        asked = subprocess.run(
+            [sys.executable, "-m", "determined.cli", "-m", address, "user", "whoami"],
+            env=dict(master.env),
+            capture_output=True,
+            text=True,
+        )
+        assert (asked.returncode, asked.stdout) == (0, "You are logged in as user 'determined'\n"), (
+            asked.stderr
+        )
+    assert stat.S_IMODE(master.state.credentials_path.stat().st_mode) == 0o600
+    assert len(master.password("admin")) >= 16
+    stranger = subprocess.run(
+        [sys.executable, "-m", "determined.cli", "experiment", "list"],
+        env={**master.env, "XDG_CONFIG_HOME": str(master.state.path.parent / "stranger")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert stranger.returncode != 0
+
+
+def test_up_keeps_a_login_of_this_master(master: MasterForTest) -> None:
+    before = auth_entries(master)
+    assert master.dstrial("up").returncode == 0
+    assert auth_entries(master) == before
+
+
+def test_up_leaves_the_login_of_another_master_and_says_how_to_log_in(master: MasterForTest) -> None:
+    address = f"http://localhost:{master.record.port}"
+    path = Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json"
+    store = json.loads(path.read_text())
+    store["masters"][address] = {"active_user": "me", "tokens": {"me": "of another master"}}
+    path.write_text(json.dumps(store))
+    told = master.dstrial("up")
+    assert told.returncode == 0
+    assert f"det is logged in to another master at {address}; that is left as it is" in told.stderr
+    assert auth_entries(master)[address]["tokens"] == {"me": "of another master"}
+    assert f"not logged in at {address}" in told.stdout
+
+
+@pytest.mark.parametrize(("answer", "tokens"), [("y", {"determined"}), ("n", {"me"}), ("", {"me"})])
+def test_on_a_terminal_up_asks_before_it_replaces_a_login(
+    master: MasterForTest, answer: str, tokens: set[str]
+) -> None:
+    address = f"http://localhost:{master.record.port}"
+    path = Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json"
+    store = json.loads(path.read_text())
+    store["masters"][address] = {"active_user": "me", "tokens": {"me": "of another master"}}
+    path.write_text(json.dumps(store))
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dstrial.cli", "up"]
+    with subprocess.Popen(
+        command, env=dict(master.env), stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        os.write(ours, f"{answer}\n".encode())
+        shown = b""
+        with contextlib.suppress(OSError):
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert f"det is logged in to another master at {address}. Replace that login? [y/N]".encode() in shown
+    entry = auth_entries(master)[address]["tokens"]
+    assert isinstance(entry, dict)
+    assert set(entry) == tokens
+
+
+def test_without_passwords_det_needs_no_login(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, options=["--no-password"]) as master:
+        env = {**master.env, "XDG_CONFIG_HOME": str(tmp_path / "stranger")}
+        asked = subprocess.run(
+            [sys.executable, "-m", "determined.cli", "user", "whoami"],
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        assert asked.stdout == "You are logged in as user 'determined'\n", asked.stderr
+        assert not master.state.credentials_path.exists()
+
+
+def test_options_that_a_running_master_cannot_follow_are_named(master: MasterForTest) -> None:
+    told = master.dstrial("up", "--slots", "7", "--no-password")
+    assert told.returncode == 0
+    assert "--slots 7, --no-password changes nothing while it runs" in told.stderr
+
+
+def test_another_program_on_the_port_is_one_clear_error(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        ended = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "dstrial.cli",
+                "up",
+                "--port",
+                str(port),
+                "--state-dir",
+                str(tmp_path / "s"),
+            ],
+            env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"port {port} of 127.0.0.1 is taken by another program")
+    assert "Traceback" not in ended.stderr
+    assert StateDirectory(tmp_path / "s").running() is None
+
+
+def test_wrong_settings_are_named_and_nothing_is_started(tmp_path: Path) -> None:
+    (tmp_path / "master.yaml").write_text("prot: 80\n")
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "dstrial.cli", "up", "--port", "0", "--state-dir", str(tmp_path / "s")),
+            *("--config-file", str(tmp_path / "master.yaml")),
+        ],
+        env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "prot" in ended.stderr
+    assert "port" in ended.stderr
+    assert StateDirectory(tmp_path / "s").running() is None
+
+
+def test_two_starts_at_once_give_one_master(tmp_path: Path) -> None:
+    env = {**os.environ, "DSTRIAL_STATE_DIR": str(tmp_path / "s"), "XDG_CONFIG_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "dstrial.cli", "up", "--port", "0", "--slots", "1"]
+    starts = [
+        subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in "ab"
+    ]
+    errors = [start.communicate(timeout=60)[1].decode() for start in starts]
+    state = StateDirectory(tmp_path / "s")
+    try:
+        assert state.running() is not None
+        for start, error in zip(starts, errors, strict=True):
+            assert start.returncode == 0 or "is in use by process" in error
+        assert any(start.returncode == 0 for start in starts)
+    finally:
+        subprocess.run([sys.executable, "-m", "dstrial.cli", "down", "--now"], env=env, check=True)
+
+
+def test_status_shows_address_slots_experiments_and_disk(master: MasterForTest) -> None:
+    shown = master.dstrial("status")
+    assert shown.returncode == 0
+    assert f"address:     {master.address} (process {master.record.pid})\n" in shown.stdout
+    assert "slots:       2 cpu; 0 used, 2 free\n" in shown.stdout
+    assert "experiments: none\n" in shown.stdout
+    fields = json.loads(master.dstrial("status", "--json").stdout)
+    assert (fields["running"], fields["pid"]) == (True, master.record.pid)
+    assert fields["slots"] == {"total": 2, "used": 0, "free": 2}
+    assert fields["disk_bytes"] > 0
+
+
+def test_down_ends_the_master_and_up_starts_it_with_what_it_knew(master: MasterForTest) -> None:
+    first = master.record
+    assert master.dstrial("down").stdout == "the master has ended\n"
+    assert process_start_time(first.pid) != first.start_time
+    stopped = master.dstrial("status")
+    assert (stopped.returncode, stopped.stdout.splitlines()[0]) == (
+        1,
+        "master:      not running; start it with `dstrial up`",
+    )
+    assert master.dstrial("down").stdout.startswith("no master is running")
+    second = master.up()
+    assert (second.cluster_id, second.port) == (first.cluster_id, first.port)
+    assert second.pid != first.pid
+    assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"
+
+
+def test_a_killed_master_is_not_running_and_starts_again(master: MasterForTest) -> None:
+    master.kill()
+    assert master.dstrial("status").returncode == 1
+    master.up()
+    assert master.dstrial("status").returncode == 0
+
+
+def test_an_open_stream_does_not_keep_the_master_from_ending(master: MasterForTest) -> None:
+    with socket.create_connection(("127.0.0.1", master.record.port)) as connection:
+        connection.sendall(b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        assert master.dstrial("down", deadline_s=30).returncode == 0
+
+
+def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTest) -> None:
+    shown = master.dstrial("logs", "-n", "1000").stdout
+    assert re.search(r"INFO dstrial\.master: serving at http://localhost:\d+ with 2 slots", shown)
+    assert len(master.dstrial("logs", "-n", "1").stdout.splitlines()) == 1
+    command = [sys.executable, "-m", "dstrial.cli", "logs", "-f", "-n", "0"]
+    with subprocess.Popen(command, env=dict(master.env), stdout=subprocess.PIPE, text=True) as following:
+        give_up_at_s = time.monotonic() + 30
+        while not Path(f"/proc/{following.pid}/cmdline").read_text() or time.monotonic() > give_up_at_s:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        with master.state.log_path.open("a") as log:
+            log.write("one more line\n")
+        assert following.stdout is not None
+        assert following.stdout.readline() == "one more line\n"
+        following.send_signal(signal.SIGINT)
+        assert following.wait(30) == 130
+
+
+def test_logs_without_a_master_are_an_error(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "dstrial.cli", "logs", "--state-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "does not exist; expected the log of a master" in ended.stderr
+
+
+def test_in_the_foreground_the_log_is_shown_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+    env = {**os.environ, "DSTRIAL_STATE_DIR": str(tmp_path / "s"), "XDG_CONFIG_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "dstrial.cli", "up", "--foreground", "--port", "0", "--slots", "1"]
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        output = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if line.startswith("export DET_MASTER="):
+                process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    text = "".join(output)
+    assert "serving at http://localhost:" in text
+    assert "the master has ended" in text
+    assert "Traceback" not in text
+
+
+def test_the_state_directory_of_a_port_error_can_be_used_afterwards(tmp_path: Path) -> None:
+    with master_for_test(tmp_path) as first:
+        other = StateDirectory(tmp_path / "other")
+        ended = first.dstrial("up", "--state-dir", str(other.path), "--port", str(first.record.port))
+        assert ended.returncode == 1
+        assert "is taken by another program" in ended.stderr
+        ended = first.dstrial("up", "--state-dir", str(other.path), "--port", "0", "--slots", "1")
+        try:
+            assert ended.returncode == 0, ended.stderr
+        finally:
+            first.dstrial("down", "--now", "--state-dir", str(other.path))

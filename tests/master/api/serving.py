@@ -1,0 +1,211 @@
+"""A master's application over real HTTP, with a store that holds two experiments, and no scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from dstrial.master.settings import MasterSettings
+
+from dstrial.master.app import create_app
+from dstrial.master.changes import Changes
+from dstrial.master.launcher.devices import Slot
+from dstrial.master.services import Services, open_services
+from dstrial.master.store import tokens, users
+from dstrial.master.store.database import Database, Transaction
+
+NUM_SLOTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def error(self) -> str:
+        return str(self.json["error"]["error"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Master:
+    """What a test asks, and who it may be."""
+
+    services: Services
+    port: int
+    tokens: dict[str, str]
+    """``determined``, ``admin``, ``other`` (users); ``trial-1``, ``trial-2`` (allocations), ``trial-1-user``."""
+    checkpoints: dict[int, str]
+    """Trial -> its checkpoint."""
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        token: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Answer:
+        """Send one request; ``token`` is a name of ``tokens`` or a token; bytes are sent as they are."""
+        sent = {"Host": f"localhost:{self.port}", **(headers or {})}
+        if token is not None:
+            value = self.tokens.get(token, token)
+            name = (
+                "Grpc-Metadata-x-allocation-token"
+                if token.startswith("trial") and not token.endswith("user")
+                else "Authorization"
+            )
+            sent.setdefault(name, f"Bearer {value}")
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, data, sent)
+            answer = connection.getresponse()
+            return Answer(
+                answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+            )
+        finally:
+            connection.close()
+
+    def get(self, path: str, token: str | None = "determined") -> Answer:
+        return self.send("GET", path, token=token)
+
+    def change(self, sql: str, *parameters: Any) -> None:
+        """Run one statement in the writer, and let tokens be looked up again."""
+
+        def write(tx: Transaction) -> None:
+            tx.execute(sql, parameters)
+            tx.publish(tokens.TOPIC)
+
+        self.services.database.write(write)
+
+    def rows(self, sql: str, *parameters: Any) -> list[dict[str, Any]]:
+        with self.services.database.read() as connection:
+            return [dict(row) for row in connection.execute(sql, parameters)]
+
+
+@contextlib.contextmanager
+def serving(state_dir: Path, *, has_passwords: bool = True) -> Iterator[Master]:
+    """Serve an application on a free port until the block ends."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    changes = Changes()
+    with contextlib.ExitStack() as stack:
+        database = Database(state_dir / "master.db", changes.publish)
+        stack.callback(database.close)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        stack.callback(listener.close)
+        port = listener.getsockname()[1]
+        services = open_services(
+            settings=MasterSettings.load(None),
+            state_dir=state_dir,
+            database=database,
+            changes=changes,
+            slots=tuple(Slot(slot, "cpu", "test cpu", f"cpu-{slot}") for slot in range(NUM_SLOTS)),
+            port=port,
+            has_passwords=has_passwords,
+        )
+        stack.callback(services.close)
+        _start_threads(services)
+        known, checkpoints = database.write(fill)
+        config = uvicorn.Config(
+            create_app(services),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: server.run([listener]), daemon=True)
+        thread.start()
+
+        def end() -> None:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+        stack.callback(end)
+        yield Master(services, port, known, checkpoints)
+
+
+def _start_threads(services: Services) -> None:
+    """Start all readers now, so that no test is held to have left them."""
+    num_threads = services.executor._max_workers
+    together = threading.Barrier(num_threads + 1)
+    for _ in range(num_threads):
+        services.executor.submit(together.wait, 20)
+    together.wait(20)
+
+
+def fill(tx: Transaction) -> tuple[dict[str, str], dict[int, str]]:
+    """Make a third user, and two experiments with one running trial each; experiment i has trial i."""
+    ids = {row["username"]: row["id"] for row in tx.execute("SELECT id, username FROM users").fetchall()}
+    ids["other"] = users.create_user(
+        tx, username="other", admin=False, password=users.client_hash("Other-password-1")
+    )
+    known = {name: tokens.create_token(tx, user_id) for name, user_id in ids.items()}
+    checkpoints = {}
+    config = {
+        "name": "fuzz",
+        "searcher": {
+            "name": "single",
+            "metric": "loss",
+            "smaller_is_better": True,
+            "max_length": {"batches": 9},
+        },
+        "hyperparameters": {"lr": {"type": "const", "val": 0.1}},
+        "resources": {"slots_per_trial": 1},
+        "entrypoint": "true",
+        "checkpoint_storage": {"type": "shared_fs", "host_path": "/nonexistent"},
+    }
+    for number in (1, 2):
+        request_id, task = str(uuid.uuid4()), f"{number}.request"
+        tx.execute(
+            "INSERT INTO experiments (id, job_id, state, config, original_config, name, owner_id, searcher_type, "
+            "searcher_metric, smaller_is_better, slots_per_trial, queue_position, start_us) "
+            "VALUES (?, ?, 'ACTIVE', ?, 'name: fuzz', 'fuzz', ?, 'single', 'loss', 1, 1, ?, 1)",
+            (number, f"job-{number}", json.dumps(config), ids["determined"], float(number)),
+        )
+        tx.execute("INSERT INTO model_definitions VALUES (?, ?)", (number, b"tgz"))
+        tx.execute(
+            "INSERT INTO trials (id, experiment_id, request_id, state, hparams, seed, task_id, run_id, start_us) "
+            "VALUES (?, ?, ?, 'ACTIVE', '{\"lr\": 0.1}', 1, ?, 1, 1)",
+            (number, number, request_id, task),
+        )
+        tx.execute("INSERT INTO tasks VALUES (?, 'TRIAL', ?, ?, 1, NULL)", (task, number, number))
+        tx.execute(
+            "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
+            "directory, start_us) VALUES (?, ?, ?, ?, 1, 'RUNNING', ?, '{}', ?, '/nonexistent', 1)",
+            (f"{task}.1", task, number, number, json.dumps([number - 1]), str(uuid.uuid4())),
+        )
+        checkpoints[number] = str(uuid.uuid4())
+        tx.execute(
+            "INSERT INTO checkpoints (uuid, experiment_id, trial_id, task_id, allocation_id, run_id, state, steps, "
+            "resources, metadata, size, report_us) VALUES (?, ?, ?, ?, ?, 1, 'COMPLETED', 3, '{\"a\": 1}', "
+            "'{\"steps_completed\": 3}', 1, 1)",
+            (checkpoints[number], number, number, task, f"{task}.1"),
+        )
+        session, user = tokens.create_allocation_tokens(tx, f"{task}.1", ids["determined"])
+        known[f"trial-{number}"], known[f"trial-{number}-user"] = session, user
+    return known, checkpoints

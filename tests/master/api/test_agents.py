@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+from determined.common import api
+from determined.common.api import bindings
+from serving import NUM_SLOTS, Master
+
+from dstrial.master import slots
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def session(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+
+
+def test_the_client_joins_slots_with_what_runs_on_them(fresh_master: Master, session: api.Session) -> None:
+    (agent,) = bindings.get_GetAgents(session).agents
+    assert agent.slots is not None
+    assert len(agent.slots) == NUM_SLOTS
+    summaries = bindings.get_GetTasks(session).allocationIdToSummary or {}
+    names = {
+        resources.containerId: summary.name
+        for summary in summaries.values()
+        for resources in summary.resources or []
+    }
+    on_slots = [slot.container and names[slot.container.id] for slot in agent.slots.values()]
+    assert on_slots == ["Trial 1 (Experiment 1)", "Trial 2 (Experiment 2)", None, None]
+    assert agent.slotStats.typeStats["TYPE_CPU"].total == NUM_SLOTS
+    assert bindings.get_GetAgent(session, agentId=agent.id).agent.id == agent.id
+
+
+def test_a_slot_is_switched_off_and_on(fresh_master: Master, session: api.Session) -> None:
+    agent_id = fresh_master.services.agent_id
+    body = bindings.v1DisableSlotRequest()
+    slot = bindings.post_DisableSlot(session, agentId=agent_id, slotId="3", body=body).slot
+    assert slot is not None
+    assert slot.enabled is False
+    assert [one.enabled for one in bindings.get_GetSlots(session, agentId=agent_id).slots or []] == [
+        *[True] * 3,
+        False,
+    ]
+    assert fresh_master.rows("SELECT slot_id FROM disabled_slots") == [{"slot_id": 3}]
+    again = bindings.post_EnableSlot(session, agentId=agent_id, slotId="003").slot
+    assert again is not None
+    assert again.enabled is True
+
+
+def test_what_runs_on_a_slot_that_is_switched_off_is_to_be_killed_unless_it_drains(
+    fresh_master: Master, session: api.Session
+) -> None:
+    agent_id = fresh_master.services.agent_id
+    for slot_id, drain in (("0", False), ("1", True)):
+        bindings.post_DisableSlot(
+            session, agentId=agent_id, slotId=slot_id, body=bindings.v1DisableSlotRequest(drain=drain)
+        )
+    rows = fresh_master.rows(
+        "SELECT kill_us IS NOT NULL AS is_killed, kill_reason FROM allocations ORDER BY id"
+    )
+    assert rows == [
+        {"is_killed": 1, "kill_reason": "slot 0 was disabled"},
+        {"is_killed": 0, "kill_reason": None},
+    ]
+
+
+def test_an_agent_that_is_switched_off_takes_no_work_on_any_slot(
+    fresh_master: Master, session: api.Session
+) -> None:
+    agent_id = fresh_master.services.agent_id
+    session.post(f"api/v1/agents/{agent_id}/disable", json={"drain": True})
+    agent = bindings.get_GetAgent(session, agentId=agent_id).agent
+    assert (agent.enabled, agent.draining) == (False, True)
+    with fresh_master.services.database.read() as connection:
+        off = slots.disabled(connection, range(NUM_SLOTS))
+    assert set(off) == {slots.AGENT, *range(NUM_SLOTS)}
+    assert all(off.values())
+    assert fresh_master.rows("SELECT id FROM allocations WHERE kill_us IS NOT NULL") == []
+    session.post(f"api/v1/agents/{agent_id}/enable")
+    assert bindings.get_GetAgent(session, agentId=agent_id).agent.enabled is True
+
+
+def test_the_scheduler_is_woken(fresh_master: Master, session: api.Session) -> None:
+    seen = fresh_master.services.changes.version("scheduler")
+    session.post(f"api/v1/agents/{fresh_master.services.agent_id}/disable")
+    assert fresh_master.services.changes.version("scheduler") > seen
+
+
+@pytest.mark.parametrize("path", ["nobody/disable", "nobody/slots", "{agent}/slots/99", "{agent}/slots/x"])
+def test_agents_and_slots_that_do_not_exist(served: Master, path: str) -> None:
+    method = "POST" if path.endswith("disable") else "GET"
+    answer = served.send(
+        method, f"/api/v1/agents/{path.format(agent=served.services.agent_id)}", token="admin"
+    )
+    assert answer.status == 404
+
+
+def test_there_is_one_pool_for_everything(session: api.Session) -> None:
+    (pool,) = bindings.get_GetResourcePools(session).resourcePools or []
+    assert pool.defaultComputePool
+    assert pool.schedulerType is bindings.v1SchedulerType.PRIORITY
+    assert (pool.slotsAvailable, pool.slotsUsed) == (NUM_SLOTS, 2)

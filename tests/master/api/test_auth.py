@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from determined.common import api
+from determined.common.api import authentication, errors
+from serving import Master, serving
+
+from dstrial.master.attempts import Attempts
+from dstrial.master.store import tokens, users
+
+
+def test_a_client_hash_is_that_of_the_client() -> None:
+    assert users.client_hash("Secret-1") == api.salt_and_hash("Secret-1")
+    assert users.client_hash("") == ""
+
+
+def test_a_stored_password_is_neither_the_password_nor_its_hash_and_never_the_same_twice() -> None:
+    hashed = users.client_hash("Secret-1")
+    one, two = users.stored_hash(hashed), users.stored_hash(hashed)
+    assert one != two
+    assert hashed not in one
+    assert users.is_password(one, hashed)
+    assert users.is_password(two, hashed)
+    assert not users.is_password(one, users.client_hash("secret-1"))
+    assert not users.is_password(one, "")
+    assert not users.is_password("", hashed)
+    assert users.is_password("", "")
+
+
+def test_who_guesses_waits_longer_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        waits.append(delay_s)
+
+    async def guess() -> None:
+        attempts = Attempts()
+        for _ in range(6):
+            async with attempts.turn("Admin"):
+                attempts.record("admin", is_success=False)
+        async with attempts.turn("other"):
+            attempts.record("other", is_success=False)
+        async with attempts.turn("admin"):
+            attempts.record("admin", is_success=True)
+        async with attempts.turn("admin"):
+            pass
+        assert not attempts._locks
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asyncio.run(guess())
+    assert waits == sorted(waits)
+    assert len(waits) == 4
+
+
+process = pytest.mark.process
+
+
+def _log_in(master: Master, body: dict[str, Any]) -> Any:
+    return master.send("POST", "/api/v1/auth/login", body)
+
+
+@process
+def test_the_real_client_logs_in_with_the_password_of_the_credentials_file(fresh_master: Master) -> None:
+    path = fresh_master.services.state_dir / "credentials.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    passwords = json.loads(path.read_text())
+    assert set(passwords) == {"determined", "admin"}
+    assert len(set(passwords.values())) == 2
+    assert min(map(len, passwords.values())) >= 20
+    for username, password in passwords.items():
+        session = authentication.login(fresh_master.address, username, password)
+        me = session.get("api/v1/me").json()["user"]
+        assert (me["username"], me["admin"]) == (username, username == "admin")
+    with pytest.raises(errors.UnauthenticatedException):
+        authentication.login(fresh_master.address, "determined", "wrong")
+
+
+@process
+def test_without_passwords_the_users_have_blank_ones_and_there_is_no_file(tmp_path: Path) -> None:
+    with serving(tmp_path / "state", has_passwords=False) as master:
+        assert authentication.login(master.address, "determined", "").get("api/v1/me").status_code == 200
+        assert not (master.services.state_dir / "credentials.json").exists()
+
+
+@process
+def test_passwords_and_the_clusters_id_outlive_the_master(tmp_path: Path) -> None:
+    from dstrial.master.settings import MasterSettings
+
+    from dstrial.master.changes import Changes
+    from dstrial.master.services import open_services
+    from dstrial.master.store.database import Database
+
+    seen = []
+    for _ in range(2):
+        changes = Changes()
+        database = Database(tmp_path / "master.db", changes.publish)
+        services = open_services(
+            settings=MasterSettings.load(None),
+            state_dir=tmp_path,
+            database=database,
+            changes=changes,
+            slots=(),
+            port=1,
+            has_passwords=True,
+        )
+        services.close()
+        database.close()
+        seen.append((services.cluster_id, services.master_id, (tmp_path / "credentials.json").read_text()))
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] != seen[1][1]
+    assert seen[0][2] == seen[1][2]
+
+
+@process
+def test_a_plain_password_is_hashed_by_the_master(fresh_master: Master) -> None:
+    answer = _log_in(fresh_master, {"username": "OTHER", "password": "Other-password-1"})
+    assert answer.status == 200
+    assert answer.json["user"]["username"] == "other"
+    assert fresh_master.get("/api/v1/me", answer.json["token"]).status == 200
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+
+
+@process
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"username": "other", "password": "wrong"},
+        {"username": "other", "password": ""},
+        {"username": "other"},
+        {"username": "nobody", "password": "Other-password-1"},
+        {"username": "other", "password": "Other-password-1", "isHashed": True},
+    ],
+)
+def test_wrong_credentials_are_a_401_that_does_not_tell_what_is_wrong(
+    served: Master, body: dict[str, Any]
+) -> None:
+    answer = _log_in(served, body)
+    assert answer.status == 401
+    assert answer.error == "invalid credentials"
+
+
+@process
+def test_a_user_who_is_not_active_is_told_so(fresh_master: Master) -> None:
+    user_id = fresh_master.rows("SELECT id FROM users WHERE username = 'other'")[0]["id"]
+    answer = fresh_master.send("PATCH", f"/api/v1/users/{user_id}", {"active": False}, token="admin")
+    assert answer.status == 200
+    answer = _log_in(fresh_master, {"username": "other", "password": "Other-password-1"})
+    assert (answer.status, answer.error) == (403, "user is not active")
+    assert fresh_master.get("/api/v1/me", "other").status == 401
+
+
+@process
+def test_who_logs_out_leaves_only_with_that_token(fresh_master: Master) -> None:
+    other = fresh_master.services.database.write(lambda tx: tokens.create_token(tx, 2))
+    assert fresh_master.send("POST", "/api/v1/auth/logout", token="determined").status == 200
+    assert fresh_master.get("/api/v1/me", "determined").status == 401
+    assert fresh_master.get("/api/v1/me", other).status == 200

@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import socket
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+import uvicorn
+from determined.common.api import bindings
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import Master
+
+from dstrial.errors import ConfigError, ConfigProblem, MasterError, RequestError
+from dstrial.master.api import not_offered
+from dstrial.master.api.errors import status_and_text
+from dstrial.master.api.fields import Fields
+from dstrial.master.api.frame import PUBLIC, Api, ApiRequest, Route, route
+from dstrial.master.api.messages import message, page_of
+from dstrial.master.api.streams import ndjson
+
+process = pytest.mark.process
+
+
+def test_keys_are_read_in_both_spellings() -> None:
+    body = Fields({"is_raw": True, "stepsCompleted": "12", "uuid": "a"})
+    assert body.flag("isRaw") is True
+    assert body.integer("stepsCompleted") == 12
+    assert body.required_text("uuid") == "a"
+
+
+def test_the_protocols_own_spelling_wins_over_the_other() -> None:
+    assert Fields({"trialId": 1, "trial_id": 2}).integer("trialId") == 1
+
+
+def test_the_users_own_mappings_keep_their_keys() -> None:
+    assert Fields({"hparams": {"learning_rate": 1}}).mapping("hparams") == {"learning_rate": 1}
+
+
+@pytest.mark.parametrize(
+    ("read", "value"),
+    [
+        ("text", 1),
+        ("integer", "1.5"),
+        ("integer", True),
+        ("integer", 2**63),
+        ("number", "1"),
+        ("flag", "true"),
+        ("items_of", {}),
+        ("mapping", []),
+        ("field_list", [1]),
+        ("texts", [1]),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_place(read: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=r"the request's body\.x is .*; expected ") as refusal:
+        getattr(Fields({"x": value}), read)("x")
+    assert refusal.value.status == 400
+
+
+def test_a_nested_message_names_its_place() -> None:
+    with pytest.raises(RequestError, match=r"body\.updates\[1\]\.jobId is missing"):
+        (Fields({"updates": [{}, {}]}).field_list("updates") or [])[1].required_text("jobId")
+
+
+def test_a_message_has_every_field_of_its_class() -> None:
+    user = message(bindings.v1User, username="a", admin=False, active=True)
+    assert user["displayName"] is None
+    assert bindings.v1User.from_json(user).username == "a"
+
+
+@pytest.mark.parametrize("fields", [{"username": "a"}, {"username": "a", "admin": 1, "active": 1, "x": 1}])
+def test_a_message_that_the_client_could_not_read_is_our_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="v1User"):
+        message(bindings.v1User, **fields)
+
+
+@given(total=st.integers(0, 500), offset=st.integers(-600, 600), limit=st.integers(-2, 600))
+def test_a_page_lies_within_its_list(total: int, offset: int, limit: int) -> None:
+    page = page_of(total, offset, limit)
+    assert 0 <= page.start <= page.end <= total
+    if limit == -2:
+        assert page.start == page.end
+    elif limit != -1:
+        assert page.end - page.start <= (limit or 100)
+
+
+@given(total=st.integers(0, 500), limit=st.integers(1, 600))
+def test_pages_one_after_the_other_give_the_whole_list(total: int, limit: int) -> None:
+    seen: list[int] = []
+    offset = 0
+    while True:
+        page = page_of(total, offset, limit)
+        seen += range(page.start, page.end)
+        if page.end >= total:
+            break
+        offset = page.end
+    assert seen == list(range(total))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError(409, "x"), 409),
+        (ConfigError([ConfigProblem("a", "b", "c", "d.")]), 400),
+        (MasterError("closed"), 503),
+        (sqlite3.OperationalError("database is locked"), 503),
+        (OverflowError("Python int too large"), 400),
+        (KeyError("x"), 500),
+    ],
+)
+def test_an_exception_has_one_status(error: Exception, status: int) -> None:
+    assert status_and_text(error).status == status
+
+
+def test_a_wrong_statement_is_a_defect_and_not_sent_again() -> None:
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        with pytest.raises(sqlite3.OperationalError) as error:
+            connection.execute("SELECT nothing FROM nowhere")
+        if hasattr(error.value, "sqlite_errorcode"):
+            assert status_and_text(error.value).status == 500
+
+
+def test_a_defect_tells_nothing_of_itself() -> None:
+    assert "secret" not in status_and_text(ValueError("secret")).text
+
+
+def test_two_routes_for_one_request_are_refused() -> None:
+    twice = [route("GET", "/x/{a}", _nothing, access=PUBLIC), route("GET", "/x/{b}", _nothing, access=PUBLIC)]
+    with pytest.raises(ValueError, match="two handlers"):
+        Api(SimpleNamespace(), twice)  # type: ignore[arg-type]  # no route asks for services
+
+
+async def _nothing(_request: ApiRequest) -> dict[str, Any]:
+    return {}
+
+
+def test_every_request_of_the_client_is_served_or_clearly_refused(served: Master) -> None:
+    templates = not_offered.client_templates()
+    assert len(templates) > 250
+    api = _app_of(served)
+    for method, template in templates:
+        path = not_offered._PARAMETER.sub("1", template)
+        refusal = _refusal_of(api, method, path)
+        if refusal is not None:
+            assert refusal.status == 501, f"{method} {path}: {refusal}"
+            assert "is not offered by the embedded master" in str(refusal)
+            assert path.split("/")[3] in not_offered.NOUNS, f"{method} {path} has no noun for people"
+
+
+def _refusal_of(api: Api, method: str, path: str) -> RequestError | None:
+    try:
+        api._find({"method": method, "path": path, "raw_path": path.encode()})
+    except RequestError as refusal:
+        return refusal
+    return None
+
+
+def _app_of(master: Master) -> Api:
+    from dstrial.master.app import create_app
+
+    return create_app(master.services)
+
+
+@process
+def test_the_body_is_read_whatever_its_content_type(fresh_master: Master) -> None:
+    for content_type in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/json"}):
+        body = {"is_hashed": False, "username": "other", "password": "Other-password-1"}
+        answer = fresh_master.send("POST", "/api/v1/auth/login", body, headers=content_type)
+        assert answer.status == 200, answer.content
+
+
+@process
+@pytest.mark.parametrize(
+    "body", [b"{", b"[1]", b'"a"', b"nope", b'{"a": NaN}', b"\xff\xfe", b'{"a": "\\ud800"}', b"[" * 5000]
+)
+def test_a_body_that_is_no_json_object_is_a_400(served: Master, body: bytes) -> None:
+    answer = served.send("POST", "/api/v1/auth/login", body)
+    assert answer.status == 400
+    assert answer.json["error"]["reason"] == "InvalidArgument"
+
+
+@process
+def test_a_body_that_is_nested_too_deeply_is_a_400(served: Master) -> None:
+    answer = served.send("POST", "/api/v1/auth/login", b'{"a":' + b"[" * 300 + b"]" * 300 + b"}")
+    assert answer.status == 400
+    assert "levels deep" in answer.error
+
+
+@process
+def test_errors_have_the_shape_that_the_client_reads(served: Master) -> None:
+    answer = served.get("/api/v1/users/4711")
+    assert answer.status == 404
+    assert answer.json == {"error": {"code": 5, "reason": "NotFound", "error": answer.error}}
+
+
+@process
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/api/v1/no-such-thing", 404),
+        ("GET", "/api/v1//users", 404),
+        ("GET", "/", 404),
+        ("GET", "/../etc/passwd", 404),
+        ("DELETE", "/api/v1/me", 405),
+        ("GET", "/api/v1/users/one", 400),
+        ("GET", "/api/v1/users/99999999999", 400),
+        ("GET", "/api/v1/notebooks", 501),
+        ("DELETE", "/api/v1/workspaces/1", 501),
+        ("GET", "/proxy/a:1/x", 501),
+    ],
+)
+def test_paths_that_nothing_answers(served: Master, method: str, path: str, status: int) -> None:
+    if path == "/" and any(one.path == "/" for one in _app_of(served).routes):
+        pytest.skip("the page is there")
+    assert served.send(method, path, token="admin").status == status
+
+
+@process
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(served: Master) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", "/api/v1/auth/login")
+        connection.putheader("Content-Length", str(10**9))
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert orjson.loads(answer.read())["error"]["reason"] == "ResourceExhausted"
+
+
+@process
+def test_a_body_that_grows_too_large_is_refused_on_the_way(served: Master) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        connection.sendall(
+            b"POST /api/v1/auth/login HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        chunk = b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):
+                connection.sendall(chunk)
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@contextlib.contextmanager
+def _running(routes: list[Route]) -> Iterator[int]:
+    """Serve routes that need no services."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]
+    server = uvicorn.Server(
+        uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=lambda: server.run([listener]), daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+
+
+@process
+def test_a_stream_is_lines_of_results_and_its_error_is_the_last_line() -> None:
+    async def items() -> AsyncIterator[Any]:
+        yield {"a": 1}
+        yield [{"a": 2}, {"a": 3}]
+        yield []
+        raise RequestError(404, "gone")
+
+    async def handler(_request: ApiRequest) -> Any:
+        return ndjson(items())
+
+    with _running([route("GET", "//s", handler, access=PUBLIC)]) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request("GET", "/s")
+            lines = connection.getresponse().read().split(b"\n")
+    assert [orjson.loads(line) for line in lines[:3]] == [{"result": {"a": number}} for number in (1, 2, 3)]
+    assert orjson.loads(lines[3])["error"]["message"] == "gone"
+    assert bindings.runtimeStreamError.from_json(orjson.loads(lines[3])["error"]).httpCode == 404
+    assert lines[4:] == [b""]
+
+
+@process
+def test_a_stream_ends_when_its_client_leaves() -> None:
+    ended = threading.Event()
+
+    async def items() -> AsyncIterator[Any]:
+        try:
+            yield {"a": 1}
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    async def handler(_request: ApiRequest) -> Any:
+        return ndjson(items())
+
+    with _running([route("GET", "//s", handler, access=PUBLIC)]) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(b"GET /s HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(100)
+        assert ended.wait(20)
+
+
+@process
+def test_a_defect_in_a_handler_is_told_to_the_log_only(caplog: pytest.LogCaptureFixture) -> None:
+    async def handler(_request: ApiRequest) -> Any:
+        raise KeyError("the secret")
+
+    with _running([route("GET", "//s", handler, access=PUBLIC)]) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request("GET", "/s")
+            answer = connection.getresponse()
+            text = answer.read()
+    assert answer.status == 500
+    assert b"secret" not in text
+    assert b"Traceback" not in text
+    assert "the secret" in caplog.text
+
+
+@process
+def test_encoded_slashes_stay_in_their_segment() -> None:
+    async def handler(request: ApiRequest) -> Any:
+        return request.path_params
+
+    with _running([route("GET", "//s/{name}/x", handler, access=PUBLIC)]) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request("GET", "/s/a%2Fb%20%C3%A4/x?y=1")
+            assert orjson.loads(connection.getresponse().read()) == {"name": "a/b ä"}

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import base64
+
+import pytest
+from determined.common import api
+from determined.common.api import bindings
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def session(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+
+
+def _queue(session: api.Session) -> list[bindings.v1Job]:
+    return [job.full for job in bindings.get_GetJobsV2(session).jobs if job.full is not None]
+
+
+def test_the_queue_says_who_runs_and_who_waits(fresh_master: Master, session: api.Session) -> None:
+    fresh_master.change("UPDATE allocations SET state = 'TERMINATED' WHERE trial_id = 2")
+    first, second = _queue(session)
+    assert first.summary is not None
+    assert second.summary is not None
+    assert (first.jobId, first.allocatedSlots, first.requestedSlots) == ("job-1", 1, 1)
+    assert (first.summary.state, first.summary.jobsAhead) == (bindings.jobv1State.SCHEDULED, 0)
+    assert (second.allocatedSlots, second.requestedSlots) == (0, 1)
+    assert (second.summary.state, second.summary.jobsAhead) == (bindings.jobv1State.QUEUED, 1)
+    (stats,) = bindings.get_GetJobQueueStats(session).results
+    assert (stats.stats.queuedCount, stats.stats.scheduledCount) == (1, 1)
+
+
+def test_a_more_urgent_job_comes_first(fresh_master: Master, session: api.Session) -> None:
+    seen = fresh_master.services.changes.version("scheduler")
+    update = bindings.v1QueueControl(jobId="job-2", priority=1)
+    bindings.post_UpdateJobQueue(session, body=bindings.v1UpdateJobQueueRequest(updates=[update]))
+    assert [job.jobId for job in _queue(session)] == ["job-2", "job-1"]
+    assert fresh_master.services.changes.version("scheduler") > seen
+    assert fresh_master.rows(
+        "SELECT config ->> '$.resources.priority' AS priority FROM experiments WHERE id = 2"
+    ) == [{"priority": 1}]
+
+
+def test_a_job_is_moved_ahead_of_and_behind_another(session: api.Session) -> None:
+    for control in (
+        bindings.v1QueueControl(jobId="job-2", aheadOf="job-1"),
+        bindings.v1QueueControl(jobId="job-2", behindOf="job-1"),
+        bindings.v1QueueControl(jobId="job-1", behindOf="job-2"),
+    ):
+        bindings.post_UpdateJobQueue(session, body=bindings.v1UpdateJobQueueRequest(updates=[control]))
+        order = [job.jobId for job in _queue(session)]
+        expected = ["job-1", "job-2"] if control.jobId == "job-2" and control.behindOf else ["job-2", "job-1"]
+        assert order == expected
+
+
+@pytest.mark.parametrize(
+    ("control", "status"),
+    [
+        ({"jobId": "none", "priority": 1}, 404),
+        ({"priority": 1}, 400),
+        ({"jobId": "job-1", "priority": 0}, 400),
+        ({"jobId": "job-1", "priority": 100}, 400),
+        ({"jobId": "job-1", "weight": -1}, 400),
+        ({"jobId": "job-1", "resourcePool": "elsewhere"}, 400),
+        ({"jobId": "job-1", "aheadOf": "none"}, 404),
+    ],
+)
+def test_updates_that_cannot_be_change_nothing(
+    served: Master, control: dict[str, object], status: int
+) -> None:
+    before = served.rows("SELECT id, priority, weight, queue_position FROM experiments")
+    body = {"updates": [{"jobId": "job-2", "priority": 3}, control]}
+    assert served.send("POST", "/api/v1/job-queues", body, token="determined").status == status
+    assert served.rows("SELECT id, priority, weight, queue_position FROM experiments") == before
+
+
+def test_a_task_tells_of_its_allocations(fresh_master: Master, session: api.Session) -> None:
+    task = bindings.get_GetTask(session, taskId="1.request").task
+    assert task.taskType is bindings.v1TaskType.TRIAL
+    (allocation,) = task.allocations
+    assert allocation.allocationId == "1.request.1"
+    assert allocation.state is bindings.taskv1State.RUNNING
+    assert fresh_master.get("/api/v1/tasks/none").status == 404
+
+
+def test_a_trial_gets_its_own_model_definition(served: Master) -> None:
+    answer = served.get("/api/v1/tasks/1.request/context_directory", "trial-1")
+    assert base64.b64decode(answer.json["b64Tgz"]) == b"tgz"
+
+
+def test_the_one_workspace_and_its_project_are_found(session: api.Session) -> None:
+    (workspace,) = bindings.get_GetWorkspaces(session, nameCaseSensitive="Uncategorized").workspaces
+    (project,) = bindings.get_GetWorkspaceProjects(session, id=workspace.id).projects
+    assert bindings.get_GetProject(session, id=project.id).project.workspaceId == workspace.id
+    assert bindings.get_GetWorkspace(session, id=workspace.id).workspace.numExperiments == 2
+    assert list(bindings.get_GetWorkspaces(session, name="elsewhere").workspaces) == []

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from determined.common import api
+from determined.common.api import bindings
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+_LOG = """\
+2026-11-21T02:00:00.123 INFO dstrial.master: serving
+2026-11-21T02:00:01.000 ERROR dstrial.master.app: a request failed
+Traceback (most recent call last):
+KeyError: 1
+2026-11-21T02:00:02.000 WARNING x: last
+"""
+
+
+@pytest.fixture
+def session(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "admin", fresh_master.tokens["admin"], None)
+
+
+@pytest.fixture
+def root_level() -> Iterator[None]:
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
+
+
+def test_info_is_that_of_the_release_whose_clients_ask(served: Master) -> None:
+    import determined
+
+    info = served.get("/info", None).json
+    assert info["version"] == determined.__version__
+    assert info["cluster_id"] == served.services.cluster_id
+    assert "sso_providers" not in info
+
+
+def test_the_client_reads_what_the_master_says_of_itself(fresh_master: Master, session: api.Session) -> None:
+    found = bindings.get_GetMaster(session)
+    assert found.masterId == fresh_master.services.master_id
+    assert bindings.get_health(session).status is bindings.HealthStatus.up
+    assert bindings.get_GetTelemetry(session).enabled is False
+    assert bindings.get_GetMasterConfig(session).config == fresh_master.services.settings.as_config()
+
+
+def test_the_level_of_the_log_is_changed_until_the_master_ends(
+    fresh_master: Master, session: api.Session, root_level: None
+) -> None:
+    request = bindings.v1PatchMasterConfigRequest(
+        config=bindings.v1Config(log=bindings.v1LogConfig(level=bindings.v1LogLevel.ERROR)),
+        fieldMask=bindings.protobufFieldMask(paths=["log.level"]),
+    )
+    bindings.patch_PatchMasterConfig(session, body=request)
+    assert logging.getLogger().level == logging.ERROR
+    assert bindings.get_GetMasterConfig(session).config["log"]["level"] == "error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"fieldMask": {"paths": ["port"]}, "config": {"log": {}}},
+        {"fieldMask": {"paths": ["log.level"]}, "config": {"log": {"level": "LOUD"}}},
+        {"fieldMask": {"paths": 1}, "config": {"log": {}}},
+        {"fieldMask": {"paths": ["log.level"]}, "config": 3},
+    ],
+)
+def test_other_settings_are_not_changed(served: Master, body: dict[str, object]) -> None:
+    assert served.send("PATCH", "/api/v1/master/config", body, token="admin").status == 400
+
+
+def test_the_log_is_streamed_line_by_line(fresh_master: Master, session: api.Session) -> None:
+    (fresh_master.services.state_dir / "master.log").write_text(_LOG)
+    entries = [answer.logEntry for answer in bindings.get_MasterLogs(session)]
+    assert [entry.id for entry in entries] == [0, 1, 2, 3, 4]
+    assert entries[0].message == "dstrial.master: serving"
+    assert entries[3].message == "KeyError: 1"
+    assert [entry.level.name for entry in entries] == ["INFO", "ERROR", "ERROR", "ERROR", "WARNING"]
+    assert entries[2].timestamp == entries[1].timestamp
+
+
+@pytest.mark.parametrize(
+    ("query", "ids"),
+    [
+        ({"offset": -2}, [3, 4]),
+        ({"offset": 3}, [3, 4]),
+        ({"limit": 2}, [0, 1]),
+        ({"offset": -99}, [0, 1, 2, 3, 4]),
+        ({"offset": 99}, []),
+        ({"offset": -3, "limit": 1, "follow": True}, [2]),
+    ],
+)
+def test_a_part_of_the_log(
+    fresh_master: Master, session: api.Session, query: dict[str, int], ids: list[int]
+) -> None:
+    (fresh_master.services.state_dir / "master.log").write_text(_LOG)
+    assert [answer.logEntry.id for answer in bindings.get_MasterLogs(session, **query)] == ids
+
+
+def test_the_log_is_followed(fresh_master: Master, session: api.Session) -> None:
+    path = fresh_master.services.state_dir / "master.log"
+    path.write_text(_LOG)
+    answers = iter(bindings.get_MasterLogs(session, follow=True, offset=-1, limit=3))
+    assert next(answers).logEntry.id == 4
+    with path.open("a") as file:
+        file.write("2026-11-21T02:00:03.000 INFO x: new\n2026-11-21T02:00:04.000 INFO x: half")
+    with path.open("a") as file:
+        file.write(" a line\n")
+    assert [answer.logEntry.message for answer in answers] == ["x: new", "x: half a line"]

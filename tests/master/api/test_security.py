@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from serving import Master
+
+from dstrial.master.api.frame import ADMIN, PUBLIC, TRIAL, USER, Route
+from dstrial.master.app import all_routes
+from dstrial.master.store import tokens
+
+pytestmark = pytest.mark.process
+
+_OWN = {
+    "trial_id": "1",
+    "run_id": "1",
+    "experiment_id": "1",
+    "task_id": "1.request",
+    "allocation_id": "1.request.1",
+    "resources_id": "r",
+}
+_SCOPED = re.compile(r"\{(trial_id|run_id|experiment_id|task_id|allocation_id|checkpoint_uuid)[:}]")
+
+# Routes open to trials whose path names nothing: what a trial's own request looks like, as a body or as a query.
+_OWN_BODIES: dict[str, Any] = {
+    "POST /api/v1/runs/start": {
+        "runId": 1,
+        "checkpointStorage": {"type": "directory", "container_path": "/x"},
+    },
+    "POST /api/v1/checkpoints": {
+        "uuid": "b3b4a7b8-0000-4000-8000-000000000001",
+        "taskId": "1.request",
+        "allocationId": "1.request.1",
+        "reportTime": "2026-01-01T00:00:00Z",
+        "resources": {"a": "1"},
+        "metadata": {"steps_completed": 1},
+        "state": "STATE_COMPLETED",
+        "training": {},
+    },
+    "PATCH /api/v1/checkpoints": {"checkpoints": [{"uuid": "OWN", "resources": {"resources": {}}}]},
+    "DELETE /api/v1/checkpoints": {"checkpointUuids": ["OWN"]},
+    "POST /api/v1/checkpoints/rm": {"checkpointUuids": ["OWN"], "checkpointGlobs": ["none"]},
+    "POST /api/v1/task/logs": {"logs": [{"taskId": "1.request", "log": "x\n"}]},
+    "GET /api/v1/trials/metrics/trial_metrics": "?trialIds=1&group=training",
+    "GET /api/v1/trials/metrics/training_metrics": "?trialIds=1",
+    "GET /api/v1/trials/metrics/validation_metrics": "?trialIds=1",
+    "POST /api/v1/trials/profiler/metrics": {},
+    "POST /api/v1/webhooks/custom": {},
+    "POST /api/v1/trial-source-info": {"trialSourceInfo": {"trialId": 1, "checkpointUuid": "OWN"}},
+}
+_OPEN_TO_EVERY_TRIAL = {"POST /api/v1/webhooks/custom", "POST /api/v1/trials/profiler/metrics"}
+
+
+def _name(route: Route) -> str:
+    return f"{route.method} {route.path}"
+
+
+def _path(route: Route, values: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)(:int)?\}", lambda match: values.get(match[1], "1"), route.path)
+
+
+def _ask(master: Master, route: Route, token: str | None, values: dict[str, str]) -> int:
+    path, body = _path(route, values), None
+    own = _OWN_BODIES.get(_name(route))
+    if isinstance(own, str):
+        path += own
+    elif own is not None:
+        body = _filled(own, values.get("checkpoint_uuid", "none"))
+    if "preemption" in path or "logs" in path:
+        path += "?timeoutSeconds=0&follow=false" if "?" not in path else ""
+    return master.send(route.method, path, body, token=token).status
+
+
+def _filled(value: Any, checkpoint: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(one, checkpoint) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, checkpoint) for one in value]
+    return checkpoint if value == "OWN" else value
+
+
+def _routes(*accesses: Any) -> list[Route]:
+    return [route for route in all_routes() if route.access in accesses]
+
+
+def test_four_requests_of_the_protocol_are_open_to_everybody() -> None:
+    assert {_name(route) for route in _routes(PUBLIC)} == {
+        "GET /info",
+        "GET /health",
+        "GET /api/v1/master",
+        "POST /api/v1/auth/login",
+    }
+
+
+def test_every_other_route_demands_a_valid_token(served: Master) -> None:
+    values = {**_OWN, "checkpoint_uuid": served.checkpoints[1]}
+    for route in _routes(USER, ADMIN, TRIAL):
+        for token in (None, "garbage", "", "x" * 5000):
+            assert _ask(served, route, token, values) == 401, (_name(route), token)
+
+
+def test_who_has_no_token_is_not_told_whether_a_number_is_one(served: Master) -> None:
+    assert served.get("/api/v1/users/one", None).status == 401
+
+
+def test_a_trials_token_opens_nothing_that_is_a_users_or_an_administrators(served: Master) -> None:
+    for route in _routes(USER, ADMIN):
+        assert _ask(served, route, "trial-1", _OWN) == 403, _name(route)
+
+
+def test_a_trials_token_opens_its_own_routes(fresh_master: Master) -> None:
+    values = {**_OWN, "checkpoint_uuid": fresh_master.checkpoints[1]}
+    for route in _routes(TRIAL):
+        if "{experiment_id" in route.path and route.method != "GET":
+            assert _ask(fresh_master, route, "trial-1", values) == 403, _name(route)
+        elif route.method == "GET":
+            assert _ask(fresh_master, route, "trial-1", values) not in (401, 403, 500), _name(route)
+
+
+def test_another_trials_token_is_refused_on_every_route_of_a_trial(served: Master) -> None:
+    values = {**_OWN, "checkpoint_uuid": served.checkpoints[1]}
+    for route in _routes(TRIAL):
+        if not _SCOPED.search(route.path):
+            assert _name(route) in _OWN_BODIES, (
+                f"{_name(route)} names nothing in its path: say what it is sent"
+            )
+            if _name(route) in _OPEN_TO_EVERY_TRIAL:
+                continue
+        assert _ask(served, route, "trial-2", values) == 403, _name(route)
+
+
+def test_routes_of_administrators_are_closed_to_other_users(served: Master) -> None:
+    assert _routes(ADMIN)
+    for route in _routes(ADMIN):
+        for token in ("determined", "other", "trial-1-user"):
+            assert _ask(served, route, token, _OWN) == 403, _name(route)
+
+
+def test_every_user_may_use_the_other_routes(fresh_master: Master) -> None:
+    nothing = {**dict.fromkeys(_OWN, "999999"), "checkpoint_uuid": "00000000-0000-4000-8000-000000000000"}
+    for token in ("other", "admin", "trial-1-user"):
+        for route in _routes(USER, TRIAL):
+            if _name(route) == "POST /api/v1/auth/logout" or "{user_id" in route.path:
+                continue
+            assert _ask(fresh_master, route, token, nothing) not in (401, 403, 500), (_name(route), token)
+
+
+def test_a_trial_may_read_the_checkpoint_it_started_from(fresh_master: Master) -> None:
+    warm = fresh_master.checkpoints[2]
+    fresh_master.change("UPDATE allocations SET checkpoint_uuid = ? WHERE trial_id = 1", warm)
+    for route in _routes(TRIAL):
+        if "{checkpoint_uuid" in route.path and route.method == "GET":
+            values = {**_OWN, "checkpoint_uuid": warm}
+            assert _ask(fresh_master, route, "trial-1", values) not in (401, 403, 500), _name(route)
+
+
+def test_both_tokens_of_an_allocation_die_with_it(fresh_master: Master) -> None:
+    def status(token: str) -> int:
+        return fresh_master.get("/api/v1/tasks/1.request", token).status
+
+    assert status("trial-1") == 200
+    assert status("trial-1-user") == 200
+    fresh_master.services.database.write(lambda tx: tokens.end_allocation_tokens(tx, "1.request.1"))
+    assert status("trial-1") == 401
+    assert status("trial-1-user") == 401
+    assert fresh_master.get("/api/v1/tasks/2.request", "trial-2").status == 200
+
+
+def test_the_token_of_an_allocation_that_has_ended_is_not_valid_even_if_it_was_left(
+    fresh_master: Master,
+) -> None:
+    fresh_master.change("UPDATE allocations SET state = 'TERMINATED' WHERE trial_id = 1")
+    assert fresh_master.get("/api/v1/tasks/1.request", "trial-1").status == 401
+
+
+def test_a_token_is_not_in_the_database_as_it_is(fresh_master: Master) -> None:
+    content = str(fresh_master.rows("SELECT * FROM tokens"))
+    assert all(token not in content for token in fresh_master.tokens.values())
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:1", "LOCALHOST:9000", "127.0.0.1:8080", "[::1]:8080", "[::1]"]
+)
+def test_loopback_names_with_any_port_are_good_hosts(served: Master, host: str) -> None:
+    assert served.send("GET", "/info", headers={"Host": host}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "evil.example",
+        "evil.example:8080",
+        "localhost.evil.example",
+        "127.0.0.1.nip.io",
+        "localhost:80:80",
+        "localhost:",
+        "127.0.0.2",
+        "0.0.0.0",
+        "user@localhost",
+        "localhost/x",
+        "localhost.",
+    ],
+)
+def test_other_hosts_are_refused_and_told_of_ssh(served: Master, host: str) -> None:
+    answer = served.send("GET", "/info", headers={"Host": host})
+    assert answer.status == 403
+    assert "ssh -L" in answer.error
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost.evil.example", "file://"]
+)
+def test_pages_of_elsewhere_are_refused(served: Master, origin: str) -> None:
+    answer = served.send("GET", "/api/v1/me", token="determined", headers={"Origin": origin})
+    assert answer.status == 403
+
+
+def test_the_page_may_read_with_its_cookie(served: Master) -> None:
+    cookie = {"Cookie": f"a=b; auth={served.tokens['determined']}"}
+    assert served.send("GET", "/api/v1/me", headers=cookie).status == 200
+
+
+def test_a_cookie_changes_nothing_unless_our_own_page_sends_it(fresh_master: Master) -> None:
+    cookie = {"Cookie": f"auth={fresh_master.tokens['admin']}", "Host": "localhost:8081"}
+    path = f"/api/v1/agents/{fresh_master.services.agent_id}/slots/0/disable"
+    for origin in (None, "http://localhost:1", "http://127.0.0.1:8081", "https://localhost:8081"):
+        headers = cookie if origin is None else {**cookie, "Origin": origin}
+        assert fresh_master.send("POST", path, headers=headers).status == 403, origin
+    assert fresh_master.rows("SELECT * FROM disabled_slots") == []
+    answer = fresh_master.send("POST", path, headers={**cookie, "Origin": "http://localhost:8081"})
+    assert answer.status == 200
+
+
+def test_a_users_token_comes_before_an_allocations(served: Master) -> None:
+    both = {
+        "Grpc-Metadata-x-allocation-token": f"Bearer {served.tokens['trial-1']}",
+        "Authorization": f"Bearer {served.tokens['determined']}",
+    }
+    assert served.send("GET", "/api/v1/me", headers=both).status == 200
+    both["Authorization"] = "Bearer garbage"
+    assert served.send("GET", "/api/v1/tasks/1.request", headers=both).status == 401
+
+
+def test_a_token_that_has_expired_is_not_valid(fresh_master: Master) -> None:
+    assert fresh_master.get("/api/v1/me", "other").status == 200
+    past = (int(time.time()) - 10) * 1_000_000
+    fresh_master.change("UPDATE tokens SET expires_us = ?", past)
+    assert fresh_master.get("/api/v1/me", "other").status == 401

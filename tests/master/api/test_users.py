@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+from determined.common import api
+from determined.common.api import authentication, bindings
+from determined.experimental import client
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+
+def _session(master: Master, username: str) -> api.Session:
+    return api.Session(master.address, username, master.tokens[username], None)
+
+
+def _user_id(master: Master, username: str) -> int:
+    return int(master.rows("SELECT id FROM users WHERE username = ?", username)[0]["id"])
+
+
+def test_the_sdk_makes_changes_and_lists_users(fresh_master: Master) -> None:
+    determined = client.Determined._from_session(_session(fresh_master, "admin"))
+    made = determined.create_user("New", admin=False, password="Password-1")
+    assert authentication.login(fresh_master.address, "new", "Password-1").username == "new"
+    made.change_password("Password-2")
+    made.rename("newer")
+    made.change_display_name("The Newer")
+    assert authentication.login(fresh_master.address, "newer", "Password-2")
+    made.deactivate()
+    assert "newer" not in {user.username for user in determined.list_users(active=True)}
+    listed = {user.username: user for user in determined.list_users()}
+    assert list(listed) == ["admin", "determined", "newer", "other"]
+    assert listed["newer"].display_name == "The Newer"
+    assert determined.get_user_by_name("NEWER").user_id == made.user_id
+    made.activate()
+    assert determined.whoami().username == "admin"
+
+
+def test_a_new_password_ends_the_other_tokens_of_that_user(fresh_master: Master) -> None:
+    user_id = _user_id(fresh_master, "determined")
+    answer = fresh_master.send(
+        "PATCH", f"/api/v1/users/{user_id}", {"password": "Password-3"}, token="determined"
+    )
+    assert answer.status == 200
+    assert fresh_master.get("/api/v1/me", "determined").status == 200
+    assert fresh_master.get("/api/v1/me", "trial-1-user").status == 401
+    assert fresh_master.get("/api/v1/tasks/1.request", "trial-1").status == 200
+    fresh_master.send("PATCH", f"/api/v1/users/{user_id}", {"password": "Password-4"}, token="admin")
+    assert fresh_master.get("/api/v1/me", "determined").status == 401
+    assert fresh_master.get("/api/v1/me", "admin").status == 200
+
+
+def test_others_change_only_what_is_their_own(fresh_master: Master) -> None:
+    own, admin = _user_id(fresh_master, "other"), _user_id(fresh_master, "admin")
+
+    def patch(user_id: int, body: dict[str, object]) -> int:
+        return fresh_master.send("PATCH", f"/api/v1/users/{user_id}", body, token="other").status
+
+    assert patch(own, {"displayName": "Me"}) == 200
+    assert patch(own, {"display_name": "I"}) == 200
+    assert fresh_master.rows("SELECT display_name FROM users WHERE id = ?", own) == [{"display_name": "I"}]
+    assert patch(own, {"admin": True}) == 403
+    assert patch(own, {"active": False}) == 403
+    assert patch(own, {"username": "boss"}) == 403
+    assert patch(admin, {"displayName": "x"}) == 403
+    assert patch(admin, {"password": "Password-5"}) == 403
+    path = f"/api/v1/users/{admin}/password"
+    assert fresh_master.send("POST", path, "Password-5", token="other").status == 403
+
+
+def test_a_password_is_set_by_the_request_of_its_own(fresh_master: Master) -> None:
+    session = _session(fresh_master, "other")
+    bindings.post_SetUserPassword(session, body="Password-6", userId=_user_id(fresh_master, "other"))
+    assert authentication.login(fresh_master.address, "other", "Password-6")
+
+
+@pytest.mark.parametrize(
+    ("user", "password", "status"),
+    [
+        ({"username": "admin"}, "Password-1", 409),
+        ({"username": "ADMIN"}, "Password-1", 409),
+        ({"username": ""}, "Password-1", 400),
+        ({"username": "a\nb"}, "Password-1", 400),
+        ({"username": "x" * 300}, "Password-1", 400),
+        ({"username": "blank"}, "", 400),
+        ({"username": "none"}, None, 400),
+        ({"username": "remote", "remote": True}, "Password-1", 501),
+        ({"username": 1}, "Password-1", 400),
+        (None, "Password-1", 400),
+    ],
+)
+def test_users_that_cannot_be(served: Master, user: object, password: object, status: int) -> None:
+    body = {"user": user, "password": password, "isHashed": False}
+    assert served.send("POST", "/api/v1/users", body, token="admin").status == status
+    assert len(served.rows("SELECT * FROM users")) == 3
+
+
+def test_one_active_administrator_remains(fresh_master: Master) -> None:
+    path = f"/api/v1/users/{_user_id(fresh_master, 'admin')}"
+    for body in ({"admin": False}, {"active": False}):
+        assert fresh_master.send("PATCH", path, body, token="admin").status == 409
+    other = _user_id(fresh_master, "other")
+    assert fresh_master.send("PATCH", f"/api/v1/users/{other}", {"admin": True}, token="admin").status == 200
+    assert fresh_master.get("/api/v1/me", "other").json["user"]["admin"] is True
+    assert fresh_master.send("PATCH", path, {"admin": False}, token="admin").status == 200
+
+
+def test_several_users_are_switched_at_once_and_each_failure_is_told(fresh_master: Master) -> None:
+    other, admin = _user_id(fresh_master, "other"), _user_id(fresh_master, "admin")
+    body = {"userIds": [other, admin, 999], "activate": False}
+    answer = fresh_master.send("PATCH", "/api/v1/users", body, token="admin")
+    errors = {one["id"]: one["error"] for one in answer.json["results"]}
+    assert errors[other] == ""
+    assert "last active administrator" in errors[admin]
+    assert "does not exist" in errors[999]
+    assert fresh_master.rows("SELECT active FROM users WHERE id IN (?, ?) ORDER BY id", admin, other) == [
+        {"active": 1},
+        {"active": 0},
+    ]
+
+
+def test_lists_of_users_are_pages(served: Master) -> None:
+    answer = served.get("/api/v1/users?limit=2&offset=1&order_by=ORDER_BY_DESC").json
+    assert [user["username"] for user in answer["users"]] == ["determined", "admin"]
+    assert answer["pagination"] == {"offset": 1, "limit": 2, "startIndex": 1, "endIndex": 3, "total": 3}
+    assert served.get("/api/v1/users?sortBy=SORT_BY_NONSENSE").status == 400

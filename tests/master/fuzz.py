@@ -1,0 +1,534 @@
+"""Send a master mutated requests and hostile ones, and say what came of them.
+
+``python tests/master/fuzz.py --requests 20000 --seed 1`` serves an application with a filled store in this process,
+on a free port and without a scheduler, and prints two markdown tables: answers by status, and hostile tokens, Host
+headers, paths and model definitions with the answer that each got. It exits 1 if anything answered 500, told of a
+traceback, or left the database damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import dataclasses
+import http.client
+import json
+import random
+import re
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+sys.path.insert(0, str(Path(__file__).parent / "api"))
+
+from serving import Master, serving
+
+from dstrial.master.api.frame import Route
+from dstrial.master.app import all_routes
+from dstrial.master.attempts import Attempts
+from dstrial.master.store import tokens, users
+from dstrial.master.store.database import Transaction
+
+_TIMEOUT_S = 20.0
+_REVIVE_EVERY = 20
+_TRACES = (b"Traceback", b'File "', b"sqlite3.", b".py")
+
+STATES = {
+    *("ACTIVE", "PAUSED", "STOPPING_COMPLETED", "STOPPING_CANCELED", "STOPPING_ERROR", "STOPPING_KILLED"),
+    *("COMPLETED", "CANCELED", "ERROR", "DELETING", "DELETE_FAILED"),
+}
+
+_NASTY: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2**31, 2**53, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0, 0.5),
+    *(
+        "",
+        "1",
+        "-1",
+        "NaN",
+        "Infinity",
+        "null",
+        "true",
+        "a" * 5000,
+        "\x00",
+        "ä\u202e\U0001d518",
+        "'; DROP TABLE trials; --",
+    ),
+    *("../../etc/passwd", "%00", "STATE_COMPLETED", "2026-01-01T00:00:00Z", "9999-99-99", "training", "{}"),
+    *([], {}, [[]], [None], {"": ""}, {"a": {"b": [1, {"c": None}]}}, ["1", 2, 3.5], {"__proto__": 1}),
+]
+
+_TRIAL_METRICS = {
+    "trialId": 1,
+    "trialRunId": 1,
+    "stepsCompleted": 5,
+    "reportTime": "2026-01-01T00:00:00.000Z",
+    "metrics": {"avgMetrics": {"loss": 0.5, "nan": "NaN"}, "batchMetrics": []},
+}
+_CONFIG_TEXT = """\
+name: fuzz
+entrypoint: 'true'
+searcher: {name: single, metric: loss, max_length: {batches: 9}}
+resources: {slots_per_trial: 0}
+hyperparameters: {lr: 0.1}
+"""
+_CHECKPOINT = {
+    "uuid": "00000000-0000-4000-8000-00000000000a",
+    "taskId": "1.request",
+    "allocationId": "1.request.1",
+    "reportTime": "2026-01-01T00:00:00Z",
+    "resources": {"a": "1"},
+    "metadata": {"steps_completed": 5, "framework": "torch"},
+    "state": "STATE_COMPLETED",
+    "training": {},
+}
+_BODIES: dict[str, Any] = {
+    "auth/login": {"username": "fuzz", "password": "x", "isHashed": True},
+    "users": {"user": {"username": "fuzz", "admin": False, "active": True}, "password": "Fuzz-1-pass"},
+    "users/{user_id}": {"displayName": "fuzz", "password": "Fuzz-1-pass"},
+    "users/{user_id}/password": "Fuzz-1-pass",
+    "master/config": {"config": {"log": {"color": True}}, "fieldMask": {"paths": ["log.color"]}},
+    "job-queues": {"updates": [{"jobId": "job-1", "priority": 3, "weight": 1.5, "aheadOf": "job-2"}]},
+    "experiments": {"config": _CONFIG_TEXT, "modelDefinition": [], "activate": False, "validateOnly": False},
+    "experiments/continue": {"id": 1, "overrideConfig": ""},
+    "experiments/{experiment_id}": {
+        "id": 1,
+        "name": "fuzz",
+        "labels": ["a"],
+        "resources": {"priority": 5, "maxSlots": 2},
+        "checkpointStorage": {"saveTrialBest": 1},
+    },
+    "experiments/{experiment_id}/retain_logs": {"experimentId": 1, "numDays": 3},
+    "preview-hp-search": {
+        "config": {"searcher": {"name": "random", "metric": "a", "max_trials": 3}},
+        "seed": 3,
+    },
+    "trials/{trial_id}/metrics": {"trialId": 1, "group": "training", "metrics": _TRIAL_METRICS},
+    "trials/{trial_id}/progress": {"progress": 0.5, "is_raw": True},
+    "trials/{trial_id}/runner/metadata": {"trialId": 1, "metadata": {"state": "training"}},
+    "trials/{trial_id}/early_exit": {"trialId": 1, "reason": "EXITED_REASON_INVALID_HP"},
+    "trials/{trial_id}/retain_logs": {"trialId": 1, "numDays": 3},
+    "runs/start": {"runId": 1, "checkpointStorage": {"type": "directory", "container_path": "/x"}},
+    "runs/{run_id}/metadata": {"runId": 1, "metadata": {"a": 1}},
+    "checkpoints": _CHECKPOINT,
+    "checkpoints/rm": {"checkpointUuids": [_CHECKPOINT["uuid"]], "checkpointGlobs": ["*.none"]},
+    "checkpoints/{checkpoint_uuid}/metadata": {"checkpoint": {**_CHECKPOINT, "metadata": {"a": 2}}},
+    "allocations/{allocation_id}/acceleratorData": {"containerId": "c", "acceleratorUuids": ["a"]},
+    "task/logs": {"logs": [{"task_id": "1.request", "log": "fuzz\n", "timestamp": "2026-01-01T00:00:00Z"}]},
+}
+
+_QUERY_NAMES = (
+    *("limit", "offset", "sortBy", "orderBy", "states", "users", "archived", "name", "labels", "group"),
+    *("trialIds", "timeoutSeconds", "timestampAfter", "timestampBefore", "rankIds", "levels", "stdtypes"),
+    *("includeBatchMetrics", "resourcePool", "active", "userIds", "sources", "sortByMetric", "containerIds"),
+    *("experimentIds", "searchText", "metricType", "showTrialData", "save_trial_best", "size"),
+)
+_QUERY_VALUES = (
+    *(
+        "1",
+        "-1",
+        "0",
+        "-2",
+        "99999999999999999999",
+        "",
+        "true",
+        "maybe",
+        "ORDER_BY_DESC",
+        "SORT_BY_ID",
+        "%00",
+    ),
+    *(
+        "STATE_ACTIVE",
+        "%F0%9F%98%80",
+        "NaN",
+        "1.5",
+        "training",
+        "2026-01-01T00:00:00Z",
+        "LOG_LEVEL_INFO",
+        "a" * 300,
+    ),
+)
+
+
+@dataclasses.dataclass
+class Report:
+    """What came of the requests.
+
+    Attributes:
+        statuses: route -> status -> number of answers.
+        failures: what must not be.
+    """
+
+    statuses: dict[str, collections.Counter[int]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(collections.Counter)
+    )
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+
+class Fuzzer:
+    """Sends mutated requests to one master.
+
+    Args:
+        master: served in this process.
+        seed: two runs with the same seed send the same requests.
+    """
+
+    def __init__(self, master: Master, seed: int) -> None:
+        self._master = master
+        self._random = random.Random(seed)
+        self._routes = all_routes()
+        self._tokens: dict[str, str] = {}
+        self._connection: http.client.HTTPConnection | None = None
+        self.report = Report()
+
+    def run(self, num_requests: int) -> Report:
+        """Send the requests, and look at the database afterwards."""
+        for request_idx in range(num_requests):
+            if request_idx % _REVIVE_EVERY == 0:
+                self._tokens = self._master.services.database.write(_revive)
+                # Else it would wait for having guessed wrong passwords.
+                self._master.services.attempts = Attempts()
+            self._send_one(self._random.choice(self._routes))
+        if self._connection is not None:
+            self._connection.close()
+        self.report.failures += database_problems(self._master)
+        return self.report
+
+    def _send_one(self, route: Route) -> None:
+        path = re.sub(r"\{(\w+)(:int)?\}", lambda match: self._parameter(match[1]), route.path)
+        path += self._query(route)
+        body = None if route.method == "GET" else self._body(route)
+        who = self._random.choices(["admin", "trial-1", "other", None, "garbage"], [12, 6, 3, 1, 1])[0]
+        headers = {"Host": "localhost"}
+        if who is not None:
+            name = "Grpc-Metadata-x-allocation-token" if who == "trial-1" else "Authorization"
+            headers[name] = f"Bearer {self._tokens.get(who, who)}"
+        try:
+            status, content = self._send(route.method, path, body, headers)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._connection = None
+            self.report.failures.append(
+                f"{route.method} {path[:200]}: {type(error).__name__} {error} body {body!r:.300}"
+            )
+            return
+        self.report.statuses[f"{route.method} {route.path}"][status] += 1
+        is_error = status >= 300
+        if status >= 500 and status != 501:
+            self.report.failures.append(f"{route.method} {path[:200]} as {who}: {status}, body {body!r:.600}")
+        if is_error and any(trace in content for trace in _TRACES):
+            self.report.failures.append(f"{route.method} {path[:200]} as {who}: {content[:300]!r}")
+        if is_error and not content.startswith((b'{"error":{', b"<!")):
+            self.report.failures.append(
+                f"{route.method} {path[:200]} as {who}: no error object but {content[:300]!r}"
+            )
+
+    def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection("127.0.0.1", self._master.port, timeout=_TIMEOUT_S)
+        self._connection.request(method, path, body, headers)
+        answer = self._connection.getresponse()
+        return answer.status, answer.read()
+
+    def _parameter(self, name: str) -> str:
+        known = {
+            "allocation_id": ["1.request.1", "2.request.1"],
+            "task_id": ["1.request", "2.request"],
+            "agent_id": [self._master.services.agent_id],
+            "checkpoint_uuid": [*self._master.checkpoints.values(), _CHECKPOINT["uuid"]],
+            "username": ["admin", "fuzz", "other"],
+            "slot_id": ["0", "3"],
+            "label": ["a", "b/c"],
+        }.get(name, ["1", "2"])
+        if self._random.random() < 0.75:
+            return quote(self._random.choice(known), safe="")
+        odd = [
+            "0",
+            "-1",
+            "3",
+            "99999",
+            "2147483648",
+            "9" * 30,
+            "abc",
+            "1.0",
+            "%00",
+            "..%2f..%2fetc",
+            "ä",
+            "a" * 2000,
+        ]
+        return quote(self._random.choice(odd), safe="%")
+
+    def _query(self, route: Route) -> str:
+        pairs = [
+            f"{self._random.choice(_QUERY_NAMES)}={self._random.choice(_QUERY_VALUES)}"
+            for _ in range(self._random.choice([0, 0, 1, 2, 5]))
+        ]
+        if "preemption" in route.path:
+            pairs = [pair for pair in pairs if "timeout" not in pair]
+            pairs.append("timeoutSeconds=" + self._random.choice(["0", "-1", "x", "NaN"]))
+        return "?" + "&".join(pairs) if pairs else ""
+
+    def _body(self, route: Route) -> bytes | None:
+        template = _BODIES.get(
+            re.sub(r":int\b", "", route.path).removeprefix("/api/v1/"), {"id": 1, "drain": True}
+        )
+        kind = self._random.random()
+        if kind < 0.2:
+            value = template
+        elif kind < 0.85:
+            value = template
+            for _ in range(self._random.randint(1, 3)):
+                value = self._mutated(value)
+        else:
+            return self._random.choice(
+                [
+                    None,
+                    b"",
+                    b"{",
+                    b"[]",
+                    b"null",
+                    b"NaN",
+                    b"\xff\xfe\x00",
+                    b'{"a": NaN, "progress": Infinity}',
+                    b'{"config": ' + b"[" * 400 + b"]" * 400 + b"}",
+                    b'{"metrics": ' + b'{"metrics":' * 200 + b"1" + b"}" * 200 + b"}",
+                    b'{"trialId": 1e999}',
+                    b'{"a": "\\ud800"}',
+                    json.dumps(template).encode()[: self._random.randint(0, 80)],
+                    bytes(self._random.randrange(256) for _ in range(50)),
+                ]
+            )
+        return json.dumps(value).encode()
+
+    def _mutated(self, value: Any) -> Any:
+        """Return a copy in which one place is another value, is missing, or is new."""
+        nasty = self._random.choice(_NASTY)
+        if isinstance(value, dict) and value and self._random.random() < 0.9:
+            key = self._random.choice(sorted(value))
+            change = self._random.random()
+            if change < 0.1:
+                return {name: one for name, one in value.items() if name != key}
+            if change < 0.15:
+                return {**value, self._random.choice(["id", "state", "steps_completed", "ä", ""]): nasty}
+            if change < 0.2:
+                snake = re.sub(r"([A-Z])", lambda match: "_" + match[1].lower(), key)
+                return {(snake if name == key else name): one for name, one in value.items()}
+            return {**value, key: self._mutated(value[key])}
+        if isinstance(value, list) and value and self._random.random() < 0.8:
+            return [self._mutated(value[0]), *value[1:], *([nasty] if self._random.random() < 0.3 else [])]
+        return nasty
+
+
+def _revive(tx: Transaction) -> dict[str, str]:
+    """Give the fuzzer its users, tokens and allocation again, which its own requests may have ended."""
+    tx.execute("UPDATE users SET active = 1")
+    tx.execute("UPDATE users SET admin = 1 WHERE id = 1")
+    if users.find_by_name(tx.connection, "fuzz") is None:
+        users.create_user(tx, username="fuzz", admin=False, password="")
+    tx.execute("UPDATE allocations SET state = 'RUNNING', end_us = NULL WHERE id = '1.request.1'")
+    tx.execute("DELETE FROM tokens")
+    tx.publish(tokens.TOPIC)
+    fuzz = users.find_by_name(tx.connection, "fuzz")
+    assert fuzz is not None
+    return {
+        "admin": tokens.create_token(tx, 1),
+        "other": tokens.create_token(tx, fuzz["id"]),
+        "trial-1": tokens.create_allocation_tokens(tx, "1.request.1", 2)[0],
+    }
+
+
+def database_problems(master: Master) -> list[str]:
+    """Return what is wrong with the store: SQLite's own checks, and what must be true of its rows."""
+    problems = []
+    checks = {
+        "PRAGMA integrity_check": [{"integrity_check": "ok"}],
+        "PRAGMA foreign_key_check": [],
+        "SELECT id FROM trials WHERE experiment_id NOT IN (SELECT id FROM experiments)": [],
+        "SELECT id FROM metrics WHERE trial_id NOT IN (SELECT id FROM trials)": [],
+        "SELECT uuid FROM checkpoints WHERE trial_id NOT IN (SELECT id FROM trials)": [],
+        "SELECT id FROM experiments WHERE NOT json_valid(config) OR NOT json_valid(labels)": [],
+        "SELECT id FROM trials WHERE NOT json_valid(hparams) OR NOT json_valid(summary_metrics)": [],
+        "SELECT id FROM metrics WHERE NOT json_valid(metrics)": [],
+        "SELECT uuid FROM checkpoints WHERE NOT json_valid(resources) OR NOT json_valid(metadata)": [],
+        "SELECT id FROM experiments WHERE priority NOT BETWEEN 1 AND 99 OR progress NOT BETWEEN 0 AND 1": [],
+        "SELECT id FROM trials WHERE progress NOT BETWEEN 0 AND 1": [],
+    }
+    for sql, expected in checks.items():
+        found = master.rows(sql)
+        if found != expected:
+            problems.append(f"{sql}: {found[:5]}")
+    for table in ("experiments", "trials"):
+        odd = {row["state"] for row in master.rows(f"SELECT state FROM {table}")} - STATES
+        if odd:
+            problems.append(f"{table} are {odd}")
+    if not master.rows("SELECT 1 FROM users WHERE admin AND active"):
+        problems.append("no administrator is left")
+    return problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Hostile:
+    """One hostile request.
+
+    Attributes:
+        kind: token, Host, Origin, path, body or model definition.
+        what: for a person.
+        status: the answer's, 0 where the connection was closed without one.
+        text: the answer's error.
+    """
+
+    kind: str
+    what: str
+    status: int
+    text: str
+
+
+def hostile_requests(master: Master) -> list[Hostile]:
+    """Send hostile tokens, hosts, origins, paths, bodies and model definitions; every one is refused."""
+    found = []
+
+    def send(kind: str, what: str, method: str, path: str, body: Any = None, **keywords: Any) -> None:
+        answer = master.send(method, path, body, **keywords)
+        text = answer.error if answer.status >= 300 else answer.content.decode(errors="replace")[:80]
+        found.append(Hostile(kind, what, answer.status, text))
+
+    def me(what: str, headers: dict[str, str], kind: str = "token") -> None:
+        send(kind, what, "GET", "/api/v1/me", headers=headers)
+
+    good = master.tokens["determined"]
+    with_token = {"Authorization": f"Bearer {good}"}
+    me("none", {})
+    me("empty", {"Authorization": "Bearer "})
+    me("of another scheme", {"Authorization": f"Basic {good}"})
+    me("one letter more", {"Authorization": f"Bearer {good}x"})
+    me("its SHA-256, as stored", {"Authorization": f"Bearer {tokens.hash_token(good)}"})
+    me("SQL", {"Authorization": "Bearer ' OR 1=1 --"})
+    me("8 KiB long", {"Authorization": "Bearer " + "x" * 8192})
+    me("an allocation's in the header of users", {"Authorization": f"Bearer {master.tokens['trial-1']}"})
+    send(
+        "token", "an allocation's for another trial's task", "GET", "/api/v1/tasks/2.request", token="trial-1"
+    )
+    send("token", "an allocation's for the list of users", "GET", "/api/v1/users", token="trial-1")
+    send("token", "a user's for making users", "POST", "/api/v1/users", {}, token="determined")
+    slot = f"/api/v1/agents/{quote(master.services.agent_id)}/slots/0/disable"
+    cookie = {"Cookie": f"auth={good}"}
+    send("token", "a cookie that would change something", "POST", slot, headers=cookie)
+    send(
+        "token",
+        "the same from a page of another port",
+        "POST",
+        slot,
+        headers={**cookie, "Origin": "http://localhost:1"},
+    )
+    for host in (
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.nip.io",
+        "169.254.169.254",
+        "0.0.0.0",
+        "",
+    ):
+        me(host or "empty", {**with_token, "Host": host}, "Host")
+    for origin in ("http://evil.example", "null", "http://localhost.evil.example"):
+        me(origin, {**with_token, "Origin": origin}, "Origin")
+    for path in (
+        "/../../../../etc/passwd",
+        "/api/v1/../../etc/passwd",
+        "/api/v1/tasks/..%2f..%2fetc%2fpasswd",
+        "/api/v1/users/1%00/by-username",
+        "/api/v1/users/' OR 1=1 --/by-username".replace(" ", "%20"),
+        "/api/v1/experiments/1;DROP%20TABLE%20trials",
+        "/api/v1/experiments/" + "9" * 400,
+        "/checkpoints/..%2f..%2fmaster.db",
+        "/credentials.json",
+        "//evil.example/api/v1/me",
+        "/api/v1/" + "a/" * 2000,
+    ):
+        send("path", path if len(path) < 70 else path[:60] + "…", "GET", path, token="determined")
+    send("body", "no JSON", "POST", "/api/v1/auth/login", b"\xff\xfe")
+    send("body", "NaN", "POST", "/api/v1/auth/login", b'{"username": NaN}')
+    send("body", "5,000 levels deep", "POST", "/api/v1/auth/login", b"[" * 5000 + b"]" * 5000)
+    found.append(_oversized(master))
+    found += _model_definitions(master)
+    return found
+
+
+def _oversized(master: Master) -> Hostile:
+    """Announce a body of a terabyte and send none of it."""
+    with socket.create_connection(("127.0.0.1", master.port), timeout=_TIMEOUT_S) as connection:
+        connection.sendall(
+            b"POST /api/v1/auth/login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n"
+        )
+        answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+    head, _, content = answer.partition("\r\n\r\n")
+    return Hostile("body", "a terabyte", int(head.split()[1]), json.loads(content)["error"]["error"])
+
+
+def _model_definitions(master: Master) -> list[Hostile]:
+    """Submit model definitions that would write elsewhere; nothing where experiments are not served."""
+    if not any(route.path == "/api/v1/experiments" and route.method == "POST" for route in all_routes()):
+        return []
+    content = base64.b64encode(b"owned").decode()
+    regular = {"type": 48, "content": content, "mtime": "0", "mode": 0o644, "uid": 0, "gid": 0}
+    files = {
+        "an absolute path": [{**regular, "path": "/tmp/dstrial-owned"}],
+        "a path upwards": [{**regular, "path": "../owned"}],
+        "a path upwards in the middle": [{**regular, "path": "a/../../owned"}],
+        "a symbolic link": [
+            {**regular, "path": "link", "type": 50, "content": base64.b64encode(b"/etc").decode()}
+        ],
+        "a hard link": [{**regular, "path": "link", "type": 49}],
+        "a device": [{**regular, "path": "device", "type": 51}],
+        "a named pipe": [{**regular, "path": "pipe", "type": 54}],
+        "a NUL in its path": [{**regular, "path": "a\x00b"}],
+        "an empty path": [{**regular, "path": ""}],
+        "content that is no base64": [{**regular, "path": "a", "content": "%%%"}],
+        "a file where a directory is": [{**regular, "path": "a"}, {**regular, "path": "a/b"}],
+        "no list": {"path": "a"},
+    }
+    found = []
+    for what, definition in files.items():
+        body = {"config": _CONFIG_TEXT, "modelDefinition": definition, "activate": False}
+        answer = master.send("POST", "/api/v1/experiments", body, token="determined")
+        text = answer.error if answer.status >= 300 else answer.content.decode(errors="replace")[:80]
+        found.append(Hostile("model definition", what, answer.status, text))
+    return found
+
+
+def _markdown(report: Report, hostile: list[Hostile]) -> str:
+    statuses = sorted({status for counter in report.statuses.values() for status in counter})
+    lines = [
+        "| route | " + " | ".join(map(str, statuses)) + " |",
+        "|---|" + "---:|" * len(statuses),
+    ]
+    for route, counter in sorted(report.statuses.items(), key=lambda item: item[0].split()[::-1]):
+        lines.append(f"| {route} | " + " | ".join(str(counter.get(status, "")) for status in statuses) + " |")
+    total = sum((counter for counter in report.statuses.values()), collections.Counter())
+    lines.append("| **all** | " + " | ".join(str(total[status]) for status in statuses) + " |")
+    lines += ["", "| what | hostile request | status | answer |", "|---|---|---:|---|"]
+    for one in hostile:
+        what, text = (text.replace("|", "\\|").replace("\n", " ") for text in (one.what, one.text))
+        lines.append(f"| {one.kind} | `{what!r}` | {one.status} | {text[:160]} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=20000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory, serving(Path(directory) / "state") as master:
+        hostile = hostile_requests(master)
+        report = Fuzzer(master, options.seed).run(options.requests)
+    print(_markdown(report, hostile))
+    print()
+    for failure in report.failures[:50]:
+        print("FAILED", failure)
+    print(f"{options.requests} requests, seed {options.seed}: {len(report.failures)} failures")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""One writer that commits in groups: what fails takes nothing with it, and nobody sees what is not committed."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import MasterError
+from dstrial.master.store.database import Database, Transaction
+
+
+def put(key: str, value: str):
+    def write(tx: Transaction) -> str:
+        tx.execute("INSERT INTO cluster VALUES (?, ?)", (key, value))
+        tx.publish(f"key:{key}")
+        return key
+
+    return write
+
+
+def keys(database: Database) -> set[str]:
+    with database.read() as connection:
+        return {row["key"] for row in connection.execute("SELECT key FROM cluster")}
+
+
+def test_a_function_that_fails_is_rolled_back_alone(tmp_path: Path) -> None:
+    database = Database(tmp_path / "master.db")
+    gate = threading.Event()
+    first = database.submit(lambda tx: gate.wait(10))
+
+    def fail_after_insert(tx: Transaction) -> None:
+        put("b", "2")(tx)
+        raise ValueError("no")
+
+    futures = [
+        database.submit(put("a", "1")),
+        database.submit(fail_after_insert),
+        database.submit(put("c", "3")),
+    ]
+    gate.set()
+
+    assert first.result(10)
+    assert futures[0].result(10) == "a"
+    with pytest.raises(ValueError, match="no"):
+        futures[1].result(10)
+    assert futures[2].result(10) == "c"
+    assert keys(database) == {"a", "c"}
+    database.close()
+
+
+def test_topics_are_published_after_the_commit_and_not_for_what_failed(tmp_path: Path) -> None:
+    seen: list[tuple[set[str], set[str]]] = []
+    other: list[Database] = []
+    database = Database(tmp_path / "master.db", lambda topics: seen.append((topics, keys(other[0]))))
+    other.append(database)
+
+    database.write(put("a", "1"))
+    with pytest.raises(sqlite3.IntegrityError):
+        database.write(put("a", "2"))
+
+    assert seen == [({"key:a"}, {"a"})]
+    database.close()
+
+
+def test_a_reader_sees_one_moment_while_others_write(tmp_path: Path) -> None:
+    database = Database(tmp_path / "master.db")
+    database.write(put("a", "1"))
+
+    with database.read() as connection:
+        before = connection.execute("SELECT count(*) FROM cluster").fetchone()[0]
+        database.write(put("b", "2"))
+        after = connection.execute("SELECT count(*) FROM cluster").fetchone()[0]
+
+    assert before == after == 1
+    assert keys(database) == {"a", "b"}
+    database.close()
+
+
+def test_a_reader_cannot_write(tmp_path: Path) -> None:
+    database = Database(tmp_path / "master.db")
+
+    with pytest.raises(sqlite3.OperationalError, match="readonly"), database.read() as connection:
+        connection.execute("INSERT INTO cluster VALUES ('a', '1')")
+    database.close()
+
+
+def test_closing_finishes_what_was_submitted_and_refuses_more(tmp_path: Path) -> None:
+    database = Database(tmp_path / "master.db")
+    futures = [database.submit(put(str(number), "")) for number in range(1000)]
+
+    database.close()
+
+    assert [future.result(0) for future in futures] == [str(number) for number in range(1000)]
+    with pytest.raises(MasterError, match="is closed"):
+        database.submit(put("x", ""))
+    again = Database(tmp_path / "master.db")
+    assert len(keys(again)) == 1000
+    again.close()
+
+
+def test_a_file_of_another_schema_version_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "master.db") as connection:
+        connection.execute("PRAGMA user_version = 99")
+
+    with pytest.raises(MasterError, match="schema version 99; expected 1"):
+        Database(tmp_path / "master.db")

@@ -1,0 +1,56 @@
+"""Waiting for a change loses none and ends at its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from dstrial.master.changes import Changes
+
+
+def test_a_change_between_looking_and_waiting_is_not_lost() -> None:
+    async def scenario() -> bool:
+        changes = Changes()
+        seen = changes.version("allocation:a")
+        changes.publish(["allocation:a"])
+        return await changes.wait("allocation:a", seen, 10)
+
+    assert asyncio.run(scenario())
+
+
+def test_a_change_from_another_thread_wakes_every_waiter_of_its_topic_only() -> None:
+    async def scenario() -> list[bool]:
+        changes = Changes()
+        waits = [
+            asyncio.create_task(changes.wait("a", 0, 10)),
+            asyncio.create_task(changes.wait("a", 0, 10)),
+            asyncio.create_task(changes.wait("b", 0, 0.05)),
+        ]
+        await asyncio.sleep(0)
+        threading.Thread(target=changes.publish, args=(["a"],)).start()
+        return list(await asyncio.gather(*waits))
+
+    assert asyncio.run(scenario()) == [True, True, False]
+
+
+def test_a_waiter_that_is_cancelled_leaves_nothing_behind() -> None:
+    async def scenario() -> int:
+        changes = Changes()
+        wait = asyncio.create_task(changes.wait("a", 0, 10))
+        await asyncio.sleep(0)
+        wait.cancel()
+        await asyncio.gather(wait, return_exceptions=True)
+        changes.publish(["a"])
+        return len(changes._waiters)
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_a_thread_is_told_by_its_event() -> None:
+    changes = Changes()
+    event = changes.listen("scheduler")
+
+    changes.publish(["other"])
+    assert not event.is_set()
+    changes.publish(["scheduler"])
+    assert event.is_set()

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import MasterError
+from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail, usage
+from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+from dstrial.master.store.database import Database, Transaction
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDirectory:
+    made = StateDirectory(tmp_path / "state")
+    made.make()
+    return made
+
+
+def with_allocation(
+    state: StateDirectory, pid: int, start_time: str, allocation_state: str = "RUNNING"
+) -> None:
+    def add(tx: Transaction) -> None:
+        tx.execute(
+            "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
+            "directory, supervisor_pid, supervisor_start, start_us) "
+            "VALUES ('a.1', 'a', 1, 1, 1, ?, '[0, 1]', '{}', 'r', '/', ?, ?, 0)",
+            (allocation_state, pid, start_time),
+        )
+
+    database = Database(state.database_path)
+    database.write(add)
+    database.close()
+    state.write_record(MasterRecord(1, "1", 8123, (), "c", "0"))
+
+
+def own_start_time() -> str:
+    start_time = process_start_time(os.getpid())
+    assert start_time is not None
+    return start_time
+
+
+def test_options_survive_the_way_to_the_process() -> None:
+    options = MasterOptions(port=0, num_slots=3, config_file="/a b/m.yaml", has_passwords=False)
+    assert MasterOptions.from_arguments(options.to_arguments()) == options
+
+
+def test_the_port_is_8080_unless_asked_for(state: StateDirectory) -> None:
+    assert choose_port(state, MasterOptions()) == 8080
+    assert choose_port(state, MasterOptions(port=0)) == 0
+
+
+def test_trials_that_run_keep_the_port(state: StateDirectory) -> None:
+    with_allocation(state, os.getpid(), own_start_time())
+    assert living_allocations(state) == ["a.1"]
+    assert choose_port(state, MasterOptions()) == 8123
+    assert choose_port(state, MasterOptions(port=8123)) == 8123
+    with pytest.raises(
+        MasterError, match=r"the port is 8124, while trials of the last master .* port 8123; expected"
+    ):
+        choose_port(state, MasterOptions(port=8124))
+
+
+@pytest.mark.parametrize(("start_time", "allocation_state"), [("1", "RUNNING"), (None, "TERMINATED")])
+def test_trials_that_have_ended_leave_the_port_free(
+    state: StateDirectory, start_time: str | None, allocation_state: str
+) -> None:
+    with_allocation(state, os.getpid(), start_time or own_start_time(), allocation_state)
+    assert choose_port(state, MasterOptions()) == 8080
+
+
+def test_usage_counts_slots_of_allocations_that_have_not_ended(state: StateDirectory) -> None:
+    assert dataclasses.astuple(usage(state)) == (0, {}, {})
+    with_allocation(state, 1, "1")
+    assert usage(state).num_slots_used == 2
+
+
+def test_the_end_of_a_file_is_read_in_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert tail(path, 3) == []
+    path.write_text("".join(f"{line_idx} {'x' * 50_000}\n" for line_idx in range(5)))
+    assert [line[0] for line in tail(path, 3)] == ["2", "3", "4"]
+    assert len(tail(path, 100)) == 5
+    assert tail(path, 0) == []

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fuzz import Fuzzer, database_problems, hostile_requests
+from serving import serving
+
+pytestmark = pytest.mark.process
+
+
+def test_mutated_requests_get_answers_and_leave_the_database_intact(tmp_path: Path) -> None:
+    with serving(tmp_path / "state") as master:
+        report = Fuzzer(master, seed=7).run(1500)
+    assert not report.failures, "\n".join(report.failures[:10])
+    assert sum(counter[200] for counter in report.statuses.values()) > 100
+    assert sum(counter[400] for counter in report.statuses.values()) > 20
+
+
+def test_hostile_requests_are_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "state") as master:
+        found = hostile_requests(master)
+        assert database_problems(master) == []
+        assert not list(Path(tmp_path).rglob("*owned*"))
+    accepted = [one for one in found if not 400 <= one.status < 500]
+    assert accepted == []
+    assert {one.kind for one in found} >= {"token", "Host", "Origin", "path", "body"}

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrial.master.observe import last_log_id, look, new_log_rows
+from dstrial.master.state_directory import StateDirectory
+from dstrial.master.store.database import Database, Transaction
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDirectory:
+    state = StateDirectory(tmp_path)
+    database = Database(state.database_path)
+    database.write(fill)
+    database.close()
+    return state
+
+
+def fill(tx: Transaction) -> None:
+    tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
+    tx.execute(
+        "INSERT INTO experiments (id, job_id, state, config, original_config, name, owner_id, searcher_type, "
+        "searcher_metric, smaller_is_better, slots_per_trial, queue_position, progress, start_us) "
+        "VALUES (3, 'j', 'PAUSED', '{}', '', 'x', 1, 'single', 'loss', 1, 1, 1, 0.5, 0)"
+    )
+    tx.execute(
+        "INSERT INTO trials (id, experiment_id, request_id, state, hparams, seed, task_id, start_us, "
+        "searcher_metric_value) VALUES (5, 3, 'r', 'PAUSED', '{}', 1, 't', 0, 0.25)"
+    )
+    for run_id, allocation_state, exit_code in (
+        (1, "TERMINATED", 7),
+        (2, "TERMINATED", 0),
+        (3, "RUNNING", None),
+    ):
+        tx.execute(
+            "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
+            "directory, start_us, exit_code) VALUES (?, 't', 5, 3, ?, ?, '[0]', '{}', 'r', '/', 0, ?)",
+            (f"t.{run_id}", run_id, allocation_state, exit_code),
+        )
+    for rank, source, text in ((None, "master", "m"), (1, "task", "one"), (None, "task", "two")):
+        tx.execute(
+            "INSERT INTO logs (task_id, trial_id, time_us, rank, source, stdtype, log) VALUES ('t', 5, 0, ?, ?, ?, ?)",
+            (rank, source, "stdout" if source == "task" else None, f"{text}\n"),
+        )
+
+
+def test_a_paused_experiment_settles_when_its_processes_have_ended(state: StateDirectory) -> None:
+    view = look(state, 3)
+    assert view is not None
+    (trial,) = view.trials
+    assert (trial.is_running, trial.num_allocations, trial.exit_code, trial.best_metric) == (True, 3, 0, 0.25)
+    assert not view.is_settled
+    database = Database(state.database_path)
+    database.write(
+        lambda tx: tx.execute("UPDATE allocations SET state = 'TERMINATED', exit_code = 9 WHERE run_id = 3")
+    )
+    database.close()
+    view = look(state, 3)
+    assert view is not None
+    assert view.is_settled
+    assert view.trials[0].exit_code == 9
+
+
+def test_an_experiment_that_does_not_exist_is_none(state: StateDirectory) -> None:
+    assert look(state, 4) is None
+
+
+def test_log_lines_come_once_and_in_order(state: StateDirectory) -> None:
+    rows = new_log_rows(state, 5, 0)
+    assert [(row.rank, row.source, row.text) for row in rows] == [
+        (None, "master", "m"),
+        (1, "task", "one"),
+        (None, "task", "two"),
+    ]
+    assert new_log_rows(state, 5, rows[-1].id) == []
+    assert last_log_id(state, 5) == rows[-1].id
+    assert last_log_id(state, 6) == 0
