@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dstrial.master import web
 from dstrial.master.api import (
     agents,
     allocations,
@@ -36,6 +37,7 @@ _MODULES = (
     trials,
     users,
     workspaces,
+    web,
 )
 
 

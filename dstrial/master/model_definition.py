@@ -103,6 +103,11 @@ def unpack(tgz: bytes, directory: Path) -> None:
             400,
             f"the model definition has a member that is not allowed ({error}); expected plain files. Leave it out.",
         ) from error
+    except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+        raise RequestError(
+            400,
+            "the model definition has a file where it has a directory; expected one of the two. Rename one.",
+        ) from error
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError) as error:
         raise RequestError(
             400, f"the model definition is damaged ({error}); expected a gzip tar. Send it again."

@@ -211,11 +211,12 @@ async def report_alert(_request: ApiRequest) -> dict[str, Any]:
 
 async def report_source(request: ApiRequest) -> dict[str, Any]:
     """``POST trial-source-info``: noted by clients only."""
-    body = request.body().fields("trialSourceInfo")
-    return {
-        "trialId": 0 if body is None else body.integer("trialId") or 0,
-        "checkpointUuid": "" if body is None else body.text("checkpointUuid") or "",
-    }
+    body = request.body()
+    source = body.fields("trialSourceInfo") or body
+    trial_id = source.required_integer("trialId")
+    request.require_trial(trial_id)
+    await request.services.read(trial_rows.require, trial_id)
+    return {"trialId": trial_id, "checkpointUuid": source.text("checkpointUuid") or ""}
 
 
 _MAX_METADATA_BYTES = 1 << 20

@@ -1,0 +1,149 @@
+"""The page's handler: reads what it shows in one snapshot, and renders it with everything escaped."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import sqlite3
+from typing import Any
+
+import jinja2
+from starlette.responses import Response
+
+from dstrial.errors import RequestError
+from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.shapes import shown_state
+from dstrial.master.clock import format_us, now_us
+from dstrial.master.store import listings, logs
+from dstrial.master.store import metrics as metric_rows
+from dstrial.master.web.plot import Plot, line_plot
+
+_MAX_EXPERIMENTS = 200
+_MAX_TRIALS = 50
+_LOG_LINES = 200
+_REFRESH_S = 10
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("dstrial.master.web"), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+
+
+def _render(name: str, status: int = 200, **values: Any) -> Response:
+    nonce = secrets.token_urlsafe(16)
+    text = _templates().get_template(name).render(nonce=nonce, **values)
+    headers = {
+        "Content-Security-Policy": (
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+    return Response(text, status_code=status, media_type="text/html", headers=headers)
+
+
+def _experiment(row: sqlite3.Row) -> dict[str, Any]:
+    return {
+        "id": row["id"],
+        "name": row["name"],
+        "owner": row["username"],
+        "state": shown_state(row).removeprefix("STATE_"),
+        "progress": round(100 * row["progress"], 1),
+        "trials": row["num_trials"],
+        "metric": row["searcher_metric"],
+        "best": row["best_metric"],
+        "start": format_us(row["start_us"])[:19].replace("T", " "),
+        "reason": row["end_reason"] or "",
+    }
+
+
+def _series(connection: sqlite3.Connection, trial_id: int, group: str, metric: str) -> Plot | None:
+    found = []
+    rows = connection.execute(
+        "SELECT steps, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND archived = 0 AND steps >= 0 "
+        "ORDER BY steps",
+        (trial_id, group),
+    )
+    for row in rows:
+        value = metric_rows.as_number(json.loads(row["metrics"]).get(metric))
+        if value is not None:
+            found.append((row["steps"], value))
+    return line_plot(found)
+
+
+def _trials(connection: sqlite3.Connection, experiment: sqlite3.Row) -> list[dict[str, Any]]:
+    rows = listings.list_trials(
+        connection, now_us=now_us(), experiment_id=experiment["id"], limit=_MAX_TRIALS
+    )
+    shown = []
+    for row in rows:
+        plots = [
+            (f"validation {experiment['searcher_metric']}",
+             _series(connection, row["id"], "validation", experiment["searcher_metric"])),
+            ("training loss", _series(connection, row["id"], "training", "loss")),
+        ]  # fmt: skip
+        shown.append(
+            {
+                "id": row["id"],
+                "state": shown_state(row).removeprefix("STATE_"),
+                "batches": row["total_batches"],
+                "restarts": row["restarts"],
+                "best": row["searcher_metric_value"],
+                "hparams": json.dumps(json.loads(row["hparams"]), indent=1),
+                "plots": [(title, plot) for title, plot in plots if plot is not None],
+            }
+        )
+    return shown
+
+
+def _read(connection: sqlite3.Connection, experiment_id: int | None, trial_id: int | None) -> dict[str, Any]:
+    rows = listings.list_experiments(
+        connection, listings.ExperimentFilter(), is_descending=True, limit=_MAX_EXPERIMENTS
+    )
+    chosen = None
+    if experiment_id is not None:
+        chosen = listings.get_experiment(connection, experiment_id)
+        if chosen is None:
+            raise RequestError(404, f"experiment {experiment_id} is not found; expected one of the list.")
+    trials = [] if chosen is None else _trials(connection, chosen)
+    if trial_id is None and trials:
+        trial_id = trials[0]["id"]
+    lines: list[str] = []
+    if trial_id is not None:
+        wanted = logs.LogFilter(trial_id=trial_id, limit=_LOG_LINES, is_descending=True)
+        lines = [logs.format_message(row) for row in reversed(logs.query(connection, wanted))]
+    return {
+        "experiments": [_experiment(row) for row in rows],
+        "chosen": None if chosen is None else _experiment(chosen),
+        "trials": trials,
+        "trial_id": trial_id,
+        "log": "".join(lines),
+        "is_live": any(row["state"] == "ACTIVE" for row in rows),
+    }
+
+
+async def show_page(request: ApiRequest) -> Response:
+    """``GET /``: experiments; with ``?experiment=N`` its trials, with ``&trial=N`` that trial's log."""
+    services = request.services
+    values = await services.read(_read, request.query_int("experiment"), request.query_int("trial"))
+    return _render(
+        "page.html",
+        user=request.user.username,
+        pool=services.settings.pool_name,
+        num_slots=len(services.slots),
+        refresh_s=_REFRESH_S if values["is_live"] else 0,
+        **values,
+    )
+
+
+async def show_login(_request: ApiRequest) -> Response:
+    """``GET /`` without a valid token: the login form."""
+    return _render("login.html", 401)
+
+
+routes = [route("GET", "//", show_page, access=USER, unauthenticated=show_login)]
