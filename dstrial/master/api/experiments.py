@@ -13,7 +13,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config.submission import Submission, check_submission, merge_override
-from dstrial.errors import DstrialError, RequestError
+from dstrial.errors import ConfigError, ConfigProblem, DstrialError, RequestError
 from dstrial.master import checkpoint_gc
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
@@ -44,12 +44,15 @@ def checked(services: Services, config: str, tgz: bytes) -> Submission:
     with tempfile.TemporaryDirectory(prefix="dstrial-check-") as name:
         context_dir = Path(name)
         unpack(tgz, context_dir)
-        submission = check_submission(
-            config,
-            context_dir=context_dir,
-            defaults=services.settings.defaults(services.state_dir),
-            num_slots=len(services.slots),
-        )
+        try:
+            submission = check_submission(
+                config,
+                context_dir=context_dir,
+                defaults=services.settings.defaults(services.state_dir),
+                num_slots=len(services.slots),
+            )
+        except ConfigError as error:
+            raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
     pool = submission.config["resources"]["resource_pool"]
     if pool and pool != services.settings.pool_name:
         raise RequestError(
@@ -59,6 +62,14 @@ def checked(services: Services, config: str, tgz: bytes) -> Submission:
     if submission.interpreter is not None:
         check_interpreter(submission.interpreter, submission.config["entrypoint"])
     return submission
+
+
+def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
+    """Return a problem without the temporary directory in which the model definition was looked at."""
+    texts = (problem.where, problem.got, problem.expected, problem.fix)
+    return ConfigProblem(
+        *(text.replace(f"{context_dir}/", "").replace(context_dir, "the model definition") for text in texts)
+    )
 
 
 async def _shown(services: Services, experiment_id: int) -> dict[str, Any]:

@@ -1,0 +1,363 @@
+"""What becomes of trials: real processes under a real master, with scripts that need no torch."""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+TRAIN = """
+import json, os, pathlib, sys, time
+import determined as det
+
+def main():
+    info = det.get_cluster_info()
+    hparams = info.trial.hparams
+    with det.core.init() as core:
+        step = 0
+        if info.latest_checkpoint is not None:
+            with core.checkpoint.restore_path(info.latest_checkpoint) as path:
+                step = json.loads((path / "state.json").read_text())
+        while step < hparams.get("steps", 6):
+            step += 1
+            if hparams.get("fails_at") == step and info.trial._trial_run_id <= hparams.get("failing_runs", 99):
+                raise RuntimeError(f"step {step} went wrong")
+            if hparams.get("invalid"):
+                raise det.InvalidHP("not these")
+            time.sleep(hparams.get("sleep", 0.0))
+            core.train.report_training_metrics(step, {"loss": 1.0 / step})
+            core.train.report_validation_metrics(step, {"score": hparams.get("score", 0.5) / step, "batches": step})
+            if step % 2 == 0 or core.preempt.should_preempt():
+                with core.checkpoint.store_path({"steps_completed": step}) as (path, _):
+                    (path / "state.json").write_text(json.dumps(step))
+            if core.preempt.should_preempt():
+                print("asked to stop at", step)
+                return
+        print("finished at", step)
+
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path_factory.mktemp("master"), num_slots=2) as running:
+        yield running
+
+
+def config(entrypoint: Any = "python3 train.py", **changes: Any) -> dict[str, Any]:
+    return {
+        "name": "life",
+        "entrypoint": entrypoint,
+        "hyperparameters": {},
+        "searcher": {"name": "single", "metric": "score"},
+        "max_restarts": 0,
+        **changes,
+    }
+
+
+def submit(master: MasterForTest, given: dict[str, Any], script: str = TRAIN, **body: Any) -> int:
+    file = {
+        "path": "train.py",
+        "type": 48,
+        "content": base64.b64encode(script.encode()).decode(),
+        "mtime": "0",
+        "mode": 420,
+    }
+    message = {"activate": True, "config": yaml.safe_dump(given), "modelDefinition": [file], **body}
+    return int(master.client().post("/api/v1/experiments", message)["experiment"]["id"])
+
+
+def experiment(master: MasterForTest, experiment_id: int) -> dict[str, Any]:
+    found: dict[str, Any] = master.client().get(f"/api/v1/experiments/{experiment_id}")["experiment"]
+    return found
+
+
+def trials(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = master.client().get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
+    return found
+
+
+def wait_until(
+    master: MasterForTest, experiment_id: int, *states: str, deadline_s: float = 60.0
+) -> dict[str, Any]:
+    give_up_at_s = time.monotonic() + deadline_s
+    while True:
+        found = experiment(master, experiment_id)
+        if found["state"].removeprefix("STATE_") in states:
+            return found
+        if time.monotonic() > give_up_at_s or found["endTime"] is not None:
+            raise AssertionError(f"{found['state']}\n{log_of(master, experiment_id)}")
+        time.sleep(0.05)
+
+
+def log_of(master: MasterForTest, experiment_id: int) -> str:
+    client = master.client()
+    return "".join(
+        line["message"]
+        for trial in trials(master, experiment_id)
+        for line in client.stream(f"/api/v1/trials/{trial['id']}/logs")
+    )
+
+
+def steps_of(master: MasterForTest, trial_id: int) -> list[int]:
+    client = master.client()
+    return [
+        report["totalBatches"]
+        for line in client.stream(f"/api/v1/trials/metrics/trial_metrics?group=training&trialIds={trial_id}")
+        for report in line["metrics"]
+    ]
+
+
+def processes_with(text: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if text.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def test_a_trial_completes_with_its_metrics_and_checkpoints(master: MasterForTest) -> None:
+    experiment_id = submit(master, config())
+
+    ended = wait_until(master, experiment_id, "COMPLETED", "ERROR")
+
+    assert ended["state"] == "STATE_COMPLETED"
+    assert ended["progress"] == 1
+    [trial] = trials(master, experiment_id)
+    assert steps_of(master, trial["id"]) == [1, 2, 3, 4, 5, 6]
+    assert trial["totalBatchesProcessed"] == 6
+    assert trial["bestValidation"]["metrics"]["avgMetrics"]["score"] == pytest.approx(0.5 / 6)
+    assert trial["bestCheckpoint"]["totalBatches"] == 6
+    assert "finished at 6" in log_of(master, experiment_id)
+
+
+def test_a_failing_trial_is_started_again_from_its_checkpoint_as_often_as_allowed(
+    master: MasterForTest,
+) -> None:
+    experiment_id = submit(
+        master, config(max_restarts=2, hyperparameters={"fails_at": 5, "failing_runs": 2, "steps": 7})
+    )
+
+    wait_until(master, experiment_id, "COMPLETED")
+
+    [trial] = trials(master, experiment_id)
+    assert trial["restarts"] == 2
+    assert steps_of(master, trial["id"]) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_last_thing_in_a_failed_log_is_the_traceback(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(max_restarts=1, hyperparameters={"fails_at": 3}))
+
+    ended = wait_until(master, experiment_id, "ERROR")
+
+    assert ended["state"] == "STATE_ERROR"
+    lines = log_of(master, experiment_id).splitlines()
+    assert lines[-1].endswith("RuntimeError: step 3 went wrong")
+    assert any("Traceback (most recent call last):" in line for line in lines[-12:])
+    assert sum("crashed: resources failed" in line for line in lines) == 2
+
+
+def test_a_trial_that_fails_twice_in_the_same_way_before_its_first_batch_is_not_tried_again(
+    master: MasterForTest,
+) -> None:
+    experiment_id = submit(
+        master, config(max_restarts=5), script="import time\nraise KeyError(time.time())\n"
+    )
+
+    wait_until(master, experiment_id, "ERROR")
+
+    text = log_of(master, experiment_id)
+    assert text.count("crashed: resources failed") == 2
+    assert "failed twice in the same way before its first batch" in text
+
+
+def test_a_signal_is_explained(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(), script="import os\nos.kill(os.getpid(), 9)\n")
+
+    wait_until(master, experiment_id, "ERROR")
+
+    assert "out of host memory, or killed by a user" in log_of(master, experiment_id)
+
+
+def test_pause_saves_frees_the_slots_and_activate_goes_on(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(hyperparameters={"sleep": 0.1, "steps": 30}))
+    wait_until(master, experiment_id, "RUNNING")
+    while not steps_of(master, trials(master, experiment_id)[0]["id"]):
+        time.sleep(0.05)
+
+    master.client().post(f"/api/v1/experiments/{experiment_id}/pause")
+    while master.client().get("/api/v1/tasks")["allocationIdToSummary"]:
+        time.sleep(0.05)
+    assert experiment(master, experiment_id)["state"] == "STATE_PAUSED"
+    master.client().post(f"/api/v1/experiments/{experiment_id}/activate")
+    wait_until(master, experiment_id, "COMPLETED")
+
+    [trial] = trials(master, experiment_id)
+    assert trial["restarts"] == 0
+    assert steps_of(master, trial["id"]) == list(range(1, 31))
+    assert "asked to stop at" in log_of(master, experiment_id)
+
+
+@pytest.mark.parametrize("verb", ["cancel", "kill"])
+def test_a_cancelled_or_killed_trial_leaves_no_process(master: MasterForTest, verb: str) -> None:
+    mark = f"98765{len(verb)}"
+    command = f"setsid sleep {mark} & sleep {mark}"
+    experiment_id = submit(master, config(entrypoint=command))
+    give_up_at_s = time.monotonic() + 30
+    while len(processes_with(f"sleep\0{mark}")) < 2 and time.monotonic() < give_up_at_s:
+        time.sleep(0.05)
+
+    master.client().post(f"/api/v1/experiments/{experiment_id}/{verb}")
+
+    assert wait_until(master, experiment_id, "CANCELED")["state"] == "STATE_CANCELED"
+    assert processes_with(f"sleep\0{mark}") == []
+
+
+def test_a_trial_with_invalid_hyperparameters_is_replaced(master: MasterForTest) -> None:
+    searcher = {"name": "random", "metric": "score", "max_trials": 2, "max_concurrent_trials": 1}
+    given = config(
+        searcher=searcher,
+        hyperparameters={"invalid": {"type": "categorical", "vals": [True, False]}, "steps": 1},
+        reproducibility={"experiment_seed": 3},
+    )
+    experiment_id = submit(master, given)
+
+    wait_until(master, experiment_id, "COMPLETED")
+
+    found = trials(master, experiment_id)
+    assert any(trial["hparams"]["invalid"] for trial in found), "choose another seed"
+    assert sum(not trial["hparams"]["invalid"] for trial in found) == 2
+    assert all(trial["state"] == "STATE_COMPLETED" for trial in found)
+
+
+def test_a_searcher_stops_the_worse_trials_early(master: MasterForTest) -> None:
+    searcher = {
+        "name": "async_halving", "metric": "score", "max_trials": 4, "max_concurrent_trials": 2, "num_rungs": 2,
+        "divisor": 2, "max_time": 12, "time_metric": "batches",
+    }  # fmt: skip
+    given = config(
+        searcher=searcher,
+        hyperparameters={"score": {"type": "double", "minval": 1, "maxval": 9}, "steps": 60, "sleep": 0.05},
+        reproducibility={"experiment_seed": 1},
+    )
+    experiment_id = submit(master, given)
+
+    wait_until(master, experiment_id, "COMPLETED")
+
+    found = trials(master, experiment_id)
+    assert len(found) == 4
+    assert all(trial["state"] == "STATE_COMPLETED" for trial in found)
+    assert all(6 <= trial["totalBatchesProcessed"] < 60 for trial in found)
+    best = min(found, key=lambda trial: trial["hparams"]["score"])
+    assert best["totalBatchesProcessed"] >= 12
+
+
+def test_a_log_policy_cancels_retries(master: MasterForTest) -> None:
+    policies = [{"name": "bad", "pattern": "went wr.ng", "action": {"type": "cancel_retries"}}]
+    experiment_id = submit(
+        master, config(max_restarts=3, hyperparameters={"fails_at": 2}, log_policies=policies)
+    )
+
+    wait_until(master, experiment_id, "ERROR")
+
+    assert trials(master, experiment_id)[0]["logPolicyMatched"] == "bad"
+    text = log_of(master, experiment_id)
+    assert text.count("crashed: resources failed") == 1
+    assert "don't retry policy" in text
+
+
+def test_old_checkpoints_are_collected_at_the_end_with_their_files(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(hyperparameters={"steps": 8}))
+    wait_until(master, experiment_id, "COMPLETED")
+    path = f"/api/v1/experiments/{experiment_id}/checkpoints"
+    give_up_at_s = time.monotonic() + 30
+    states: dict[int, str] = {}
+    while time.monotonic() < give_up_at_s:
+        found = master.client().get(path)["checkpoints"]
+        states = {one["metadata"]["steps_completed"]: one["state"].removeprefix("STATE_") for one in found}
+        if states.get(2) == "DELETED":
+            break
+        time.sleep(0.05)
+
+    assert states == {2: "DELETED", 4: "DELETED", 6: "DELETED", 8: "COMPLETED"}
+    left = {one["uuid"] for one in found if one["state"] == "STATE_COMPLETED"}
+    gone = {one["uuid"] for one in found} - left
+    directory = master.state.path / "checkpoints"
+    assert all((directory / uuid / "state.json").exists() for uuid in left)
+    assert not any((directory / uuid).exists() for uuid in gone)
+
+
+def test_an_experiment_is_deleted_with_everything(master: MasterForTest) -> None:
+    experiment_id = submit(master, config())
+    wait_until(master, experiment_id, "COMPLETED")
+    uuids = [
+        one["uuid"]
+        for one in master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+    ]
+
+    master.client().send("DELETE", f"/api/v1/experiments/{experiment_id}")
+
+    give_up_at_s = time.monotonic() + 30
+    while time.monotonic() < give_up_at_s:
+        listed = [one["id"] for one in master.client().get("/api/v1/experiments?limit=-1")["experiments"]]
+        if experiment_id not in listed:
+            break
+        time.sleep(0.05)
+    assert experiment_id not in listed
+    assert not any((master.state.path / "checkpoints" / uuid).exists() for uuid in uuids)
+
+
+def test_an_experiment_that_has_ended_goes_on(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(hyperparameters={"fails_at": 5, "failing_runs": 1}))
+    wait_until(master, experiment_id, "ERROR")
+
+    master.client().post("/api/v1/experiments/continue", {"id": experiment_id, "overrideConfig": ""})
+    wait_until(master, experiment_id, "COMPLETED")
+
+    [trial] = trials(master, experiment_id)
+    assert steps_of(master, trial["id"]) == [1, 2, 3, 4, 5, 6]
+    assert len(trial["taskIds"]) == 2
+
+
+def test_trials_go_on_while_the_master_is_dead_and_are_taken_back(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(hyperparameters={"sleep": 0.1, "steps": 40}))
+    wait_until(master, experiment_id, "RUNNING")
+    while not steps_of(master, trials(master, experiment_id)[0]["id"]):
+        time.sleep(0.05)
+
+    master.kill()
+    time.sleep(1.5)
+    master.up()
+
+    wait_until(master, experiment_id, "COMPLETED")
+    [trial] = trials(master, experiment_id)
+    assert steps_of(master, trial["id"]) == list(range(1, 41))
+    text = log_of(master, experiment_id)
+    assert text.count("Scheduling Trial") == 1
+    assert text.count("finished at 40") == 1
+
+
+def test_a_config_that_cannot_train_is_refused_with_every_problem(master: MasterForTest) -> None:
+    given = config(resources={"slots_per_trial": 3}, searchers={})
+    ended = master.dstrial("status")
+    assert ended.returncode == 0
+
+    with pytest.raises(Exception, match="searchers") as raised:
+        submit(master, given)
+
+    assert "at most 2, the slots of this master" in str(raised.value)
