@@ -1,0 +1,39 @@
+"""What the master's process is made of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstrial.testing.master import MasterForTest
+
+
+@pytest.mark.process
+def test_the_master_maps_no_torch(shared_master: MasterForTest) -> None:
+    maps = Path(f"/proc/{shared_master.record.pid}/maps").read_text()
+
+    assert "libtorch" not in maps
+    assert "libpython" in maps or "python" in maps
+
+
+@pytest.mark.process
+def test_importing_the_whole_master_imports_neither_torch_nor_deepspeed() -> None:
+    code = (
+        "import sys, dstrial.master.server, dstrial.master.app, dstrial.master.scheduler;"
+        "print([m for m in ('torch', 'deepspeed') if m in sys.modules])"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.process
+def test_state_is_for_its_owner_only(shared_master: MasterForTest) -> None:
+    state = shared_master.state
+
+    assert state.path.stat().st_mode & 0o077 == 0
+    assert (state.path / "credentials.json").stat().st_mode & 0o077 == 0
