@@ -64,17 +64,19 @@ def fill(
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("BEGIN")
     owner_id = connection.execute("SELECT MIN(id) FROM users").fetchone()[0]
-    per_experiment = max(num_trials // num_experiments, 1)
-    per_trial = max(num_metrics // (num_experiments * per_experiment), 2)
+    # The last experiment is a large search, which has a tenth of all trials.
+    in_last = max(num_trials // 10, 1)
+    per_experiment = max((num_trials - in_last) // max(num_experiments - 1, 1), 1)
+    per_trial = max(num_metrics // num_trials, 2)
     config = json.dumps(CONFIG)
-    for _ in range(num_experiments):
+    for index in range(num_experiments):
         experiment_id = connection.execute(
             "INSERT INTO experiments (job_id, state, config, original_config, name, owner_id, searcher_type, "
             "searcher_metric, smaller_is_better, slots_per_trial, queue_position, start_us, end_us, progress, best_metric) "
             "VALUES (?, 'COMPLETED', ?, ?, 'filled', ?, 'random', 'validation_loss', 1, 1, 1.0, ?, ?, 1.0, 0.1)",
             (str(uuid.uuid4()), config, config, owner_id, _START_US, _START_US + 3_600_000_000),
         ).lastrowid
-        for _ in range(per_experiment):
+        for _ in range(in_last if index == num_experiments - 1 else per_experiment):
             _fill_trial(connection, int(experiment_id or 0), per_trial)
             on_rows(per_trial)
     connection.execute("COMMIT")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from dstrial.master.settings import MasterSettings
 
 from dstrial.master.app import create_app
 from dstrial.master.changes import Changes
 from dstrial.master.launcher.devices import Slot
 from dstrial.master.services import Services, open_services
+from dstrial.master.settings import MasterSettings
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Database, Transaction
 

@@ -90,10 +90,9 @@ def test_without_passwords_the_users_have_blank_ones_and_there_is_no_file(tmp_pa
 
 @process
 def test_passwords_and_the_clusters_id_outlive_the_master(tmp_path: Path) -> None:
-    from dstrial.master.settings import MasterSettings
-
     from dstrial.master.changes import Changes
     from dstrial.master.services import open_services
+    from dstrial.master.settings import MasterSettings
     from dstrial.master.store.database import Database
 
     seen = []
