@@ -35,7 +35,7 @@ from dstrial.master.store.database import Transaction
 
 _TIMEOUT_S = 20.0
 _REVIVE_EVERY = 20
-_TRACES = (b"Traceback", b'File "', b"sqlite3.", b".py")
+_TRACES = (b"Traceback", b'File "', b"sqlite3.", b'.py", line')
 
 STATES = {
     *("ACTIVE", "PAUSED", "STOPPING_COMPLETED", "STOPPING_CANCELED", "STOPPING_ERROR", "STOPPING_KILLED"),

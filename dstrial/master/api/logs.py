@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sqlite3
 from collections.abc import AsyncIterator
 from typing import Any
@@ -26,10 +27,9 @@ _FOLLOW_WAIT_S = 30.0
 def _filter(request: ApiRequest, trial_id: int | None, task_id: str | None) -> logs.LogFilter:
     ranks = []
     for text in request.queries("rankIds"):
-        try:
-            ranks.append(int(text))
-        except ValueError as error:
-            raise request.wrong_query("rankIds", "whole numbers") from error
+        if re.fullmatch(r"-?[0-9]{1,9}", text) is None:
+            raise request.wrong_query("rankIds", "whole numbers")
+        ranks.append(int(text))
     levels = [
         name.removeprefix("LOG_LEVEL_") for name in request.query_choices("levels", bindings.v1LogLevel)
     ]
