@@ -148,6 +148,8 @@ def _mirror(
     """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of its own config."""
     searcher = exp_conf.get("searcher") or {}
     asked = read_json(directory.submission_path) or {}
+    # Whoever follows reads each report from the run directory, and need not read it again in the log.
+    logging.getLogger("determined.core").setLevel(logging.WARNING)
     return mirror(
         core_context,
         directory,

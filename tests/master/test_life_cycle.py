@@ -186,6 +186,14 @@ def test_a_trial_that_fails_twice_in_the_same_way_before_its_first_batch_is_not_
     assert "failed twice in the same way before its first batch" in text
 
 
+def test_a_trial_that_is_killed_uses_all_of_its_restarts(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(max_restarts=3), script="import os\nos.kill(os.getpid(), 9)\n")
+
+    wait_until(master, experiment_id, "ERROR")
+
+    assert log_of(master, experiment_id).count("crashed: resources failed") == 4
+
+
 def test_a_signal_is_explained(master: MasterForTest) -> None:
     experiment_id = submit(master, config(), script="import os\nos.kill(os.getpid(), 9)\n")
 

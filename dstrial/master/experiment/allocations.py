@@ -233,7 +233,7 @@ def _failed(
     config: dict[str, Any] = json.loads(experiment["config"])
     restarts, limit = trial["restarts"] + 1, int(config["max_restarts"])
     is_before_first_batch = row["num_reports"] == 0 and row["steps_at_start"] == 0
-    mark = fingerprint(traceback or reason) if is_before_first_batch else None
+    mark = fingerprint(traceback) if is_before_first_batch and traceback is not None else None
     tx.execute(
         "UPDATE trials SET restarts = ?, last_failure = ? WHERE id = ?",
         (min(restarts, limit), mark, trial["id"]),
