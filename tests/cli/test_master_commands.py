@@ -12,7 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -261,14 +261,22 @@ def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTe
     assert len(master.dstrial("logs", "-n", "1").stdout.splitlines()) == 1
     command = [sys.executable, "-m", "dstrial.cli", "logs", "-f", "-n", "0"]
     with subprocess.Popen(command, env=dict(master.env), stdout=subprocess.PIPE, text=True) as following:
-        give_up_at_s = time.monotonic() + 30
-        while not Path(f"/proc/{following.pid}/cmdline").read_text() or time.monotonic() > give_up_at_s:
-            time.sleep(0.01)
-        time.sleep(0.5)
-        with master.state.log_path.open("a") as log:
-            log.write("one more line\n")
         assert following.stdout is not None
-        assert following.stdout.readline() == "one more line\n"
+        was_read = threading.Event()
+
+        def write() -> None:
+            # Again and again: a line from before it follows is not its business.
+            while not was_read.wait(0.2):
+                with master.state.log_path.open("a") as log:
+                    log.write("one more line\n")
+
+        writing = threading.Thread(target=write)
+        writing.start()
+        try:
+            assert following.stdout.readline() == "one more line\n"
+        finally:
+            was_read.set()
+            writing.join()
         following.send_signal(signal.SIGINT)
         assert following.wait(30) == 130
 

@@ -14,6 +14,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store import work
 from dstrial.master.store.database import Transaction
+from dstrial.search import Create, Searcher
 
 
 def create(
@@ -212,6 +213,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
         )
     if submission is not None:
         experiment_rows.replace_config(tx, experiment_id, submission)
+        _resample(tx, again[0]["id"], submission)
     snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id)["searcher_snapshot"])
     reopened = {trial["request_id"] for trial in again}
     for name in ("closed", "failed", "cancelled", "stopped"):
@@ -226,6 +228,14 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
         trial_rows.reopen(tx, trial)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     return experiment_id
+
+
+def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
+    """Give the trial of a single searcher the hyperparameters of a changed config."""
+    seed = int(submission.config["reproducibility"]["experiment_seed"])
+    for action in Searcher.new(submission.config, seed).initial_trials():
+        if isinstance(action, Create):
+            tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps(action.hparams), trial_id))
 
 
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:

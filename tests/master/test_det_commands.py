@@ -1,0 +1,416 @@
+"""The real ``det`` command and SDK against a real master: what each command does, exits with and prints."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+TRAIN = """
+import json, time
+import determined as det
+
+info = det.get_cluster_info()
+with det.core.init() as core:
+    done = 0
+    if info.latest_checkpoint is not None:
+        with core.checkpoint.restore_path(info.latest_checkpoint) as path:
+            done = json.loads((path / "state.json").read_text())
+    while done < info.trial.hparams["steps"]:
+        time.sleep(info.trial.hparams["sleep"])
+        done += 1
+        print("WARNING: batch", done)
+        core.train.report_training_metrics(done, {"loss": 1 / done})
+        core.train.report_validation_metrics(done, {"score": 1 / done, "batches": done})
+        with core.checkpoint.store_path({"steps_completed": done}) as (path, _):
+            (path / "state.json").write_text(json.dumps(done))
+        if core.preempt.should_preempt():
+            break
+"""
+
+
+class Det:
+    """A master, a context directory, and the ``det`` command."""
+
+    def __init__(self, master: MasterForTest, directory: Path) -> None:
+        self.master = master
+        self.directory = directory
+        self.context = directory / "context"
+        self.context.mkdir()
+        (self.context / "train.py").write_text(TRAIN)
+        self.short = self.config("short", {"steps": 3, "sleep": 0.0})
+        self.long = self.config("long", {"steps": 600, "sleep": 0.1})
+
+    def config(self, name: str, hyperparameters: dict[str, object]) -> Path:
+        given = {
+            "name": name,
+            "entrypoint": "python3 train.py",
+            "hyperparameters": hyperparameters,
+            "searcher": {"name": "single", "metric": "score"},
+            "max_restarts": 0,
+            "checkpoint_storage": {"save_trial_latest": 2},
+        }
+        path = self.directory / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(given))
+        return path
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.master.det(*words, cwd=self.directory)
+
+    def ok(self, *words: str) -> str:
+        done = self.run(*words)
+        assert done.returncode == 0, f"det {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def create(self, config: Path, *options: str) -> int:
+        found = re.search(
+            r"Created experiment (\d+)", self.ok("e", "create", *options, str(config), str(self.context))
+        )
+        assert found is not None
+        return int(found[1])
+
+    def experiment(self, experiment_id: int) -> dict[str, object]:
+        found: dict[str, object] = self.master.client().get(f"/api/v1/experiments/{experiment_id}")[
+            "experiment"
+        ]
+        return found
+
+    def wait(self, experiment_id: int, *states: str) -> None:
+        give_up_at_s = time.monotonic() + 60
+        while self.experiment(experiment_id)["state"] not in [f"STATE_{state}" for state in states]:
+            assert time.monotonic() < give_up_at_s, self.experiment(experiment_id)
+            time.sleep(0.05)
+
+    def trial(self, experiment_id: int) -> int:
+        return int(self.master.client().get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
+
+
+@pytest.fixture(scope="module")
+def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
+    directory = tmp_path_factory.mktemp("det")
+    with master_for_test(directory, num_slots=2) as master:
+        yield Det(master, directory)
+
+
+@pytest.fixture(scope="module")
+def ended(det: Det) -> int:
+    """An experiment that has completed; it is only looked at."""
+    experiment_id = det.create(det.short, "-f")
+    det.wait(experiment_id, "COMPLETED")
+    return experiment_id
+
+
+def test_create_follows_the_log_to_its_end(det: Det) -> None:
+    text = det.ok("e", "create", str(det.short), str(det.context), "-f")
+
+    assert "WARNING: batch 3" in text
+    assert "Trial log stream ended" in text
+
+
+def test_create_paused_config_and_include(det: Det) -> None:
+    extra = det.directory / "extra.txt"
+    extra.write_text("more")
+
+    experiment_id = det.create(det.short, "--paused", "--config", "name=other", "-i", str(extra))
+
+    assert det.experiment(experiment_id)["state"] == "STATE_PAUSED"
+    assert det.experiment(experiment_id)["name"] == "other"
+    det.ok("e", "download-model-def", str(experiment_id), "--output-dir", str(det.directory))
+    listing = subprocess.run(
+        ["tar", "tzf", str(det.directory / f"experiment_{experiment_id}_model_def.tgz")],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert {"train.py", "extra.txt"} <= set(listing.split())
+
+
+def test_create_test_mode(det: Det) -> None:
+    assert "Model definition test succeeded" in det.ok(
+        "e", "create", "--test-mode", str(det.short), str(det.context)
+    )
+
+
+def test_a_wrong_config_is_refused_with_every_problem(det: Det) -> None:
+    wrong = det.directory / "wrong.yaml"
+    wrong.write_text("nmae: x\nentrypoint: true\nsearcher: {name: asha, metric: loss}\n")
+
+    done = det.run("e", "create", str(wrong), str(det.context))
+
+    assert done.returncode == 1
+    assert "Write name instead" in done.stderr
+    assert "async_halving" in done.stderr
+
+
+def test_list_in_its_forms(det: Det, ended: int) -> None:
+    assert re.search(rf"{ended} \| determined .*short.*COMPLETED", det.ok("e", "list"))
+    rows = list(csv.DictReader(det.ok("e", "list", "--all", "--csv").splitlines()))
+    assert str(ended) in [row["ID"] for row in rows]
+
+
+def test_describe_in_its_forms(det: Det, ended: int) -> None:
+    [described] = json.loads(det.ok("e", "describe", str(ended), "--json"))
+    assert described["experiment"]["id"] == ended
+    text = det.ok("e", "describe", str(ended), "--metrics")
+    assert "score" in text
+    assert "loss" in text
+    (det.directory / "csv").mkdir()
+    det.ok("e", "describe", str(ended), "--metrics", "--outdir", str(det.directory / "csv"))
+    with (det.directory / "csv" / "workloads.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 3
+
+
+def test_logs_and_their_filters(det: Det, ended: int) -> None:
+    everything = det.ok("e", "logs", str(ended)).splitlines()
+    assert det.ok("e", "logs", str(ended), "--head", "2").splitlines()[:2] == everything[:2]
+    tail = [line for line in det.ok("e", "logs", str(ended), "--tail", "2").splitlines() if "||" in line]
+    assert tail == [line for line in everything if "||" in line][-2:]
+    warnings = det.ok("e", "logs", str(ended), "--level", "WARNING")
+    assert "batch 3" in warnings
+    assert "Scheduling" not in warnings
+    assert "batch 3" in det.ok(
+        "trial", "logs", str(det.trial(ended)), "--source", "task", "--stdtype", "stdout"
+    )
+    assert "batch" not in det.ok("e", "logs", str(ended), "--source", "master").replace("batches", "")
+
+
+def test_wait_tells_the_end_by_its_exit_code(det: Det, ended: int) -> None:
+    assert det.run("e", "wait", str(ended)).returncode == 0
+    failing = det.config("failing", {})
+    experiment_id = det.create(failing)
+    assert det.run("e", "wait", "--polling-interval", "1", str(experiment_id)).returncode == 1
+
+
+def test_pause_activate_cancel_and_the_slots(det: Det) -> None:
+    experiment_id = det.create(det.long)
+    det.wait(experiment_id, "RUNNING")
+    assert f"Experiment {experiment_id}" in det.ok("slot", "list")
+    assert f"Experiment {experiment_id}" in det.ok("task", "list")
+    assert f"{experiment_id}" in det.ok("job", "list")
+    det.ok("e", "pause", str(experiment_id))
+    det.wait(experiment_id, "PAUSED")
+    give_up_at_s = time.monotonic() + 30
+    while f"Experiment {experiment_id}" in det.ok("slot", "list"):
+        assert time.monotonic() < give_up_at_s
+    det.ok("e", "activate", str(experiment_id))
+    det.wait(experiment_id, "RUNNING")
+    det.ok("e", "cancel", str(experiment_id))
+    det.wait(experiment_id, "CANCELED")
+
+
+def test_kill_an_experiment_and_a_trial(det: Det) -> None:
+    first, second = det.create(det.long), det.create(det.long)
+    det.ok("e", "kill", str(first))
+    det.wait(first, "CANCELED")
+    det.ok("trial", "kill", str(det.trial(second)))
+    det.wait(second, "CANCELED")
+
+
+def test_archive_unarchive_and_delete(det: Det) -> None:
+    experiment_id = det.create(det.short)
+    det.wait(experiment_id, "COMPLETED")
+    det.ok("e", "archive", str(experiment_id))
+    assert f" {experiment_id} |" not in det.ok("e", "list")
+    assert f" {experiment_id} |" in det.ok("e", "list", "--all")
+    det.ok("e", "unarchive", str(experiment_id))
+    det.ok("e", "delete", "--yes", str(experiment_id))
+    give_up_at_s = time.monotonic() + 30
+    while f" {experiment_id} |" in det.ok("e", "list", "--all"):
+        assert time.monotonic() < give_up_at_s
+
+
+def test_an_experiment_that_runs_cannot_be_archived_or_deleted(det: Det) -> None:
+    experiment_id = det.create(det.long, "--paused")
+
+    for verb in (["archive"], ["delete", "--yes"]):
+        done = det.run("e", *verb, str(experiment_id))
+        assert done.returncode == 1
+        assert "expected one that has ended" in done.stderr
+    det.ok("e", "kill", str(experiment_id))
+
+
+def test_continue_with_another_config(det: Det) -> None:
+    experiment_id = det.create(det.short, "--config", "hyperparameters.sleep=0.01")
+    det.wait(experiment_id, "COMPLETED")
+
+    det.ok("e", "continue", str(experiment_id), "--config", "hyperparameters.steps=5", "-f")
+
+    det.wait(experiment_id, "COMPLETED")
+    trial = det.master.client().get(f"/api/v1/trials/{det.trial(experiment_id)}")["trial"]
+    assert trial["totalBatchesProcessed"] == 5
+
+
+def test_labels_and_settings(det: Det) -> None:
+    number = str(det.create(det.long, "--paused"))
+    det.ok("e", "label", "add", number, "mine")
+    det.ok("e", "set", "name", number, "renamed")
+    det.ok("e", "set", "description", number, "described")
+    det.ok("e", "set", "max-slots", number, "1")
+    det.ok("e", "set", "priority", number, "7")
+    det.ok("e", "set", "weight", number, "2.5")
+    det.ok("e", "set", "gc-policy", "--yes", "--save-experiment-best", "1", "--save-trial-best", "2",
+           "--save-trial-latest", "3", number)  # fmt: skip
+
+    shown = det.experiment(int(number))
+    assert (shown["name"], shown["description"], shown["labels"]) == ("renamed", "described", ["mine"])
+    config = yaml.safe_load(det.ok("e", "config", number))
+    assert (config["resources"]["max_slots"], config["resources"]["priority"]) == (1, 7)
+    assert config["checkpoint_storage"]["save_trial_latest"] == 3
+    det.ok("e", "label", "remove", number, "mine")
+    assert det.experiment(int(number))["labels"] == []
+    det.ok("e", "kill", number)
+
+
+def test_trials_and_checkpoints_of_an_experiment(det: Det, ended: int) -> None:
+    trial_id = det.trial(ended)
+    assert re.search(rf" {trial_id} \| COMPLETED", det.ok("e", "list-trials", str(ended)))
+    assert "COMPLETED" in det.ok("e", "list-checkpoints", str(ended))
+    described = json.loads(det.ok("trial", "describe", str(trial_id), "--json", "--metrics"))
+    assert described["trial"]["totalBatchesProcessed"] == 3
+    assert {next(kind for kind in one if one[kind]) for one in described["workloads"]} == {
+        "training", "validation", "checkpoint",
+    }  # fmt: skip
+
+
+def completed_checkpoints(det: Det, experiment_id: int) -> list[str]:
+    found = det.master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+    return [one["uuid"] for one in found if one["state"] == "STATE_COMPLETED"]
+
+
+def test_checkpoints_are_described_and_downloaded_both_ways(det: Det, ended: int) -> None:
+    uuid = completed_checkpoints(det, ended)[-1]
+    assert uuid in det.ok("checkpoint", "describe", uuid)
+    for mode in ("direct", "master"):
+        target = det.directory / f"download-{mode}"
+        det.ok("checkpoint", "download", uuid, "--mode", mode, "-o", str(target))
+        assert json.loads((target / "state.json").read_text()) == 3
+    det.ok("e", "download", str(ended), "--top-n", "1", "-o", str(det.directory / "best"))
+    assert list((det.directory / "best").rglob("state.json"))
+    det.ok("trial", "download", str(det.trial(ended)), "--latest", "-o", str(det.directory / "latest"))
+    assert list((det.directory / "latest").rglob("state.json"))
+
+
+def test_checkpoints_are_deleted_whole_and_in_part(det: Det) -> None:
+    experiment_id = det.create(det.short)
+    det.wait(experiment_id, "COMPLETED")
+    give_up_at_s = time.monotonic() + 30
+    while len(completed_checkpoints(det, experiment_id)) != 2:
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.1)
+    first, second = completed_checkpoints(det, experiment_id)
+
+    det.ok("checkpoint", "rm", "--yes", first, "--glob", "state.json")
+    det.ok("checkpoint", "delete", "--yes", second)
+
+    def states() -> dict[str, str]:
+        found = det.master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+        return {one["uuid"]: one["state"] for one in found}
+
+    while states()[second] != "STATE_DELETED" or states()[first] != "STATE_PARTIALLY_DELETED":
+        assert time.monotonic() < give_up_at_s, states()
+        time.sleep(0.1)
+
+
+def test_users(det: Det) -> None:
+    assert "determined" in det.ok("user", "whoami")
+    assert "admin" in det.ok("user", "list")
+    assert det.run("user", "create", "somebody").returncode == 1
+    client = det.master.client("admin")
+    client.post(
+        "/api/v1/users",
+        {"user": {"username": "somebody", "active": True}, "password": "Longer-pass-1", "isHashed": False},
+    )
+    assert "somebody" in det.ok("user", "list")
+
+
+def test_the_master_and_its_agent(det: Det) -> None:
+    assert "0.38.1" in det.ok("master", "info")
+    assert "checkpoint_storage" in det.ok("master", "config")
+    assert "serving at" in det.ok("master", "logs")
+    [agent] = json.loads(det.ok("agent", "list", "--json"))
+    det.ok("slot", "disable", agent["id"], "0")
+    assert "False" in det.ok("slot", "list")
+    det.ok("slot", "enable", agent["id"], "0")
+    det.ok("agent", "disable", agent["id"])
+    det.ok("agent", "enable", agent["id"])
+    assert "False" not in det.ok("slot", "list").replace("| False ", "", 2)
+
+
+def test_jobs_are_reordered(det: Det) -> None:
+    experiment_id = det.create(det.long, "--paused")
+    job_id = str(det.experiment(experiment_id)["jobId"])
+    det.ok("job", "update", job_id, "--priority", "3")
+    shown = det.experiment(experiment_id)["config"]
+    assert isinstance(shown, dict)
+    assert shown["resources"]["priority"] == 3
+    det.ok("e", "kill", str(experiment_id))
+
+
+def test_task_logs(det: Det, ended: int) -> None:
+    trial = det.master.client().get(f"/api/v1/trials/{det.trial(ended)}")["trial"]
+
+    assert "batch 3" in det.ok("task", "logs", trial["taskId"])
+
+
+def test_preview_search(det: Det) -> None:
+    path = det.directory / "search.yaml"
+    searcher = {
+        "name": "adaptive_asha",
+        "metric": "score",
+        "max_trials": 10,
+        "max_time": 100,
+        "time_metric": "batches",
+    }
+    path.write_text(
+        yaml.safe_dump({"name": "s", "entrypoint": "true", "searcher": searcher, "hyperparameters": {}})
+    )
+
+    assert "train for 100 batches" in det.ok("preview-search", str(path))
+
+
+def test_what_is_not_offered_says_so(det: Det) -> None:
+    done = det.run("notebook", "list")
+
+    assert done.returncode == 1
+    assert "not offered by the embedded master" in done.stderr
+
+
+def test_the_sdk_reads_metrics_and_checkpoints(det: Det, ended: int) -> None:
+    program = f"""
+from determined.experimental import client
+experiment = client.get_experiment({ended})
+trial = experiment.get_trials()[0]
+print([m.total_batches for m in trial.iter_metrics("validation")])
+print(len(experiment.list_checkpoints(max_results=1)), trial.state.value, experiment.wait(interval=0.1).value)
+experiment.add_label("sdk")
+print(sorted(client.get_experiment({ended}).labels))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=dict(det.master.env), capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[1, 2, 3]", "1 STATE_COMPLETED STATE_COMPLETED", "['sdk']"]
+
+
+def test_an_entrypoint_of_determineds_launcher_runs(det: Det) -> None:
+    experiment_id = det.create(
+        det.short, "--config", "entrypoint=python3 -m determined.launch.torch_distributed python3 train.py"
+    )
+
+    det.wait(experiment_id, "COMPLETED", "ERROR")
+
+    assert det.experiment(experiment_id)["state"] == "STATE_COMPLETED", det.ok(
+        "e", "logs", str(experiment_id)
+    )
+    assert "[rank=0]" in det.ok("e", "logs", str(experiment_id))
