@@ -27,6 +27,7 @@ import time
 
 import yaml
 
+from dstrial.master.launcher import SupervisorHandle, is_alive
 from dstrial.testing.master import MasterForTest, master_for_test
 
 NUM_STEPS = 24
@@ -54,7 +55,8 @@ def main():
             time.sleep(0.05)
             state, done = step(state, lr), done + 1
             if rank.poll() is not None:
-                raise RuntimeError("rank 1 has died")
+                # Without a traceback, two of which before the first batch would end the trial for good.
+                sys.exit(3)
             print("run", info.trial._trial_run_id, "batch", done, flush=True)
             core.train.report_training_metrics(done, {"loss": state})
             if done % 4 == 0:
@@ -152,11 +154,14 @@ def strike(master: MasterForTest, target: str, chance: random.Random) -> str | N
         return target
     with opened(master) as connection:
         rows = connection.execute(
-            "SELECT supervisor_pid FROM allocations WHERE state = 'RUNNING' AND supervisor_pid IS NOT NULL"
+            "SELECT supervisor_pid, supervisor_start FROM allocations "
+            "WHERE state = 'RUNNING' AND supervisor_pid IS NOT NULL"
         ).fetchall()
-    if not rows:
+    handles = [SupervisorHandle(row["supervisor_pid"], row["supervisor_start"]) for row in rows]
+    handles = [handle for handle in handles if is_alive(handle)]
+    if not handles:
         return None
-    pid = int(chance.choice(rows)["supervisor_pid"])
+    pid = chance.choice(handles).pid
     if target != "supervisor":
         entrypoints = children_of(pid)
         if not entrypoints:
