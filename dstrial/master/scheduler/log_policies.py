@@ -34,7 +34,7 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
         if not policy.get("pattern"):
             continue
         try:
-            pattern = re.compile(str(policy["pattern"]))
+            pattern = re.compile(str(policy["pattern"]), re.MULTILINE)
         except re.error:
             continue
         action = policy.get("action")

@@ -1,0 +1,140 @@
+"""What a master makes of a submitted config: every default filled in, every problem named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.config.submission import (
+    MasterDefaults,
+    Submission,
+    check_submission,
+    merge_override,
+    search_section,
+)
+from dstrial.errors import ConfigError
+
+DEFAULTS = MasterDefaults({"type": "shared_fs", "host_path": "/checkpoints"}, ("A=1",))
+GOOD = "entrypoint: python3 train.py\nsearcher: {name: single, metric: loss}\n"
+
+
+def check(tmp_path: Path, text: str, **options: Any) -> Submission:
+    (tmp_path / "train.py").touch()
+    return check_submission(text, context_dir=tmp_path, defaults=options.pop("defaults", DEFAULTS), **options)
+
+
+def test_defaults_are_those_that_clients_and_trials_read(tmp_path: Path) -> None:
+    config = check(tmp_path, GOOD).config
+
+    assert json.loads(json.dumps(config)) == config
+    assert config["name"].startswith("Experiment (")
+    assert config["checkpoint_storage"] == {
+        "type": "shared_fs", "host_path": "/checkpoints", "storage_path": None, "propagation": "rprivate",
+        "container_path": None, "checkpoint_path": None, "tensorboard_path": None,
+        "save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1,
+    }  # fmt: skip
+    assert config["environment"]["environment_variables"] == {
+        kind: ["A=1"] for kind in ("cpu", "cuda", "rocm")
+    }
+    assert set(config["environment"]["image"]) == {"cpu", "cuda", "rocm"}
+    assert config["resources"]["native_parallel"] is False
+    assert config["profiling"]["enabled"] is False
+    assert config["searcher"]["smaller_is_better"] is True
+    assert [policy["name"] for policy in config["log_policies"]] == ["CUDA OOM", "ECC Error"]
+    assert config["max_restarts"] == 5
+    assert config["optimizations"]["aggregation_frequency"] == 1
+    assert config["reproducibility"]["experiment_seed"] > 0
+
+
+def test_what_the_user_says_wins_over_the_master(tmp_path: Path) -> None:
+    text = GOOD + (
+        "checkpoint_storage: {type: shared_fs, storage_path: mine, save_trial_latest: 9}\n"
+        "environment: {environment_variables: [A=2, B=3]}\n"
+        "log_policies: [{name: CUDA OOM, pattern: null}, {pattern: boom, action: cancel_retries}]\n"
+    )
+
+    config = check(tmp_path, text).config
+
+    storage = config["checkpoint_storage"]
+    assert (storage["host_path"], storage["storage_path"], storage["save_trial_latest"]) == (
+        "/checkpoints",
+        "mine",
+        9,
+    )
+    assert config["environment"]["environment_variables"]["cpu"] == ["A=2", "B=3"]
+    assert [policy["pattern"] for policy in config["log_policies"]] == [
+        ".*uncorrectable ECC error encountered.*", "boom",
+    ]  # fmt: skip
+
+
+def test_too_many_slots_are_refused_or_wait(tmp_path: Path) -> None:
+    text = GOOD + "resources: {slots_per_trial: 4}\n"
+
+    with pytest.raises(ConfigError, match="at most 2, the slots of this master"):
+        check(tmp_path, text, num_slots=2)
+    patient = MasterDefaults(DEFAULTS.checkpoint_storage, launch_error=False)
+    assert check(tmp_path, text, num_slots=2, defaults=patient).exceeds_slots
+
+
+def test_a_deepspeed_config_that_cannot_train_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimisation": {}}')
+
+    with pytest.raises(ConfigError, match="Write zero_optimization instead"):
+        check(tmp_path, GOOD + "hyperparameters: {deepspeed_config: ds.json}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("searcher: {name: single, metric: loss}\n", "entrypoint is not given"),
+        ("entrypoint: x\n", "searcher is not given"),
+        ("entrypoint: x\nsearcher: {name: asha, metric: l}\n", "Set it to async_halving"),
+        (
+            "entrypoint: x\nsearcher: {name: adaptive_asha, metric: l, max_trials: 2, max_length: {batches: 5}}\n",
+            "requires `max_time` and `time_metric`",
+        ),
+        (
+            GOOD + "environment: {environment_variables: [DET_MASTER=x]}\n",
+            "a name that the master sets itself",
+        ),
+        (GOOD + "labels: [1]\n", "expected a string"),
+        (GOOD + "workspace: mine\nproject: p\n", "the only one there is"),
+        (GOOD + "log_policies: [boom]\n", "a mapping with pattern"),
+        (GOOD + "resources: {slots: 2}\n", "Write slots_per_trial instead"),
+        (
+            "entrypoint: x\nsearcher: {name: grid, metric: l}\n"
+            "hyperparameters: {lr: {type: double, minval: 0, maxval: 1}}\n",
+            "Add count",
+        ),
+    ],
+)
+def test_a_wrong_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(tmp_path, text)
+
+    assert message in str(raised.value)
+
+
+def test_a_config_is_changed_for_continuing(tmp_path: Path) -> None:
+    base = (
+        GOOD
+        + "hyperparameters: {a: {type: int, minval: 1, maxval: 9}, b: 2}\nresources: {slots_per_trial: 2}\n"
+    )
+
+    merged = merge_override(base, "hyperparameters: {a: 5}\nmax_restarts: 1\n")
+    config = check(tmp_path, merged).config
+
+    assert config["hyperparameters"]["a"] == {"type": "const", "val": 5}
+    assert config["hyperparameters"]["b"] == {"type": "const", "val": 2}
+    assert (config["max_restarts"], config["resources"]["slots_per_trial"]) == (1, 2)
+    with pytest.raises(ConfigError, match="Create a new experiment"):
+        merge_override(base, "searcher: {name: random}\n")
+
+
+def test_a_preview_needs_no_entrypoint() -> None:
+    section = search_section("searcher: {name: random, metric: l, max_trials: 3}\n")
+
+    assert section["searcher"]["max_trials"] == 3

@@ -1,0 +1,74 @@
+"""The traceback that counts, and what exit codes mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrial.master.launcher.failures import explain_exit, fingerprint, first_traceback
+
+USER = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+ValueError: wrong"""
+PEER = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    all_reduce()
+RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4312"""
+LAUNCHER = """Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/run.py", line 900, in main
+    run(args)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"""
+
+
+def lines(*blocks: tuple[int | None, str]) -> list[tuple[int | None, str]]:
+    return [(rank, f"{line}\n") for rank, block in blocks for line in block.splitlines()]
+
+
+def test_the_cause_is_chosen_before_a_lost_peer_and_a_launchers_report() -> None:
+    printed = lines((1, PEER), (0, USER), (None, LAUNCHER), (None, "end"))
+
+    assert first_traceback(printed) == USER
+
+
+def test_a_launchers_report_is_better_than_nothing() -> None:
+    assert first_traceback(lines((None, LAUNCHER))) == LAUNCHER
+    assert first_traceback(lines((0, "all went well"))) is None
+
+
+def test_tracebacks_of_ranks_that_print_at_once_are_kept_apart() -> None:
+    mixed = [line for pair in zip(lines((0, USER)), lines((1, PEER)), strict=True) for line in pair]
+
+    assert first_traceback(mixed) == USER
+
+
+def test_a_chained_traceback_is_one() -> None:
+    between = "The above exception was the direct cause of the following exception:"
+    chained = f"{USER}\n\n{between}\n\n{USER.replace('wrong', 'worse')}"
+
+    found = first_traceback(lines((0, chained), (0, "something else")))
+
+    assert found is not None
+    assert found.endswith("ValueError: worse")
+    assert "ValueError: wrong" in found
+
+
+def test_a_fingerprint_ignores_what_differs_between_runs() -> None:
+    first = "RuntimeError: at 0x7f12 port 29400 in /tmp/dstrial-abc/x, pid 12"
+    second = "RuntimeError: at 0x7f99 port 29401 in /tmp/dstrial-xyz/x, pid 77"
+
+    assert fingerprint(first) == fingerprint(second)
+    assert fingerprint(first) != fingerprint(first.replace("RuntimeError", "KeyError"))
+
+
+@pytest.mark.parametrize(
+    ("code", "signal_number", "part"),
+    [(137, 9, "out of host memory"), (137, None, "out of host memory"), (139, None, "SIGSEGV"),
+     (127, None, "not found"), (78, None, "Determined's launcher")],
+)  # fmt: skip
+def test_exit_codes_are_explained(code: int, signal_number: int | None, part: str) -> None:
+    assert part in (explain_exit(code, signal_number) or "")
+
+
+def test_an_ordinary_exit_code_means_nothing_special() -> None:
+    assert explain_exit(0) is None
+    assert explain_exit(1) is None

@@ -1,0 +1,222 @@
+"""Supervised processes: their output, their end, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.master import launcher
+from dstrial.master.launcher import AllocationExit, AllocationRequest, Slot, SupervisorHandle
+from dstrial.master.launcher.log_file import read_lines
+
+pytestmark = pytest.mark.process
+
+Started = tuple[Path, SupervisorHandle]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    directories: list[Path] = []
+
+    def start(entrypoint: str | list[str], **changes: Any) -> Started:
+        directory = tmp_path / f"allocation{len(directories)}"
+        directories.append(directory)
+        fields: dict[str, Any] = {
+            "allocation_id": directory.name, "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1,
+            "directory": directory, "slots": (Slot(0, "cpu", "cpu", "cpu-0"),),
+            "ports": launcher.choose_ports([]),
+            "config": {"checkpoint_storage": {"type": "shared_fs", "host_path": "/ck", "storage_path": "a"}},
+            "hparams": {"lr": len(directories)}, "trial_seed": 1, "steps_completed": 0, "latest_checkpoint": None,
+            "session_token": "session", "user_token": "user", "username": "determined",
+            "master_url": "http://127.0.0.1:1", "cluster_id": "c", "master_id": "m", "agent_id": "a",
+            "resources_id": "r", "model_definition": b"", "entrypoint": entrypoint, **changes,
+        }  # fmt: skip
+        launcher.prepare(AllocationRequest(**fields))
+        return directory, launcher.start(directory)
+
+    yield start
+    for directory in directories:
+        launcher.kill(launcher.find(directory), directory)
+        launcher.remove(directory)
+
+
+def ended(started: Started) -> AllocationExit:
+    give_up_at_s = time.monotonic() + 30
+    while True:
+        exit_ = launcher.poll_exit(*started)
+        if exit_ is not None:
+            return exit_
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.01)
+
+
+def printed(directory: Path) -> list[tuple[str | None, str]]:
+    return [(line.stdtype, line.text) for line in read_lines(directory, 0, 10**8)[0]]
+
+
+def living(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"sleep\0{mark}".encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    give_up_at_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.01)
+
+
+def test_output_and_exit_code_are_kept(run: Callable[..., Started]) -> None:
+    started = run("echo out; echo err >&2; printf 'a\\rb\\000c\\n'; printf 'no newline'; exit 7")
+
+    assert ended(started).exit_code == 7
+    lines = printed(started[0])
+    assert ("stdout", "out\n") in lines
+    assert ("stderr", "err\n") in lines
+    assert [text for kind, text in lines if kind == "stdout"] == ["out\n", "a\n", "b\0c\n", "no newline\n"]
+
+
+def test_a_long_line_is_split_and_nothing_of_it_is_lost(run: Callable[..., Started]) -> None:
+    started = run(["python3", "-c", "print('x' * 50000)"])
+
+    ended(started)
+
+    lines = [text.rstrip("\n") for _, text in printed(started[0])]
+    assert "".join(lines) == "x" * 50000
+    assert max(map(len, lines)) <= 8192
+
+
+def test_many_lines_are_all_there_in_order(run: Callable[..., Started]) -> None:
+    started = run(["python3", "-c", "for i in range(50000): print(i)"])
+
+    ended(started)
+
+    assert [text for _, text in printed(started[0])] == [f"{i}\n" for i in range(50000)]
+
+
+def test_whatever_it_started_dies_with_it(run: Callable[..., Started]) -> None:
+    started = run("setsid sleep 7650 & sleep 7650 & exit 0")
+
+    assert ended(started).exit_code == 0
+    assert living("7650") == []
+
+
+def test_killing_ends_everything(run: Callable[..., Started]) -> None:
+    started = run("setsid sleep 7651 & sleep 7651")
+    wait_for(lambda: len(living("7651")) >= 2)
+
+    launcher.kill(started[1], started[0])
+
+    assert ended(started).signal == signal.SIGKILL
+    assert living("7651") == []
+
+
+def test_what_a_killed_supervisor_leaves_is_found_by_its_marker(run: Callable[..., Started]) -> None:
+    directory, handle = run("setsid sleep 7652 & setsid sleep 7652 & sleep 7652")
+    wait_for(lambda: len(living("7652")) >= 2)
+
+    os.kill(handle.pid, signal.SIGKILL)
+    exit_ = ended((directory, handle))
+    launcher.kill(None, directory)
+
+    assert exit_.was_lost
+    assert living("7652") == []
+
+
+def test_a_graceful_end_is_waited_for_behind_a_shell(run: Callable[..., Started], tmp_path: Path) -> None:
+    program = (
+        "import signal, sys, time\n"
+        "def end(*_):\n    time.sleep(0.5); print('saved', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\ntime.sleep(600)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    directory, handle = run(f"true; python3 {tmp_path / 'program.py'}; true")
+    wait_for(lambda: any(text == "ready\n" for _, text in printed(directory)))
+
+    launcher.terminate(handle)
+    ended((directory, handle))
+
+    assert ("stdout", "saved\n") in printed(directory)
+
+
+def test_a_restarted_master_finds_the_supervisor(run: Callable[..., Started]) -> None:
+    directory, handle = run("sleep 7653")
+    wait_for(lambda: (directory / "supervisor.json").exists())
+
+    assert launcher.find(directory) == handle
+    launcher.kill(handle, directory)
+    ended((directory, handle))
+    wait_for(lambda: launcher.find(directory) is None)
+
+
+@pytest.mark.parametrize(("entrypoint", "code"), [(["no-such-program"], 127), (["/etc/passwd"], 126)])
+def test_what_cannot_be_started_ends_with_the_shells_code(
+    run: Callable[..., Started], entrypoint: list[str], code: int
+) -> None:
+    assert ended(run(entrypoint)).exit_code == code
+
+
+def test_two_allocations_at_once_see_their_own_cluster_info(run: Callable[..., Started]) -> None:
+    program = (
+        "import determined as det, os; i = det.get_cluster_info();"
+        "print(i.trial.hparams, i.trial._config['checkpoint_storage'], len(os.environ['TMPDIR']) < 40)"
+    )
+    first, second = run(["python3", "-c", program]), run(["python3", "-c", program])
+
+    assert [ended(first).exit_code, ended(second).exit_code] == [0, 0]
+    storage = "{'type': 'directory', 'container_path': '/ck/a'}"
+    assert printed(first[0])[-1] == ("stdout", f"{{'lr': 1}} {storage} True\n")
+    assert printed(second[0])[-1] == ("stdout", f"{{'lr': 2}} {storage} True\n")
+
+
+def test_startup_hooks_run_first_and_change_the_environment(run: Callable[..., Started]) -> None:
+    started = run("echo value $FROM_HOOK", startup_hook="export FROM_HOOK=7; echo hook")
+
+    ended(started)
+
+    assert [text for _, text in printed(started[0])] == ["hook\n", "value 7\n"]
+
+
+def test_a_hidden_sitecustomize_still_runs(run: Callable[..., Started], tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "sitecustomize.py").write_text("print('mine')\n")
+    variables = [f"PYTHONPATH={tmp_path / 'mine'}"]
+    started = run(
+        ["python3", "-c", "print('main')"],
+        config={"environment": {"environment_variables": variables}, "checkpoint_storage": {}},
+    )
+
+    ended(started)
+
+    assert [text for _, text in printed(started[0])] == ["mine\n", "main\n"]
+
+
+def test_the_deepspeed_command_is_given_a_port_of_its_own(
+    run: Callable[..., Started], tmp_path: Path
+) -> None:
+    fake = tmp_path / "fake"
+    fake.mkdir()
+    (fake / "deepspeed").write_text('#!/bin/sh\necho "$@"\n')
+    (fake / "deepspeed").chmod(0o755)
+    started = run(
+        f"PATH=$(echo $PATH | cut -d: -f1):{fake}:/usr/bin:/bin; deepspeed train.py; deepspeed --master_port 5 x"
+    )
+
+    ended(started)
+
+    first, second = (text for _, text in printed(started[0]))
+    assert first.startswith("--master_port 29")
+    assert first.endswith("train.py\n")
+    assert second == "--master_port 5 x\n"

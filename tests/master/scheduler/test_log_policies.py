@@ -1,0 +1,23 @@
+"""Which lines of a trial's output match a policy."""
+
+from __future__ import annotations
+
+from dstrial.master.scheduler.log_policies import compile_policies, matches
+
+
+def test_policies_match_line_by_line() -> None:
+    config = {
+        "log_policies": [
+            {"name": "oom", "pattern": ".*CUDA out of memory.*", "action": None},
+            {"name": None, "pattern": "^fatal$", "action": {"type": "cancel_retries"}},
+            {"name": "off", "pattern": None},
+            {"name": "broken", "pattern": "("},
+        ]
+    }
+    policies = compile_policies(config)
+
+    assert [policy.name for policy in policies] == ["oom", None]
+    assert [policy.cancels_retries for policy in policies] == [False, True]
+    assert matches(policies, ["fine\n", "RuntimeError: CUDA out of memory. Tried\n"]) == [policies[0]]
+    assert matches(policies, ["not fatal\n"]) == []
+    assert matches(policies, ["fatal\n", "x\n"]) == [policies[1]]

@@ -1,0 +1,58 @@
+"""Who gets slots: pure decisions over what waits and what is free."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.master.scheduler.queue import Waiting, assignments
+
+
+def waiting(*sizes: int, max_slots: int | None = None) -> list[Waiting]:
+    return [Waiting(index, index, size, max_slots) for index, size in enumerate(sizes)]
+
+
+def test_slots_are_given_in_order_and_never_twice() -> None:
+    assert assignments(waiting(1, 2, 1), {0, 1, 2}, 3, {}) == [(0, [0]), (1, [1, 2])]
+
+
+def test_a_trial_that_does_not_fit_holds_what_comes_after_it() -> None:
+    assert assignments(waiting(2, 1), {1}, 2, {}) == []
+
+
+def test_a_trial_that_no_slots_could_hold_holds_nobody() -> None:
+    assert assignments(waiting(3, 1), {0, 1}, 2, {}) == [(1, [0])]
+
+
+def test_a_trial_without_slots_always_starts() -> None:
+    assert assignments(waiting(2, 0), set(), 2, {}) == [(1, [])]
+
+
+def test_an_experiment_keeps_to_its_max_slots_and_holds_nobody() -> None:
+    trials = [Waiting(1, 7, 1, 1), Waiting(2, 7, 1, 1), Waiting(3, 8, 1, None)]
+
+    assert assignments(trials, {0, 1, 2}, 3, {}) == [(1, [0]), (3, [1])]
+    assert assignments(trials, {1, 2}, 3, {7: 1}) == [(3, [1])]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.none() | st.integers(0, 5)), max_size=12),
+    st.sets(st.integers(0, 7)),
+)
+def test_nothing_is_given_twice_or_beyond_a_limit(
+    given_: list[tuple[int, int, int | None]], free: set[int]
+) -> None:
+    limits = {experiment: limit for _, experiment, limit in given_}
+    trials = [
+        Waiting(i, experiment, size, limits[experiment]) for i, (size, experiment, _) in enumerate(given_)
+    ]
+
+    chosen = assignments(trials, free, len(free), {})
+
+    slots = [slot for _, taken in chosen for slot in taken]
+    assert len(slots) == len(set(slots))
+    assert set(slots) <= free
+    for experiment, limit in limits.items():
+        used = sum(len(taken) for trial_id, taken in chosen if trials[trial_id].experiment_id == experiment)
+        assert limit is None or used <= limit
+    assert all(len(taken) == trials[trial_id].num_slots for trial_id, taken in chosen)

@@ -1,0 +1,59 @@
+"""The master's settings file: defaults, what is taken, and every problem at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import ConfigError
+from dstrial.master.settings import MasterSettings
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "master.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults(tmp_path: Path) -> None:
+    settings = MasterSettings.load()
+
+    assert settings.launch_error
+    assert settings.pool_name == "default"
+    defaults = settings.defaults(tmp_path)
+    assert defaults.checkpoint_storage["host_path"] == str(tmp_path / "checkpoints")
+
+
+def test_what_the_file_says_is_taken(tmp_path: Path) -> None:
+    text = """
+port: 9090
+launch_error: false
+log: {level: warn}
+checkpoint_storage: {type: shared_fs, host_path: /data, save_trial_latest: 5}
+resource_pools: [{pool_name: mine}]
+task_container_defaults: {environment_variables: [A=1], startup_hook: "echo hi"}
+retention_policy: {log_retention_days: 30}
+"""
+    settings = MasterSettings.load(written(tmp_path, text))
+
+    assert (settings.port, settings.launch_error, settings.log_level) == (9090, False, "warning")
+    assert settings.pool_name == "mine"
+    assert settings.environment_variables == ("A=1",)
+    assert settings.startup_hook == "echo hi"
+    assert settings.log_retention_days == 30
+    assert settings.as_config()["checkpoint_storage"]["host_path"] == "/data"
+    assert settings.defaults(tmp_path).checkpoint_storage["save_trial_latest"] == 5
+
+
+def test_every_problem_is_named_with_its_line(tmp_path: Path) -> None:
+    text = "prot: 1\nlog: {level: loud}\ncheckpoint_storage: {host_path: data}\nresource_pools: [{name: x}, {}]\n"
+
+    with pytest.raises(ConfigError) as raised:
+        MasterSettings.load(written(tmp_path, text))
+
+    message = str(raised.value)
+    assert "master.yaml:1: prot is not a key of the embedded master's settings" in message
+    assert "Write port instead" in message
+    for part in ("log.level", "absolute path", "one pool", "pool_name"):
+        assert part in message
