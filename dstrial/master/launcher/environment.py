@@ -166,6 +166,8 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": env.get("DS_ACCELERATOR", "cpu"),
+        # A CPU slot is a core. Trials side by side that each use all cores wait for each other at every operation.
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"),
         # How Determined's launcher for deepspeed learns the number of ranks where there are no devices to count.
         "LOCAL_SIZE": str(max(len(request.slots), 1)),
     }
