@@ -96,12 +96,36 @@ def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
     """
     if "type" not in spec:
         return False
-    return spec["type"] in _FIELDS or not set(path) & set(DEEPSPEED_KEYS)
+    return _is_known(spec["type"]) or not set(path) & set(DEEPSPEED_KEYS)
+
+
+def is_searched(hyperparameters: Mapping[str, Any], path: KeyPath = ("hyperparameters",)) -> bool:
+    """Say whether a drawn trial may differ from another: whether any hyperparameter is no constant.
+
+    Args:
+        hyperparameters: the mapping as written, or as :func:`normalised_specs` returns it.
+        path: where the mapping stands.
+    """
+    for name, spec in hyperparameters.items():
+        inner = (*path, str(name))
+        if not isinstance(spec, Mapping):
+            continue
+        if not is_specification(spec, inner):
+            if is_searched(spec, inner):
+                return True
+        elif spec["type"] != "const":
+            return True
+    return False
+
+
+def _is_known(kind: object) -> bool:
+    """Say whether a ``type`` is one of a hyperparameter; normalised, an optimizer's is a mapping itself."""
+    return isinstance(kind, str) and kind in _FIELDS
 
 
 def _check_spec(spec: Mapping[str, Any], findings: Findings, path: KeyPath, *, needs_counts: bool) -> bool:
     kind = spec["type"]
-    if kind not in _FIELDS:
+    if not _is_known(kind):
         close = difflib.get_close_matches(str(kind), _FIELDS, n=1)
         fix = f"Set it to {close[0]}." if close else "Rename the key if this is a group of hyperparameters."
         findings.problem((*path, "type"), render(kind), f"one of {', '.join(_FIELDS)}", fix)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from dstrial.errors import SearchError
 from dstrial.search.actions import Create, ExitReason, Stop
-from dstrial.search.async_halving import AsyncHalving
+from dstrial.search.async_halving import AsyncHalving, power
 from dstrial.search.random_state import SearchRandom
 
 
@@ -30,6 +32,9 @@ class Bracket:
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
     """Divide the trials of an ``adaptive_asha`` searcher among brackets, the one with the most rungs first.
 
+    Raises:
+        SearchError: ``bracket_rungs`` has something else than numbers of rungs.
+
     Source: Determined 0.38.1, searcher ``adaptive_asha``.
     """
     divisor, max_trials = float(searcher["divisor"]), int(searcher["max_trials"])
@@ -44,6 +49,12 @@ def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
             searcher["mode"]
         ]
         rungs = list(range(lowest, highest + 1))
+    for num_rungs in rungs:
+        if isinstance(num_rungs, bool) or not isinstance(num_rungs, int) or num_rungs < 1:
+            raise SearchError(
+                f"searcher.bracket_rungs has {num_rungs!r}; expected integers of at least 1. "
+                "List the number of rungs of each bracket, or leave bracket_rungs out."
+            )
     rungs.sort(reverse=True)
     trials = bracket_trials(max_trials, divisor, rungs)
     concurrent = bracket_concurrency(int(searcher["max_concurrent_trials"]), divisor, trials)
@@ -52,7 +63,9 @@ def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
 
 def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
     """Divide trials so that every bracket trains about as long in total."""
-    weights = [divisor ** (num - 1) / num for num in rungs]
+    weights = [power(divisor, num - 1) / num for num in rungs]
+    if math.isinf(sum(weights)):
+        weights = [power(divisor, num - max(rungs)) / num for num in rungs]
     trials = [max(int(weight / sum(weights) * max_trials), 1) for weight in weights]
     trials[0] += max(max_trials - sum(trials), 0)
     return trials
@@ -61,7 +74,7 @@ def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> lis
 def bracket_concurrency(max_concurrent_trials: int, divisor: float, trials: Sequence[int]) -> list[int]:
     """Divide the trials that may run at once; at least one per bracket."""
     if max_concurrent_trials == 0:
-        return [max(trials[-1], int(divisor))] * len(trials)
+        return [max(trials[-1], int(min(divisor, sys.maxsize)))] * len(trials)
     each, rest = divmod(max(max_concurrent_trials, len(trials)), len(trials))
     return [each + (1 if i < rest else 0) for i in range(len(trials))]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dstrial.errors import SearchError
 from dstrial.search.actions import Create, ExitReason, Stop
-from dstrial.search.method import create
+from dstrial.search.method import create, max_replaced
 from dstrial.search.random_state import SearchRandom
 
 _WORST = sys.float_info.max
@@ -24,7 +24,15 @@ _OVERSHOOT = 1.2
 
 def rung_units(num_rungs: int, divisor: float, max_time: int) -> list[int]:
     """Return the time of each rung, lowest first, in units of the time metric."""
-    return [max(int(max_time / divisor ** (num_rungs - 1 - i)), 1) for i in range(num_rungs)]
+    return [max(int(max_time / power(divisor, num_rungs - 1 - i)), 1) for i in range(num_rungs)]
+
+
+def power(divisor: float, exponent: int) -> float:
+    """Return ``divisor ** exponent``, infinity where it is too large for a float."""
+    try:
+        return float(divisor) ** exponent
+    except OverflowError:
+        return math.inf
 
 
 def number(metrics: Mapping[str, Any], name: str) -> float:
@@ -44,7 +52,10 @@ def number(metrics: Mapping[str, Any], name: str) -> float:
         return float(value.replace("Infinity", "inf"))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SearchError(f"the validation metric {name!r} is {value!r}; expected a number. Report a number.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 class AsyncHalving:
@@ -58,7 +69,7 @@ class AsyncHalving:
         max_time: the longest that a trial trains, in units of ``time_metric``.
         num_rungs: how many rungs.
         divisor: one of ``divisor`` trials goes on from each rung.
-        max_trials: how many trials, not counting those with invalid hyperparameters.
+        max_trials: how many trials, not counting those with invalid hyperparameters that are replaced.
         max_concurrent_trials: how many at once; 0 for ``divisor ** (num_rungs - 1)``.
     """
 
@@ -82,10 +93,11 @@ class AsyncHalving:
         self._units = rung_units(num_rungs, divisor, max_time)
         self._divisor = divisor
         self._max_trials = max_trials
+        self._max_replaced = max_replaced(hyperparameters, max_trials)
         if max_concurrent_trials:
             self._num_initial = min(max_concurrent_trials, max_trials)
         else:
-            self._num_initial = max(min(int(divisor ** (num_rungs - 1)), max_trials), 1)
+            self._num_initial = max(int(min(power(divisor, num_rungs - 1), max_trials)), 1)
         self._rungs: list[list[tuple[float, str]]] = [[] for _ in self._units]
         self._rung_of: dict[str, int] = {}
         self._stopped: set[str] = set()
@@ -113,8 +125,7 @@ class AsyncHalving:
             return []
         value = self._sign * number(metrics, self._metric)
         time = number(metrics, self._time_metric)
-        if math.isnan(value):
-            value = _WORST
+        value = _WORST if math.isnan(value) else min(max(value, -_WORST), _WORST)
         for rung in range(self._rung_of[request_id], len(self._units)):
             self._rung_of[request_id] = rung
             if math.isnan(time) or time < self._units[rung]:
@@ -130,10 +141,10 @@ class AsyncHalving:
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Count a failed trial as the worst of its rung; forget one with invalid hyperparameters. Replace both."""
+        """Count a failed trial as the worst of its rung, and start the next; forget and replace an invalid one."""
         if request_id in self._stopped:
             return []
-        if reason is ExitReason.INVALID_HP:
+        if reason is ExitReason.INVALID_HP and self._num_invalid < self._max_replaced:
             self._num_invalid += 1
             for entries in self._rungs:
                 entries[:] = [entry for entry in entries if entry[1] != request_id]

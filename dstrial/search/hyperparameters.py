@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.hyperparameters import is_specification
@@ -40,53 +40,76 @@ def _sample_one(spec: Mapping[str, Any], random: SearchRandom) -> Any:
     return float(spec["base"]) ** drawn if kind == "log" else drawn
 
 
-def grid_points(hyperparameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every point of the grid; the first axis in the order of names varies slowest.
+class Grid:
+    """The points of a grid, by index; the first axis in the order of names varies slowest.
+
+    Args:
+        hyperparameters: numbers have a ``count``.
 
     Source: Determined 0.38.1, grid searcher; numbers are rounded half away from zero.
     """
-    axes = list(_axes(hyperparameters, ()))
-    points = []
-    for values in itertools.product(*(axis for _, axis in axes)):
+
+    def __init__(self, hyperparameters: Mapping[str, Any]) -> None:
+        self._axes = list(_axes(hyperparameters, ()))
+        self.num_points = math.prod(axis.num_points for axis in self._axes)
+
+    def point(self, point_idx: int) -> dict[str, Any]:
+        """Return the hyperparameters of one point, 0 to ``num_points - 1``."""
+        values: list[Any] = []
+        for axis in reversed(self._axes):
+            point_idx, position = divmod(point_idx, axis.num_points)
+            values.append(axis.value(position))
         point: dict[str, Any] = {}
-        for (route, _), value in zip(axes, values, strict=True):
+        for axis, value in zip(self._axes, reversed(values), strict=True):
             at = point
-            for key in route[:-1]:
+            for key in axis.route[:-1]:
                 at = at.setdefault(key, {})
-            at[route[-1]] = value
-        points.append(point)
-    return points
+            at[axis.route[-1]] = value
+        return point
 
 
-def _axes(hyperparameters: Mapping[str, Any], route: _Route) -> Iterator[tuple[_Route, list[Any]]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Axis:
+    route: _Route
+    num_points: int
+    value: Callable[[int], Any]
+
+
+def _axes(hyperparameters: Mapping[str, Any], route: _Route) -> Iterator[_Axis]:
     for name in sorted(hyperparameters):
         spec = hyperparameters[name]
         inner = (*route, name)
         if not isinstance(spec, Mapping):
-            yield inner, [spec]
+            yield _listed(inner, [spec])
         elif is_specification(spec, inner):
-            yield inner, _axis(spec)
+            yield _axis(inner, spec)
         elif not spec:
-            yield inner, [{}]
+            yield _listed(inner, [{}])
         else:
             yield from _axes(spec, inner)
 
 
-def _axis(spec: Mapping[str, Any]) -> list[Any]:
+def _listed(route: _Route, values: Sequence[Any]) -> _Axis:
+    return _Axis(route, len(values), values.__getitem__)
+
+
+def _axis(route: _Route, spec: Mapping[str, Any]) -> _Axis:
     kind = spec["type"]
     if kind == "const":
-        return [spec["val"]]
+        return _listed(route, [spec["val"]])
     if kind == "categorical":
-        return list(spec["vals"])
+        return _listed(route, spec["vals"])
     low, high, count = spec["minval"], spec["maxval"], spec["count"]
     if kind == "int":
         count = min(count, high - low + 1)
-    positions = (
-        [(low + high) / 2] if count == 1 else [low + i * (high - low) / (count - 1) for i in range(count)]
-    )
-    if kind == "int":
-        return [_round_half_away(position) for position in positions]
-    return [float(spec["base"]) ** position for position in positions] if kind == "log" else positions
+
+    def value(position_idx: int) -> Any:
+        position = (low + high) / 2 if count == 1 else low + position_idx * (high - low) / (count - 1)
+        if kind == "int":
+            return _round_half_away(position)
+        return float(spec["base"]) ** position if kind == "log" else position
+
+    return _Axis(route, count, value)
 
 
 def _round_half_away(value: float) -> int:

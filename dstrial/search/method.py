@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+from dstrial.config.hyperparameters import is_searched
 from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.hyperparameters import sample
 from dstrial.search.random_state import SearchRandom
@@ -41,6 +42,21 @@ class SearchMethod(Protocol):
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of :meth:`snapshot`."""
+
+
+_MAX_REPLACED_MIN = 100
+_MAX_REPLACED_PER_TRIAL = 10
+
+
+def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
+    """Return how many trials with invalid hyperparameters a search replaces before they count.
+
+    Without a bound, a search whose every point is invalid would start trials for ever; where nothing is drawn, another
+    trial would have the very same hyperparameters.
+    """
+    if not is_searched(hyperparameters):
+        return 0
+    return max(_MAX_REPLACED_MIN, _MAX_REPLACED_PER_TRIAL * max_trials)
 
 
 def create(hyperparameters: Mapping[str, Any], random: SearchRandom) -> Create:

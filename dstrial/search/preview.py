@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrial.search.adaptive_asha import brackets
 from dstrial.search.async_halving import rung_units
-from dstrial.search.hyperparameters import grid_points
+from dstrial.search.hyperparameters import Grid
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def preview(config: Mapping[str, Any]) -> SearchSummary:
         )
         return SearchSummary(searcher, trials)
     if name == "grid":
-        return SearchSummary(searcher, (PreviewedTrials(len(grid_points(config["hyperparameters"]))),))
+        return SearchSummary(searcher, (PreviewedTrials(Grid(config["hyperparameters"]).num_points),))
     count = searcher["max_trials"] if name == "random" else 1
     return SearchSummary(searcher, (PreviewedTrials(count),))
 

@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dstrial.search.actions import Create, ExitReason, Stop
-from dstrial.search.hyperparameters import grid_points
-from dstrial.search.method import complete, create
+from dstrial.search.hyperparameters import Grid
+from dstrial.search.method import complete, create, max_replaced
 from dstrial.search.random_state import SearchRandom
 
 
 class RandomSearch:
     """``max_trials`` random points, at most ``max_concurrent_trials`` at once (0 for all); also ``single``.
 
-    A failed trial counts; one with invalid hyperparameters is replaced.
+    A failed trial counts; one with invalid hyperparameters is replaced, unless too many were.
     """
 
     def __init__(
@@ -23,6 +23,7 @@ class RandomSearch:
         self._hyperparameters = hyperparameters
         self._max_trials = max_trials
         self._max_concurrent_trials = max_concurrent_trials
+        self._max_replaced = max_replaced(hyperparameters, max_trials)
         self._num_created = 0
         self._num_invalid = 0
 
@@ -41,7 +42,7 @@ class RandomSearch:
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
         """Grant another trial for invalid hyperparameters; it starts at the exit."""
-        if reason is ExitReason.INVALID_HP:
+        if reason is ExitReason.INVALID_HP and self._num_invalid < self._max_replaced:
             self._num_invalid += 1
         return []
 
@@ -74,13 +75,13 @@ class GridSearch:
     """Every point of the grid once, the last ones first; nothing is replaced."""
 
     def __init__(self, hyperparameters: Mapping[str, Any], *, max_concurrent_trials: int) -> None:
-        self._points = grid_points(hyperparameters)
+        self._grid = Grid(hyperparameters)
         self._max_concurrent_trials = max_concurrent_trials
-        self._num_left = len(self._points)
+        self._num_left = self._grid.num_points
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Start as many trials as may run at once."""
-        count = min(len(self._points), self._max_concurrent_trials or len(self._points))
+        count = min(self._grid.num_points, self._max_concurrent_trials or self._grid.num_points)
         return [self._create(random) for _ in range(count)]
 
     def validation_completed(
@@ -102,7 +103,7 @@ class GridSearch:
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
         """Return the mean over all points."""
         still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
-        return (still_open + len(closed)) / len(self._points)
+        return (still_open + len(closed)) / self._grid.num_points
 
     def snapshot(self) -> dict[str, Any]:
         """Return how many points are left."""
@@ -114,4 +115,4 @@ class GridSearch:
 
     def _create(self, random: SearchRandom) -> Create:
         self._num_left -= 1
-        return complete(self._points[self._num_left], random)
+        return complete(self._grid.point(self._num_left), random)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ class SimulationResult:
 
     Attributes:
         trials: in the order of their creation.
-        max_open: most trials that were open at once.
+        max_open: most trials that were open at once, besides those that were told to stop.
         shutdown: how the search ended.
         actions: everything the searcher asked for, in order.
     """
@@ -100,7 +101,7 @@ def simulate(
     take(searcher.initial_trials())
     while open_trials:
         if restart_searcher:
-            searcher = Searcher.restore(config, searcher.snapshot())
+            searcher = Searcher.restore(config, json.loads(json.dumps(searcher.snapshot())))
         max_open = max(max_open, len([trial for trial in open_trials if trial not in stopped]))
         request_id = open_trials[schedule.integer_below(len(open_trials))]
         if request_id in stopped or time[request_id] >= max_time:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dstrial.errors import SearchError
 from dstrial.search import preview
 from dstrial.search.adaptive_asha import Bracket, bracket_concurrency, bracket_trials, brackets
 from dstrial.search.async_halving import rung_units
@@ -65,6 +66,21 @@ def test_brackets_of_a_mode() -> None:
     assert brackets(searcher(max_concurrent_trials=2)) == [Bracket(2, 7, 1), Bracket(1, 3, 1)]
     conservative = searcher(mode="conservative", divisor=3, max_concurrent_trials=5)
     assert brackets(conservative) == [Bracket(3, 7, 2), Bracket(2, 2, 2), Bracket(1, 1, 1)]
+
+
+@pytest.mark.parametrize("rungs", [[0], [-3], ["a"], [1.5], [True]])
+def test_a_bracket_needs_a_number_of_rungs(rungs: list[Any]) -> None:
+    with pytest.raises(SearchError, match=r"bracket_rungs has .*; expected integers of at least 1"):
+        brackets(searcher(bracket_rungs=rungs))
+
+
+@pytest.mark.parametrize("divisor", [4, 4.0, 1e308, float("inf")])
+def test_powers_beyond_the_floats_leave_the_lower_rungs_at_one_unit(divisor: float) -> None:
+    assert rung_units(1000, divisor, 100)[-1] == 100
+    assert rung_units(1000, divisor, 100)[0] == 1
+    config = searcher(bracket_rungs=[2000, 1], divisor=divisor, max_concurrent_trials=0)
+    assert [bracket.max_trials for bracket in brackets(config)] == [10, 1]
+    assert sum(trials.count for trials in preview({"hyperparameters": {}, "searcher": config}).trials) == 11
 
 
 def test_a_preview_adds_up_the_stops_of_all_brackets() -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dstrial.config.submission import search_section
 from dstrial.errors import SearchError
-from dstrial.search import Create, ExitReason, Searcher, Shutdown, SimulationResult, Stop, simulate
+from dstrial.search import Create, ExitReason, Searcher, Shutdown, SimulationResult, Stop, preview, simulate
+from dstrial.search.adaptive_asha import brackets
+from dstrial.search.random_state import SearchRandom
 
 SPACE = {
     "lr": {"type": "log", "minval": -4, "maxval": -1, "base": 10},
@@ -62,10 +68,14 @@ def play(search: dict[str, Any], seed: int, **options: Any) -> SimulationResult:
     return simulate(search, seed, loss, schedule_seed=seed // 2, **options)
 
 
+def num_brackets(search: dict[str, Any]) -> int:
+    return len(brackets(search["searcher"])) if search["searcher"]["name"] == "adaptive_asha" else 1
+
+
 def concurrency(search: dict[str, Any]) -> int:
-    """At most this many may be open; brackets get one each whatever the limit is."""
-    limit = search["searcher"]["max_concurrent_trials"]
-    return max(limit, 4) if limit else search["searcher"]["max_trials"]
+    """At most this many may be open; every bracket gets at least one, whatever the limit is."""
+    limit = search["searcher"]["max_concurrent_trials"] or search["searcher"]["max_trials"]
+    return max(limit, num_brackets(search))
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,7 +83,7 @@ def concurrency(search: dict[str, Any]) -> int:
 def test_a_search_keeps_its_limits_and_shuts_down_once(search: dict[str, Any], seed: int) -> None:
     result = play(search, seed)
 
-    assert len(result.trials) <= max(search["searcher"]["max_trials"], 4)
+    assert len(result.trials) <= max(search["searcher"]["max_trials"], num_brackets(search))
     assert result.max_open <= concurrency(search)
     assert all(trial.length <= search["searcher"]["max_time"] for trial in result.trials)
     assert result.actions[-1] == Shutdown()
@@ -96,7 +106,13 @@ def test_the_best_trial_is_never_stopped_early(search: dict[str, Any], seed: int
 def test_a_search_that_is_restored_before_every_event_goes_on_the_same(
     search: dict[str, Any], seed: int
 ) -> None:
-    assert play(search, seed, restart_searcher=True) == play(search, seed)
+    def sometimes(hparams: dict[str, Any], time: int) -> ExitReason | None:
+        reasons = [None, *ExitReason]
+        return reasons[hparams["width"] % 4] if time == 2 else None
+
+    undisturbed = play(search, seed, early_exit=sometimes)
+
+    assert play(search, seed, early_exit=sometimes, restart_searcher=True) == undisturbed
 
 
 @settings(max_examples=30, deadline=None)
@@ -119,6 +135,87 @@ def test_a_search_whose_trials_all_fail_ends_as_a_failure(search: dict[str, Any]
 
     assert result.shutdown == Shutdown(failure=True)
     assert len(result.trials) == len(play(search, seed).trials)
+
+
+@pytest.mark.parametrize("name", ["single", "random", "adaptive_asha", "async_halving"])
+def test_invalid_hyperparameters_that_cannot_differ_are_not_tried_again(name: str) -> None:
+    search = config(name, max_trials=1)
+    search["hyperparameters"] = {"lr": {"type": "const", "val": 0.1}, "net": {"kind": "cnn"}}
+
+    result = play(search, 0, early_exit=lambda _hparams, _time: ExitReason.INVALID_HP)
+
+    assert len(result.trials) == 1
+
+
+@pytest.mark.parametrize("name", ["single", "random", "adaptive_asha", "async_halving"])
+def test_a_search_of_nothing_but_invalid_hyperparameters_ends(name: str) -> None:
+    result = play(
+        config(name, max_trials=2, max_rungs=1),
+        0,
+        early_exit=lambda _hparams, _time: ExitReason.INVALID_HP,
+    )
+
+    assert len(result.trials) == 100 + (1 if name == "single" else 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_halving_decides_as_the_protocol_says(data: st.DataObject) -> None:
+    """Against a literal second writing of the rule; reports skip rungs, tie, fail and go both ways."""
+    num_rungs, divisor = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1.5, 2, 3, 4]))
+    max_trials, smaller_is_better = data.draw(st.integers(1, 12)), data.draw(st.booleans())
+    search = config(
+        "async_halving",
+        num_rungs=num_rungs,
+        divisor=divisor,
+        max_trials=max_trials,
+        smaller_is_better=smaller_is_better,
+    )
+    units = [max(int(9 / divisor ** (num_rungs - 1 - rung)), 1) for rung in range(num_rungs)]
+    values: list[list[float]] = [[] for _ in units]
+    rung_of: dict[str, int] = {}
+    searcher = Searcher.new(search, data.draw(seeds))
+    running = [action.request_id for action in searcher.initial_trials()]
+    num_created = len(running)
+    assert num_created == min(4, max_trials)
+    while running:
+        trial = data.draw(st.sampled_from(running))
+        is_error = data.draw(st.integers(0, 9)) == 0
+        stops = is_error
+        if is_error:
+            values[rung_of.get(trial, 0)].append(float("inf"))
+            actions = searcher.trial_exited_early(trial, ExitReason.ERRORED)
+        else:
+            time = data.draw(st.floats(0, 12) | st.sampled_from(units))
+            value = data.draw(st.integers(-3, 3))
+            signed = value if smaller_is_better else -value
+            actions = searcher.validation_completed(trial, {"loss": value, "epochs": time})
+            for rung in range(rung_of.get(trial, 0), num_rungs):
+                rung_of[trial] = rung
+                if int(time) < units[rung]:
+                    break
+                num_better = sum(other < signed for other in values[rung])
+                values[rung].append(signed)
+                keep = max(int(len(values[rung]) / divisor), 1)
+                if rung == num_rungs - 1 or num_better >= keep:
+                    stops = True
+                    break
+            else:
+                pytest.fail("the top rung must stop")
+        expected: list[type] = [Stop] if stops and not is_error else []
+        if stops:
+            running.remove(trial)
+            if num_created < max_trials:
+                num_created += 1
+                expected.append(Create)
+        assert [type(action) for action in actions] == expected
+        running += [action.request_id for action in actions if isinstance(action, Create)]
+        if stops:
+            is_last = not running
+            assert [type(action) for action in searcher.trial_exited(trial)] == [Shutdown] * is_last
+        elif data.draw(st.integers(0, 9)) == 0:
+            running.remove(trial)
+            assert [type(action) for action in searcher.trial_exited(trial)] == [Shutdown] * (not running)
 
 
 @pytest.mark.parametrize("smaller_is_better", [True, False])
@@ -176,6 +273,17 @@ def test_a_grid_visits_every_point_once_and_the_last_first() -> None:
     assert result.max_open == 2
 
 
+def test_a_huge_grid_is_counted_without_being_made() -> None:
+    search = config("grid", max_concurrent_trials=1)
+    axis = {"type": "int", "minval": 0, "maxval": 10**9, "count": 10**9}
+    search["hyperparameters"] = {"a": axis, "b": axis, "c": {"type": "categorical", "vals": ["x", "y"]}}
+
+    assert preview(search).trials[0].count == 2 * 10**18
+    first = Searcher.new(search, 0).initial_trials()[0]
+    assert isinstance(first, Create)
+    assert first.hparams == {"a": 10**9, "b": 10**9, "c": "y"}
+
+
 def play_grid(search: dict[str, Any]) -> SimulationResult:
     return simulate(search, 0, lambda _hparams, _time: 0.0)
 
@@ -191,6 +299,32 @@ def test_integers_of_a_grid_are_rounded_half_away_from_zero(
     search["hyperparameters"] = {"x": {"type": "int", "minval": low, "maxval": high, "count": count}}
 
     assert [trial.hparams["x"] for trial in play_grid(search).trials] == points[::-1]
+
+
+@pytest.mark.parametrize("name", ["single", "random", "grid", "adaptive_asha", "async_halving"])
+def test_a_submitted_optimizer_keeps_its_type_and_its_search_space(name: str) -> None:
+    """A submission stores constants as specifications, the optimizer's ``type`` among them."""
+    searched = {"type": "log", "minval": -4, "maxval": -2, "base": 10, "count": 2}
+    text = yaml.safe_dump(
+        {
+            "searcher": {"metric": "loss", "max_time": 9, "time_metric": "epochs", "name": name}
+            | ({} if name in ("single", "grid") else {"max_trials": 3})
+            | ({"num_rungs": 2} if name == "async_halving" else {}),
+            "hyperparameters": {
+                "overwrite_deepspeed_args": {"optimizer": {"type": "AdamW", "params": {"lr": searched}}}
+            },
+        }
+    )
+
+    submitted = search_section(text)
+    trial = Searcher.new(submitted, 0).initial_trials()[0]
+
+    assert isinstance(trial, Create)
+    optimizer = trial.hparams["overwrite_deepspeed_args"]["optimizer"]
+    assert optimizer["type"] == "AdamW"
+    assert 1e-4 <= optimizer["params"]["lr"] <= 1e-2
+    num_previewed = sum(trials.count for trials in preview(submitted).trials)
+    assert num_previewed == {"single": 1, "grid": 2}.get(name, 3)
 
 
 def test_an_optimizers_type_is_no_hyperparameter() -> None:
@@ -215,6 +349,47 @@ def test_the_random_numbers_of_a_seed_are_those_of_numpy() -> None:
     assert first.hparams["x"] == pytest.approx(0.5881308010772742)
     assert first.trial_seed < 2**31
     assert first.request_id[14] == "4"
+
+
+def test_bounded_integers_are_those_of_numpys_masked_rejection() -> None:
+    ours, numpys = SearchRandom(7), np.random.RandomState(7)
+    bounds = [2, 3, 10, 1, 1000, 2**31, 2**32, 5]
+
+    assert [ours.integer_below(bound) for bound in bounds] == [
+        int(numpys.randint(0, bound, dtype=np.int64)) for bound in bounds
+    ]
+
+
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+def test_values_that_are_no_finite_numbers_are_ranked(smaller_is_better: bool) -> None:
+    search = config(
+        "async_halving",
+        num_rungs=2,
+        divisor=2,
+        max_trials=7,
+        max_concurrent_trials=7,
+        smaller_is_better=smaller_is_better,
+    )
+    searcher = Searcher.new(search, 0)
+    sign = 1 if smaller_is_better else -1
+    reports = [
+        "NaN",
+        sign * float("inf"),
+        sign * 10**400,
+        sign * 1.0,
+        sign * -(10**400),
+        sign * -float("inf"),
+    ]
+    trials = [action.request_id for action in searcher.initial_trials()]
+    stopped = []
+    for trial, value in zip(trials, reports, strict=False):
+        actions = searcher.validation_completed(trial, {"loss": value, "epochs": 4})
+        stopped.append(any(isinstance(action, Stop) for action in actions))
+        searcher = Searcher.restore(search, json.loads(json.dumps(searcher.snapshot(), allow_nan=False)))
+
+    assert stopped == [False] * 6
+    last = searcher.validation_completed(trials[6], {"loss": float("nan"), "epochs": 4})
+    assert [type(action) for action in last] == [Stop]
 
 
 def test_progress_ends_at_one() -> None:

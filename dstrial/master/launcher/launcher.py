@@ -152,6 +152,10 @@ def start(directory: Path) -> SupervisorHandle:
                 f"{sys.executable} could not be started ({error.strerror}); expected a Python that runs. "
                 "Install dstrial again."
             ) from error
+    for pid, child in list(_children.items()):
+        # One that was still ending when its record was read.
+        if child.poll() is not None:
+            _children.pop(pid, None)
     _children[process.pid] = process
     started = supervisor.start_time(process.pid)
     return SupervisorHandle(process.pid, started or "ended")
@@ -170,7 +174,7 @@ def is_alive(handle: SupervisorHandle) -> bool:
     """Say whether this very process lives."""
     child = _children.get(handle.pid)
     if child is not None and child.poll() is not None:
-        del _children[handle.pid]
+        _children.pop(handle.pid, None)
     return supervisor.start_time(handle.pid) == handle.start_time
 
 
