@@ -4,7 +4,7 @@ Usage: ``python tests/master/chaos.py [--runs N] [--seed S] [--workers W]``
 
 Every run is a search of its own under a master of its own. Afterwards the experiment must be COMPLETED with every trial that
 it asked for, each trial's batches reported once and without a gap, its final loss that of undisturbed training, no log
-line lost or doubled, no process left, and the database sound.
+line doubled and the last one there, no process left, and the database sound.
 """
 
 from __future__ import annotations

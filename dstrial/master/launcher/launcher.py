@@ -141,6 +141,11 @@ def start(directory: Path) -> SupervisorHandle:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", supervisor.__file__, str(directory)],
+                # A master that starts before the supervisor has left its record finds it by this, too.
+                env={
+                    **os.environ,
+                    MARKER_VARIABLE: str((_read_json(directory / "spec.json") or {}).get("marker")),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -220,3 +220,15 @@ def test_the_deepspeed_command_is_given_a_port_of_its_own(
     assert first.startswith("--master_port 29")
     assert first.endswith("train.py\n")
     assert second == "--master_port 5 x\n"
+
+
+def test_a_supervisor_without_a_record_is_found_by_its_marker(run: Callable[..., Started]) -> None:
+    directory, handle = run("sleep 7654")
+    wait_for(lambda: (directory / "supervisor.json").exists())
+    (directory / "supervisor.json").unlink()
+
+    assert launcher.find(directory) is None
+    launcher.kill(None, directory)
+
+    wait_for(lambda: not launcher.is_alive(handle))
+    assert living("7654") == []
