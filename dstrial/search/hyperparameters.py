@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.hyperparameters import is_specification
+from dstrial.errors import SearchError
 from dstrial.search.random_state import SearchRandom
 
 _Route = tuple[str, ...]
 
 
 def sample(hyperparameters: Mapping[str, Any], random: SearchRandom, route: _Route = ()) -> dict[str, Any]:
-    """Draw one value of every hyperparameter, in the order of their names at every level."""
+    """Draw one value of every hyperparameter, in the order of their names at every level.
+
+    Raises:
+        SearchError: a value is too large for a float.
+    """
     values: dict[str, Any] = {}
     for name in sorted(hyperparameters):
         spec = hyperparameters[name]
@@ -37,7 +42,17 @@ def _sample_one(spec: Mapping[str, Any], random: SearchRandom) -> Any:
     if kind == "int":
         return spec["minval"] + random.integer_below(spec["maxval"] - spec["minval"] + 1)
     drawn = random.uniform(spec["minval"], spec["maxval"])
-    return float(spec["base"]) ** drawn if kind == "log" else drawn
+    return _exponential(spec, drawn) if kind == "log" else drawn
+
+
+def _exponential(spec: Mapping[str, Any], exponent: float) -> float:
+    try:
+        return float(float(spec["base"]) ** exponent)
+    except OverflowError as error:
+        raise SearchError(
+            f"a hyperparameter of type log is {spec['base']} to the power of {exponent}; expected a number below "
+            "1.8e308. Lower its maxval, which is an exponent."
+        ) from error
 
 
 class Grid:
@@ -107,7 +122,7 @@ def _axis(route: _Route, spec: Mapping[str, Any]) -> _Axis:
         position = (low + high) / 2 if count == 1 else low + position_idx * (high - low) / (count - 1)
         if kind == "int":
             return _round_half_away(position)
-        return float(spec["base"]) ** position if kind == "log" else position
+        return _exponential(spec, position) if kind == "log" else position
 
     return _Axis(route, count, value)
 

@@ -327,6 +327,15 @@ def test_a_submitted_optimizer_keeps_its_type_and_its_search_space(name: str) ->
     assert num_previewed == {"single": 1, "grid": 2}.get(name, 3)
 
 
+@pytest.mark.parametrize("name", ["random", "grid"])
+def test_a_power_beyond_the_floats_is_named(name: str) -> None:
+    search = config(name)
+    search["hyperparameters"] = {"x": {"type": "log", "minval": 309, "maxval": 400, "base": 10, "count": 2}}
+
+    with pytest.raises(SearchError, match=r"type log is 10 to the power of .* Lower its maxval"):
+        Searcher.new(search, 0).initial_trials()
+
+
 def test_an_optimizers_type_is_no_hyperparameter() -> None:
     search = config("single")
     settings_ = {"optimizer": {"type": "AdamW", "params": {"lr": {"type": "const", "val": 0.1}}}}
