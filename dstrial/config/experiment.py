@@ -188,8 +188,6 @@ def check_experiment(
     given: Mapping[str, Any] = document.value
     raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
     _check_sections(raw, given, findings)
-    if more_checks is not None:
-        more_checks(given, raw, findings)
     notes: list[str] = []
     source = _check_entrypoint(raw, given, context_dir, findings, require_entrypoint=require_entrypoint)
     hyperparameters = concrete_values(
@@ -199,6 +197,8 @@ def check_experiment(
         needs_counts=raw["searcher"]["name"] == "grid",
     )
     raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
+    if more_checks is not None:
+        more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
     raw["name"] = raw["name"] or path.stem
     slots_per_trial = raw["resources"]["slots_per_trial"] if slots is None else slots

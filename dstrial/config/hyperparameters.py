@@ -7,6 +7,7 @@ is ``const``, or a search space (``int``, ``double``, ``log``, ``categorical``).
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,6 +162,14 @@ def _check_range(spec: Mapping[str, Any], findings: Findings, path: KeyPath, *, 
         if isinstance(spec[field], bool) or not isinstance(spec[field], accepted):
             findings.problem((*path, field), render(spec[field]), word, "Write a number.")
             bounds_are_numbers = False
+        elif not _is_in_range(spec[field], kind):
+            findings.problem(
+                (*path, field),
+                render(spec[field]),
+                "an integer of 64 bits" if kind == "int" else "a finite number",
+                "Write another one.",
+            )
+            bounds_are_numbers = False
     if bounds_are_numbers and spec["minval"] >= spec["maxval"]:
         findings.problem(
             (*path, "minval"),
@@ -170,6 +179,15 @@ def _check_range(spec: Mapping[str, Any], findings: Findings, path: KeyPath, *, 
         )
     if bounds_are_numbers and kind == "log" and spec["base"] <= 0:
         findings.problem((*path, "base"), render(spec["base"]), "a number above 0", "Set it to 10.")
+    elif bounds_are_numbers and kind == "log":
+        for field in ("minval", "maxval"):
+            if not _is_finite_power(spec["base"], spec[field]):
+                findings.problem(
+                    (*path, field),
+                    f"{render(spec[field])}, and {render(spec['base'])} to the power of it is too large for a float",
+                    "an exponent of the base",
+                    "Write the exponent, -4 for a base of 10 and a lowest value of 0.0001 for example.",
+                )
     count = spec.get("count")
     if count is None:
         if needs_counts:
@@ -179,6 +197,22 @@ def _check_range(spec: Mapping[str, Any], findings: Findings, path: KeyPath, *, 
             )
     elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
         findings.problem((*path, "count"), render(count), "an integer of at least 1", "Set it to 1 or more.")
+
+
+def _is_in_range(bound: float, kind: str) -> bool:
+    if kind == "int":
+        return -(2**63) <= bound < 2**63
+    try:
+        return math.isfinite(bound)
+    except OverflowError:
+        return False
+
+
+def _is_finite_power(base: float, exponent: float) -> bool:
+    try:
+        return math.isfinite(float(base) ** exponent)
+    except OverflowError:
+        return False
 
 
 def _sample(spec: Mapping[str, Any]) -> Any:

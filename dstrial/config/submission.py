@@ -21,7 +21,7 @@ from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
 from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.findings import Findings, render
-from dstrial.config.hyperparameters import concrete_values, normalised_specs
+from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.errors import ConfigError, ConfigProblem
 
@@ -50,6 +50,8 @@ _LOG_POLICIES = (
 _IMAGE = "none: the embedded master runs trials without containers"
 # Names of Determined's that users set for their own trials.
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
+_MAX_RUNGS = 1000
+_MAX_AT_ONCE = 10_000
 _ADJECTIVES = (
     "agile",
     "bold",
@@ -133,6 +135,8 @@ def check_submission(
 
     def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
         _check_time(raw["searcher"], findings)
+        _check_rungs(raw["searcher"], findings)
+        _check_concurrency(raw, findings)
         _check_variables(raw, findings)
         _check_lists(raw, findings)
         slots = raw["resources"]["slots_per_trial"]
@@ -195,6 +199,7 @@ def search_section(config_text: str) -> dict[str, Any]:
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
     _check_time(raw["searcher"], findings)
+    _check_rungs(raw["searcher"], findings)
     hyperparameters = raw["hyperparameters"]
     needs_counts = raw["searcher"]["name"] == "grid"
     concrete_values(hyperparameters, findings, require_concrete=False, needs_counts=needs_counts)
@@ -242,6 +247,57 @@ def _check_time(searcher: Mapping[str, Any], findings: Findings) -> None:
             f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set",
             "Add max_time: 1000 and time_metric: batches, for example.",
         )
+
+
+def _check_rungs(searcher: Mapping[str, Any], findings: Findings) -> None:
+    for index, num_rungs in enumerate(searcher.get("bracket_rungs") or []):
+        is_integer = isinstance(num_rungs, int) and not isinstance(num_rungs, bool)
+        if not is_integer or not 1 <= num_rungs <= _MAX_RUNGS:
+            findings.problem(
+                ("searcher", "bracket_rungs", index),
+                render(num_rungs),
+                f"an integer of 1 to {_MAX_RUNGS}",
+                "List the number of rungs of each bracket, or leave bracket_rungs out.",
+            )
+
+
+def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Check how many trials a search would create at once, which its master holds in memory and in one commit."""
+    if findings.problems:
+        return
+    searcher = raw["searcher"]
+    name, limit = searcher["name"], searcher.get("max_concurrent_trials")
+    if name == "grid":
+        num_trials = _num_grid_points(raw["hyperparameters"])
+        at_once = min(limit, num_trials) if limit else num_trials
+    elif name == "random":
+        at_once = min(limit or searcher["max_trials"], searcher["max_trials"])
+    else:
+        at_once = min(limit or 0, searcher.get("max_trials") or 0)
+    if at_once > _MAX_AT_ONCE:
+        findings.problem(
+            "searcher.max_concurrent_trials",
+            f"{limit}, with which {at_once} trials begin at once",
+            f"at most {_MAX_AT_ONCE} at once",
+            "Set it to the number of trials that can really run, 16 for example.",
+        )
+
+
+def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] = ("hyperparameters",)) -> int:
+    num_points = 1
+    for name, spec in hyperparameters.items():
+        inner = (*path, str(name))
+        if not isinstance(spec, Mapping):
+            continue
+        if not is_specification(spec, inner):
+            num_points *= _num_grid_points(spec, inner)
+        elif spec["type"] == "categorical":
+            num_points *= len(spec["vals"])
+        elif spec["type"] == "int":
+            num_points *= min(spec["count"], spec["maxval"] - spec["minval"] + 1)
+        elif spec["type"] != "const":
+            num_points *= spec["count"]
+    return num_points
 
 
 def _check_variables(raw: Mapping[str, Any], findings: Findings) -> None:

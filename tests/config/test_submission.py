@@ -18,6 +18,7 @@ from dstrial.config.submission import (
 from dstrial.errors import ConfigError
 
 DEFAULTS = MasterDefaults({"type": "shared_fs", "host_path": "/checkpoints"}, ("A=1",))
+SEARCH = "entrypoint: x\nsearcher: {name: random, metric: l, max_trials: 3}\n"
 GOOD = "entrypoint: python3 train.py\nsearcher: {name: single, metric: loss}\n"
 
 
@@ -108,6 +109,25 @@ def test_a_deepspeed_config_that_cannot_train_is_refused(tmp_path: Path) -> None
             "entrypoint: x\nsearcher: {name: grid, metric: l}\n"
             "hyperparameters: {lr: {type: double, minval: 0, maxval: 1}}\n",
             "Add count",
+        ),
+        (SEARCH + "hyperparameters: {lr: {type: double, minval: 0, maxval: .inf}}\n", "a finite number"),
+        (SEARCH + "hyperparameters: {n: {type: int, minval: 0, maxval: 9223372036854775808}}\n", "64 bits"),
+        (
+            SEARCH + "hyperparameters: {lr: {type: log, base: 10, minval: 1, maxval: 1000}}\n",
+            "hyperparameters.lr.maxval is 1000, and 10 to the power of it is too large",
+        ),
+        (SEARCH.replace("3}", "1000001}"), "of at most 1000000"),
+        (SEARCH.replace("3}", "20000, max_concurrent_trials: 0}"), "20000 trials begin at once"),
+        (
+            "entrypoint: x\nsearcher: {name: grid, metric: l, max_concurrent_trials: 0}\nhyperparameters:\n"
+            "  a: {type: int, minval: 0, maxval: 999, count: 1000}\n  b: {c: {type: categorical, vals: [1, 2]}}\n"
+            "  d: {type: double, minval: 0, maxval: 1, count: 11}\n",
+            "22000 trials begin at once",
+        ),
+        (
+            "entrypoint: x\nsearcher: {name: adaptive_asha, metric: l, max_trials: 9, max_time: 9, "
+            "time_metric: batches, bracket_rungs: [2, 0]}\n",
+            "searcher.bracket_rungs[1] is 0",
         ),
     ],
 )
