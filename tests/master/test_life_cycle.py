@@ -369,3 +369,24 @@ def test_a_config_that_cannot_train_is_refused_with_every_problem(master: Master
         submit(master, given)
 
     assert "at most 2, the slots of this master" in str(raised.value)
+
+
+def test_the_values_of_single_batches_are_kept_where_a_trial_sends_them(master: MasterForTest) -> None:
+    script = (
+        "import determined as det\nwith det.core.init() as core:\n"
+        "    core.train.report_training_metrics(2, {'loss': 1.5}, batch_metrics=[{'loss': 2.0}, {'loss': 1.0}])\n"
+    )
+    experiment_id = submit(master, config(), script)
+    wait_until(master, experiment_id, "COMPLETED")
+    (trial,) = trials(master, experiment_id)
+    client = master.client()
+
+    (line,) = client.stream(f"/api/v1/trials/metrics/training_metrics?trialIds={trial['id']}")
+    path = f"/api/v1/trials/{trial['id']}/workloads"
+    with_batches = client.get(path, includeBatchMetrics="true")["workloads"]
+    without = client.get(path)["workloads"]
+
+    batches = [{"loss": 2.0}, {"loss": 1.0}]
+    assert line["metrics"][0]["metrics"] == {"avg_metrics": {"loss": 1.5}, "batch_metrics": batches}
+    assert with_batches[0]["training"]["metrics"]["batchMetrics"] == batches
+    assert without[0]["training"]["metrics"]["batchMetrics"] == []

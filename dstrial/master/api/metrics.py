@@ -46,13 +46,16 @@ async def _store(request: ApiRequest, trial_id: int, group: str, report: Any) ->
     given = None if values is None else values.mapping("avgMetrics")
     if given is None:
         raise report.wrong("metrics", "an object with avgMetrics")
+    per_batch = values.items_of("batchMetrics") or []
+    if not all(isinstance(of_batch, dict) for of_batch in per_batch):
+        raise values.wrong("batchMetrics", "a list of objects")
     run_id = report.required_integer("trialRunId", 0, _MAX_STEPS)
     steps = report.integer("stepsCompleted", 0, _MAX_STEPS)
     end_us = _time(report.text("reportTime"))
     if not group or len(group) > 256:
         raise RequestError(400, "group is empty or too long; expected a name. Choose another.")
     await request.services.write(
-        lambda tx: trials.report_metrics(tx, trial_id, run_id, group, steps, end_us, given)
+        lambda tx: trials.report_metrics(tx, trial_id, run_id, group, steps, end_us, given, per_batch)
     )
     return {}
 
@@ -106,13 +109,16 @@ def report_json(row: sqlite3.Row) -> dict[str, Any]:
     key = metrics.summary_key(row["group_name"])
     if key not in ("avg_metrics", "validation_metrics"):
         key = "avg_metrics"
+    values = {key: stored(row["metrics"])}
+    if row["per_batch"] is not None:
+        values["batch_metrics"] = stored(row["per_batch"])
     return message(
         bindings.v1MetricsReport,
         archived=bool(row["archived"]),
         endTime=format_us(row["end_us"]),
         group=row["group_name"],
         id=row["id"],
-        metrics={key: stored(row["metrics"])},
+        metrics=values,
         totalBatches=max(row["steps"], 0),
         trialId=row["trial_id"],
         trialRunId=row["run_id"],

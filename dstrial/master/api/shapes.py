@@ -109,9 +109,9 @@ def _validation(row: sqlite3.Row, which: str) -> dict[str, Any] | None:
     return metrics_workload(row[f"{which}_metrics"], row[f"{which}_steps"], row[f"{which}_us"])
 
 
-def metrics_workload(metrics: str, steps: int, end_us: int) -> dict[str, Any]:
-    """Return a report as a ``v1MetricsWorkload``."""
-    values = message(bindings.v1Metrics, avgMetrics=stored(metrics), batchMetrics=[])
+def metrics_workload(metrics: str, steps: int, end_us: int, per_batch: str | None = None) -> dict[str, Any]:
+    """Return a report as a ``v1MetricsWorkload``; ``metrics`` and ``per_batch`` are stored JSON."""
+    values = message(bindings.v1Metrics, avgMetrics=stored(metrics), batchMetrics=stored(per_batch or "[]"))
     return message(
         bindings.v1MetricsWorkload, metrics=values, numInputs=0, totalBatches=steps, endTime=format_us(end_us)
     )

@@ -71,6 +71,7 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
     wanted_group = request.query("group")
     hides_deleted = request.query_flag("removeDeletedCheckpoints")
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
+    has_batches = request.query_flag("includeBatchMetrics")
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
     def read(connection: sqlite3.Connection) -> list[tuple[int, int, dict[str, Any]]]:
@@ -81,7 +82,8 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
             if wanted_group not in (None, "", group):
                 continue
             kind = "validation" if group == "validation" else "training"
-            workload = metrics_workload(row["metrics"], row["steps"], row["end_us"])
+            per_batch = row["per_batch"] if has_batches else None
+            workload = metrics_workload(row["metrics"], row["steps"], row["end_us"], per_batch)
             found.append((row["steps"], 1 if kind == "validation" else 0, {kind: workload}))
         rows = connection.execute(
             "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us", (trial_id,)

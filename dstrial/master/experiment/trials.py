@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.errors import RequestError
@@ -28,6 +29,7 @@ def report_metrics(
     steps: int | None,
     end_us: int,
     metrics: dict[str, Any],
+    per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Store a report; one of the group "validation" goes to the searcher in the same transaction.
 
@@ -39,12 +41,20 @@ def report_metrics(
         steps: batches completed; None for a report that belongs to no batch (profiling).
         end_us: when the trial took it.
         metrics: value by name.
+        per_batch: values by name of each batch since the last report, which are only kept.
 
     Raises:
         RequestError: 404 unknown trial, 400 an older run or values that contradict an earlier report.
     """
     added = metric_rows.add_report(
-        tx, trial_id=trial_id, run_id=run_id, group=group, steps=steps, end_us=end_us, metrics=metrics
+        tx,
+        trial_id=trial_id,
+        run_id=run_id,
+        group=group,
+        steps=steps,
+        end_us=end_us,
+        metrics=metrics,
+        per_batch=per_batch,
     )
     if not added.is_new:
         return

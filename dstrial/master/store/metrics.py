@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.errors import RequestError
@@ -44,6 +44,7 @@ def add_report(
     steps: int | None,
     end_us: int,
     metrics: Mapping[str, Any],
+    per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> AddedReport:
     """Store a report, with everything that lists show of it.
 
@@ -72,8 +73,16 @@ def add_report(
             return _merge(tx, trial, group, at, known, metrics)
         _begin_run(tx, trial_id, run_id)
     cursor = tx.execute(
-        "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (?, ?, ?, ?, ?, ?)",
-        (trial_id, run_id, group, at, end_us, json.dumps(_plain(metrics))),
+        "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics, per_batch) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            trial_id,
+            run_id,
+            group,
+            at,
+            end_us,
+            json.dumps(_plain(metrics)),
+            json.dumps([_plain(values) for values in per_batch]) if per_batch else None,
+        ),
     )
     report_id = int(cursor.lastrowid or 0)
     if at >= 0:

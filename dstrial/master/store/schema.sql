@@ -153,6 +153,7 @@ CREATE TABLE metrics (
     steps      INTEGER NOT NULL,                  -- total batches; -1 where the report has none (profiling)
     end_us     INTEGER NOT NULL,
     metrics    TEXT    NOT NULL,                  -- JSON object; NaN and infinities as "NaN", "Infinity", "-Infinity"
+    per_batch  TEXT,                              -- JSON list of objects, one per batch since the last report
     archived   INTEGER NOT NULL DEFAULT 0         -- an older run reported it beyond the point of resumption
 );
 -- A report that is sent again because its answer was lost is recognised by this key (profiling excepted).
