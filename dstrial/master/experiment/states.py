@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 TERMINAL = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 STOPPING = frozenset({"STOPPING_COMPLETED", "STOPPING_CANCELED", "STOPPING_ERROR", "STOPPING_KILLED"})
 RUNNABLE = frozenset({"ACTIVE"})
@@ -25,21 +23,3 @@ def may_follow(state: str, stopping: str) -> bool:
     if state in TERMINAL or state in DELETING:
         return False
     return _SEVERITY[stopping] > _SEVERITY.get(state, 0)
-
-
-def display_state(state: str, allocations: Iterable[tuple[str, bool]]) -> str:
-    """Return the state that clients see: an active one says how far its most advanced allocation is.
-
-    Args:
-        state: as stored.
-        allocations: state and readiness of each allocation that has not ended.
-    """
-    if state != "ACTIVE":
-        return state
-    best = "QUEUED"
-    for allocation_state, is_ready in allocations:
-        if allocation_state == "RUNNING" and is_ready:
-            return "RUNNING"
-        if allocation_state != "TERMINATED":
-            best = "STARTING"
-    return best

@@ -39,7 +39,7 @@ SELECT e.*, u.username, u.display_name,
     (SELECT COUNT(*) FROM trials t WHERE t.experiment_id = e.id) AS num_trials,
     (SELECT COALESCE(SUM(t.checkpoint_count), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_count,
     (SELECT COALESCE(SUM(t.checkpoint_size), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_size,
-    (SELECT MAX(CASE WHEN a.state = 'RUNNING' AND a.is_ready THEN 2 ELSE 1 END) FROM allocations a
+    (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
         JOIN trials t ON t.id = a.trial_id
         WHERE a.state IN ('ASSIGNED', 'RUNNING') AND t.experiment_id = e.id) AS advance
 FROM experiments e JOIN users u ON u.id = e.owner_id
@@ -50,7 +50,7 @@ SELECT t.*, e.config AS experiment_config, e.searcher_metric,
     l.steps AS latest_steps, l.end_us AS latest_us, l.metrics AS latest_metrics,
     c.steps AS checkpoint_steps, c.report_us AS checkpoint_us, c.state AS checkpoint_state,
     c.resources AS checkpoint_resources, c.metadata AS checkpoint_metadata,
-    (SELECT MAX(CASE WHEN a.state = 'RUNNING' AND a.is_ready THEN 2 ELSE 1 END) FROM allocations a
+    (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
         WHERE a.trial_id = t.id AND a.state != 'TERMINATED') AS advance,
     (SELECT COALESCE(SUM(COALESCE(a.end_us, :now) - a.start_us), 0) FROM allocations a WHERE a.trial_id = t.id)
         AS run_us,

@@ -1,0 +1,276 @@
+"""Fields of the experiment config and of the master's settings, each with its effect on a real trial."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from submitting import config, experiment, log_of, steps_of, submit, trials, wait_until
+
+from dstrial.errors import DstrialError
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+SHOW = """
+import os, sys
+print("variables", os.environ.get("FROM_MASTER"), os.environ.get("FROM_EXPERIMENT"), os.environ.get("FROM_HOOK"))
+print("executable", sys.executable)
+"""
+SLEEPER = "import time\ntime.sleep(600)\n"
+DEAF = """
+import time, determined as det
+with det.core.init() as core:
+    core.train.report_training_metrics(1, {"loss": 1.0})
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("settings")
+    path = directory / "master.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "launch_error": False,
+                "log": {"level": "debug"},
+                "checkpoint_storage": {
+                    "type": "shared_fs",
+                    "host_path": str(directory / "saved"),
+                    "save_trial_best": 2,
+                },
+                "resource_pools": [{"pool_name": "machine"}],
+                "task_container_defaults": {
+                    "environment_variables": ["FROM_MASTER=1", "FROM_EXPERIMENT=hidden"],
+                    "startup_hook": "export FROM_HOOK=master\n",
+                },
+            }
+        )
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def master(settings: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    options = ("--config-file", str(settings))
+    with master_for_test(tmp_path_factory.mktemp("master"), num_slots=2, options=options) as running:
+        yield running
+
+
+def ended_log(
+    master: MasterForTest, given: dict[str, Any], script: str, state: str = "COMPLETED", **body: Any
+) -> str:
+    experiment_id = submit(master, given, script, **body)
+    wait_until(master, experiment_id, state)
+    return log_of(master, experiment_id)
+
+
+def test_settings_of_the_master_reach_trials_and_experiments_win_over_them(master: MasterForTest) -> None:
+    given = config(environment={"environment_variables": ["FROM_EXPERIMENT=2"]})
+
+    text = ended_log(master, given, SHOW)
+
+    assert "variables 1 2 master" in text
+
+
+def test_checkpoints_go_where_the_settings_say(master: MasterForTest, settings: Path) -> None:
+    experiment_id = submit(master, config(hyperparameters={"steps": 2}))
+    wait_until(master, experiment_id, "COMPLETED")
+
+    storage = experiment(master, experiment_id)["config"]["checkpoint_storage"]
+    (saved,) = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+
+    assert storage["save_trial_best"] == 2
+    assert (settings.parent / "saved" / saved["uuid"] / "state.json").is_file()
+
+
+def test_the_pool_has_the_name_of_the_settings(master: MasterForTest) -> None:
+    assert master.client().get("/api/v1/resource-pools")["resourcePools"][0]["name"] == "machine"
+    assert "machine" in master.det("slot", "list").stdout
+
+
+def test_an_unknown_setting_is_refused_with_a_suggestion(tmp_path: Path) -> None:
+    (tmp_path / "master.yaml").write_text("launch_eror: false\nlog: {levle: info}\n")
+
+    with (
+        pytest.raises(DstrialError) as raised,
+        master_for_test(tmp_path, options=("--config-file", str(tmp_path / "master.yaml"))),
+    ):
+        pass
+
+    assert "launch_error" in str(raised.value)
+    assert "level" in str(raised.value)
+    assert not (tmp_path / "state" / "master.db").exists()
+
+
+def test_an_experiment_that_never_fits_waits_if_the_settings_say_so(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(resources={"slots_per_trial": 3}))
+    time.sleep(1.0)
+
+    assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
+    master.client().post(f"/api/v1/experiments/{experiment_id}/kill")
+    wait_until(master, experiment_id, "CANCELED")
+
+
+@pytest.mark.parametrize("source", ["source_trial_id", "source_checkpoint_uuid"])
+def test_a_warm_start_begins_from_the_checkpoint_of_another_trial(master: MasterForTest, source: str) -> None:
+    first = submit(master, config(hyperparameters={"steps": 4}))
+    wait_until(master, first, "COMPLETED")
+    (trial,) = trials(master, first)
+    uuid = trial["bestCheckpoint"]["uuid"]
+    value = {"source_trial_id": trial["id"], "source_checkpoint_uuid": uuid}[source]
+    searcher = {"name": "single", "metric": "score", source: value}
+
+    second = submit(master, config(hyperparameters={"steps": 6}, searcher=searcher))
+    wait_until(master, second, "COMPLETED")
+
+    (warm,) = trials(master, second)
+    assert warm["warmStartCheckpointUuid"] == uuid
+    assert steps_of(master, warm["id"]) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "source", [{"source_trial_id": 99999}, {"source_checkpoint_uuid": "11111111-2222-3333-4444-555555555555"}]
+)
+def test_a_warm_start_from_nothing_is_refused(master: MasterForTest, source: dict[str, Any]) -> None:
+    with pytest.raises(DstrialError, match=next(iter(source))):
+        submit(master, config(searcher={"name": "single", "metric": "score", **source}))
+
+
+def test_another_python_runs_the_trial(master: MasterForTest, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python3"
+    given = config(environment={"environment_variables": [f"DET_PYTHON_EXECUTABLE={python}"]})
+    layered = {**given, "entrypoint": "python3 -m determined.launch.torch_distributed -- python3 train.py"}
+    with pytest.raises(DstrialError, match="which has no determined"):
+        submit(master, layered, SHOW)
+
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "these.pth").write_text("\n".join([*packages, str(Path(__file__).parents[2])]))
+
+    assert f"executable {python}" in ended_log(master, given, SHOW)
+
+
+def test_the_startup_hook_of_a_model_definition_runs_first_and_its_failure_ends_the_trial(
+    master: MasterForTest, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SHOW)
+    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config()))
+    (tmp_path / "startup-hook.sh").write_text('export FROM_HOOK="$FROM_HOOK and mine"\n')
+    created = master.det("e", "create", str(tmp_path / "exp.yaml"), str(tmp_path), "-f")
+    assert created.returncode == 0, created.stdout + created.stderr
+    assert "variables 1 hidden master and mine" in created.stdout
+
+    (tmp_path / "startup-hook.sh").write_text("echo hook\nfalse\n")
+    failed = master.det("e", "create", str(tmp_path / "exp.yaml"), str(tmp_path), "-f")
+    assert "hook" in failed.stdout
+    assert "variables" not in failed.stdout
+    assert master.det("e", "wait", failed.stdout.split("Created experiment ")[1].split()[0]).returncode == 1
+
+
+def test_files_that_detignore_names_do_not_get_to_the_trial(master: MasterForTest, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nprint('files', sorted(os.listdir()))\n")
+    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config()))
+    (tmp_path / "big.bin").write_bytes(os.urandom(64))
+    (tmp_path / "kept.bin").write_bytes(b"")
+    (tmp_path / ".detignore").write_text("*.bin\n!kept.bin\n")
+
+    created = master.det("e", "create", str(tmp_path / "exp.yaml"), str(tmp_path), "-f")
+
+    assert "'kept.bin'" in created.stdout, created.stdout + created.stderr
+    assert "big.bin" not in created.stdout
+
+
+def test_a_trial_that_ignores_preemption_is_killed_after_its_timeout(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(preemption_timeout=1), DEAF)
+    wait_until(master, experiment_id, "RUNNING")
+    while not steps_of(master, trials(master, experiment_id)[0]["id"]):
+        time.sleep(0.05)
+
+    master.client().post(f"/api/v1/experiments/{experiment_id}/pause")
+    give_up_at_s = time.monotonic() + 30
+    while master.client().get("/api/v1/tasks")["allocationIdToSummary"]:
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.05)
+
+    assert experiment(master, experiment_id)["state"] == "STATE_PAUSED"
+    assert "preemption_timeout" in log_of(master, experiment_id)
+    master.client().post(f"/api/v1/experiments/{experiment_id}/kill")
+    wait_until(master, experiment_id, "CANCELED")
+
+
+def test_a_single_trial_with_invalid_hyperparameters_is_an_error(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(hyperparameters={"invalid": True}))
+
+    wait_until(master, experiment_id, "ERROR", "COMPLETED")
+
+    found = trials(master, experiment_id)
+    assert len(found) == 1
+    assert "its hyperparameters are invalid" in log_of(master, experiment_id)
+
+
+def test_the_same_seed_gives_the_same_trials(master: MasterForTest) -> None:
+    given = config(
+        searcher={"name": "random", "metric": "score", "max_trials": 3},
+        hyperparameters={"lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1}, "steps": 1},
+        reproducibility={"experiment_seed": 11},
+    )
+    drawn = []
+    for _ in range(2):
+        experiment_id = submit(master, given)
+        wait_until(master, experiment_id, "COMPLETED")
+        drawn.append(sorted(trial["hparams"]["lr"] for trial in trials(master, experiment_id)))
+
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 3
+
+
+def test_max_slots_limits_how_many_trials_run_at_once(master: MasterForTest) -> None:
+    searcher = {"name": "random", "metric": "score", "max_trials": 3, "max_concurrent_trials": 3}
+    given = config(searcher=searcher, resources={"max_slots": 1}, hyperparameters={"steps": 3, "sleep": 0.1})
+    experiment_id = submit(master, given)
+    most = 0
+    while experiment(master, experiment_id)["endTime"] is None:
+        most = max(most, len(master.client().get("/api/v1/tasks")["allocationIdToSummary"]))
+        time.sleep(0.05)
+
+    assert most == 1
+    assert len(trials(master, experiment_id)) == 3
+
+
+def test_of_waiting_experiments_the_one_of_the_better_priority_runs_first(master: MasterForTest) -> None:
+    holder = submit(master, config(resources={"slots_per_trial": 2}), SLEEPER)
+    wait_until(master, holder, "RUNNING")
+    whole = {"slots_per_trial": 2}
+    later = submit(master, config(resources={**whole, "priority": 50}), SHOW)
+    sooner = submit(master, config(resources={**whole, "priority": 45}), SHOW)
+
+    master.client().post(f"/api/v1/experiments/{holder}/kill")
+    wait_until(master, later, "COMPLETED")
+    wait_until(master, sooner, "COMPLETED")
+
+    (first,), (second,) = trials(master, sooner), trials(master, later)
+    assert first["endTime"] < second["endTime"]
+
+
+def test_a_killed_trial_that_waits_never_starts(master: MasterForTest) -> None:
+    holder = submit(master, config(resources={"slots_per_trial": 2}), SLEEPER)
+    wait_until(master, holder, "RUNNING")
+    waiting = submit(master, config())
+    assert experiment(master, waiting)["state"] == "STATE_QUEUED"
+
+    master.client().post(f"/api/v1/experiments/{waiting}/kill")
+    wait_until(master, waiting, "CANCELED")
+    master.client().post(f"/api/v1/experiments/{holder}/kill")
+    wait_until(master, holder, "CANCELED")
+
+    assert "finished" not in log_of(master, waiting)
