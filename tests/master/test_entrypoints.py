@@ -1,0 +1,113 @@
+"""Entrypoints that users have, under a real master: dstrial trials, Determined's launch layers and trial classes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from submitting import steps_of, trials
+
+from dstrial.testing.master import MasterForTest
+
+pytestmark = [pytest.mark.process, pytest.mark.ranks]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+from determined import pytorch
+from dstrial import Trainer, init
+from model_def import DigitsTrial
+
+with init() as context:
+    Trainer(DigitsTrial(context), context).fit(reporting_period=pytorch.Batch(10))
+"""
+PYTORCH_TRIAL = """
+import torch
+from determined.pytorch import DataLoader, PyTorchTrial
+
+
+class MyTrial(PyTorchTrial):
+    def __init__(self, context):
+        self.context = context
+        self.model = context.wrap_model(torch.nn.Linear(4, 1))
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def build_training_data_loader(self):
+        return DataLoader(torch.utils.data.TensorDataset(torch.ones(32, 4), torch.ones(32, 1)), batch_size=4)
+
+    build_validation_data_loader = build_training_data_loader
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        loss = ((self.model(batch[0]) - batch[1]) ** 2).mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch):
+        return {"validation_loss": ((self.model(batch[0]) - batch[1]) ** 2).mean()}
+"""
+
+
+def create(master: MasterForTest, context: Path, config: dict[str, object]) -> tuple[int, str]:
+    """Create an experiment with ``det`` and follow it; return its id and what was printed."""
+    (context / "exp.yaml").write_text(yaml.safe_dump(config))
+    done = master.det("e", "create", str(context / "exp.yaml"), str(context), "-f", deadline_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    experiment_id = done.stdout.split("Created experiment ")[1].split()[0]
+    ended = master.det("e", "wait", experiment_id)
+    assert ended.returncode == 0, done.stdout + ended.stdout + ended.stderr
+    return int(experiment_id), done.stdout
+
+
+@pytest.mark.parametrize(
+    "entrypoint", ["model_def:DigitsTrial", "python3 -m determined.launch.deepspeed python3 train.py"]
+)
+def test_a_dstrial_trial_runs_on_two_slots(
+    shared_master: MasterForTest, tmp_path: Path, entrypoint: str
+) -> None:
+    context = tmp_path / "context"
+    shutil.copytree(
+        ROOT / "model_defs" / "digits", context, ignore=shutil.ignore_patterns("__pycache__", "README.md")
+    )
+    (context / "train.py").write_text(SCRIPT)
+    config = yaml.safe_load((ROOT / "experiment_configs" / "digits.yaml").read_text())
+    config["entrypoint"] = entrypoint
+    config["searcher"]["max_length"] = {"epochs": 1}
+    config["resources"] = {"slots_per_trial": 2}
+
+    experiment_id, printed = create(shared_master, context, config)
+
+    (trial,) = trials(shared_master, experiment_id)
+    assert steps_of(shared_master, trial["id"]) == [10, 20, 23]
+    assert trial["bestCheckpoint"]["totalBatches"] == 23
+    assert "[rank=1]" in printed
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "num_slots"),
+    [
+        ("model_def:MyTrial", 1),
+        ("python3 -m determined.launch.torch_distributed --trial model_def:MyTrial", 2),
+    ],
+)
+def test_a_trial_class_of_determined_runs_unmodified(
+    shared_master: MasterForTest, tmp_path: Path, entrypoint: str, num_slots: int
+) -> None:
+    (tmp_path / "model_def.py").write_text(PYTORCH_TRIAL)
+    config: dict[str, object] = {
+        "name": "legacy",
+        "entrypoint": entrypoint,
+        "hyperparameters": {"global_batch_size": 4},
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 20}},
+        "scheduling_unit": 10,
+        "resources": {"slots_per_trial": num_slots},
+        "max_restarts": 0,
+    }
+
+    experiment_id, _ = create(shared_master, tmp_path, config)
+
+    (trial,) = trials(shared_master, experiment_id)
+    assert steps_of(shared_master, trial["id"]) == [10, 20]
+    assert trial["bestValidation"]["metrics"]["avgMetrics"]["validation_loss"] < 1.0
+    assert trial["bestCheckpoint"]["totalBatches"] == 20
