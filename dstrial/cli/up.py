@@ -171,6 +171,12 @@ def _login_rows(
     from dstrial.master.login import USERNAME, Login
 
     foreign = [address for address, login in outcome.items() if login is Login.FOREIGN]
+    if Login.UNKNOWN in outcome.values():
+        sys.stderr.write(
+            f"warning: the password of user {USERNAME!r} has been changed since the first start, so det is not logged in. "
+            f"Log in with `det -m {record.address} user login {USERNAME}`\n"
+        )
+        return [("det", "not logged in")]
     if not foreign:
         return [("det", "logged in")]
     sys.stderr.write(

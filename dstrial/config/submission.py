@@ -89,7 +89,7 @@ class MasterDefaults:
     Attributes:
         checkpoint_storage: its own storage, for experiments that name none, and its fields for those that name the same type.
         environment_variables: ``NAME=value`` each, before those of the experiment.
-        launch_error: whether an experiment that needs more slots than there are is refused.
+        launch_error: whether an experiment that needs more slots than there are, or than it may use, is refused.
     """
 
     checkpoint_storage: Mapping[str, Any]
@@ -140,6 +140,14 @@ def check_submission(
         _check_variables(raw, findings)
         _check_lists(raw, findings)
         slots = raw["resources"]["slots_per_trial"]
+        max_slots = raw["resources"]["max_slots"]
+        if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
+            findings.problem(
+                "resources.max_slots",
+                str(max_slots),
+                f"at least {slots}, the slots_per_trial, without which no trial ever starts",
+                "Raise it, or remove it.",
+            )
         if num_slots is not None and isinstance(slots, int) and slots > num_slots:
             exceeds.append(True)
             if defaults.launch_error:

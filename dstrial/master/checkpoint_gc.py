@@ -101,7 +101,8 @@ def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
 def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
     """Delete the files of a checkpoint that match, and return those that are left with their sizes in bytes.
 
-    Nothing outside the checkpoint's directory is touched: links are deleted, not followed.
+    Nothing outside the checkpoint's directory is touched: links are deleted, not followed. Without patterns nothing is
+    deleted at all.
 
     Raises:
         MasterError: the storage cannot be reached, or a file cannot be deleted.
@@ -109,6 +110,8 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
     directory = checkpoint_directory(storage, uuid)
     if not directory.is_dir():
         return {}
+    if not globs:
+        return remaining(directory)
     try:
         if any(pattern in ("**/*", "**", "*") for pattern in globs):
             shutil.rmtree(directory)

@@ -6,6 +6,7 @@ master did not issue is somebody's login to another master and is replaced only 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class Login(enum.Enum):
     REPLACED = enum.auto()
     FOREIGN = enum.auto()
     """It belongs to another master and stays."""
+    UNKNOWN = enum.auto()
+    """There is none, as the password has been changed since the first start."""
 
 
 def addresses_of(port: int) -> tuple[str, str]:
@@ -50,7 +53,7 @@ def log_in(
         Address -> what became of its entry.
 
     Raises:
-        MasterError: the master does not accept the passwords of its own file, or the token store is damaged.
+        MasterError: the token store is damaged.
 
     Source: Determined 0.38.1 determined.common.api.authentication.TokenStore (file and places), ``det`` addresses
     of the form ``http://host:port``.
@@ -58,7 +61,8 @@ def log_in(
     from determined.common.api import authentication, errors
 
     outcome: dict[str, Login] = {}
-    token: str | None = None
+    known: tuple[str, str] | None = None
+    missing = []
     for address in addresses_of(record.port):
         try:
             store = authentication.TokenStore(address)
@@ -67,26 +71,35 @@ def log_in(
                 "det's token store auth.json was damaged and is removed; expected JSON of version 2. Log in again with "
                 "`det user login`."
             ) from error
-        tokens = {user: store.get_token(user) for user in store.get_all_users()}
-        if any(known and is_accepted(record.address, known) for known in tokens.values()):
-            if store.get_active_user() not in tokens:
-                store.set_active(
-                    next(
-                        user for user, known in tokens.items() if known and is_accepted(record.address, known)
-                    )
-                )
+        user = _accepted_user(store, record)
+        if user is not None:
+            if store.get_active_user() not in store.get_all_users():
+                store.set_active(user)
+            known = known or (user, str(store.get_token(user)))
             outcome[address] = Login.KEPT
-            continue
-        if tokens and not may_replace(address):
+        elif store.get_all_users() and not may_replace(address):
             outcome[address] = Login.FOREIGN
+        else:
+            outcome[address] = Login.REPLACED if store.get_all_users() else Login.ADDED
+            missing.append((address, store))
+    if missing:
+        with contextlib.suppress(MasterError):  # A login at the other name serves as well.
+            known = USERNAME, new_token(state, record)
+    for address, store in missing:
+        if known is None:
+            outcome[address] = Login.UNKNOWN
             continue
-        for user in tokens:
+        for user in store.get_all_users():
             store.drop_user(user)
-        token = token or new_token(state, record)
-        store.set_token(USERNAME, token)
-        store.set_active(USERNAME)
-        outcome[address] = Login.REPLACED if tokens else Login.ADDED
+        store.set_token(*known)
+        store.set_active(known[0])
     return outcome
+
+
+def _accepted_user(store: Any, record: MasterRecord) -> str | None:
+    """Return the user of an entry whose token this master accepts, the active one first."""
+    users = sorted(store.get_all_users(), key=lambda user: user != store.get_active_user())
+    return next((user for user in users if is_accepted(record.address, store.get_token(user))), None)
 
 
 def is_accepted(address: str, token: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import gzip
 import io
 import tarfile
@@ -11,11 +12,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dstrial.errors import RequestError
+from dstrial.errors import MasterError, RequestError
 
 MAX_BYTES = 95 * 1024 * 1024
 """Most bytes that the files of a model definition have together, as in Determined's client."""
 MAX_MEMBERS = 100_000
+MAX_PATH_BYTES = 1024
+"""Longest path of a member; the directory in which a trial runs has to fit in front of it."""
 
 _REGULAR, _DIRECTORY = ord("0"), ord("5")
 
@@ -84,6 +87,7 @@ def unpack(tgz: bytes, directory: Path) -> None:
     Raises:
         RequestError: 400 for an archive that is damaged or whose members lead out or are no files, directories or links
             within it; 413 for one that unpacks to too much.
+        MasterError: this machine cannot hold the files.
     """
     if not tgz:
         return
@@ -108,13 +112,36 @@ def unpack(tgz: bytes, directory: Path) -> None:
             400,
             "the model definition has a file where it has a directory; expected one of the two. Rename one.",
         ) from error
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, ValueError) as error:
-        raise RequestError(
-            400, f"the model definition is damaged ({error}); expected a gzip tar. Send it again."
-        ) from error
+    except gzip.BadGzipFile as error:
+        raise _damaged(error) from error
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise MasterError(
+                f"the model definition cannot be unpacked in {directory} ({error.strerror}); expected room for it. "
+                "Make some."
+            ) from error
+        raise _too_long() from error
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise _damaged(error) from error
+
+
+def _too_long() -> RequestError:
+    return RequestError(
+        400,
+        f"the model definition has a path that is too long; expected at most {MAX_PATH_BYTES} bytes, and names that this "
+        "machine can hold. Shorten it.",
+    )
+
+
+def _damaged(error: Exception) -> RequestError:
+    return RequestError(
+        400, f"the model definition is damaged ({error}); expected a gzip tar. Send it again."
+    )
 
 
 def _require_inside(path: str) -> None:
+    if len(path.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
+        raise _too_long()
     parts = PurePosixPath(path).parts
     if not path or "\0" in path or path.startswith("/") or ".." in parts:
         raise RequestError(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import io
 import json
 import re
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from dstrial.master.login import USERNAME
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
@@ -69,6 +74,18 @@ class Det:
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.master.det(*words, cwd=self.directory)
 
+    def type(self, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command that asks; without a terminal it takes even passwords from the standard input."""
+        return subprocess.run(
+            [sys.executable, "-m", "determined.cli", *words],
+            env=dict(self.master.env),
+            input=text,
+            start_new_session=True,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
     def ok(self, *words: str) -> str:
         done = self.run(*words)
         assert done.returncode == 0, f"det {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
@@ -92,6 +109,12 @@ class Det:
         while self.experiment(experiment_id)["state"] not in [f"STATE_{state}" for state in states]:
             assert time.monotonic() < give_up_at_s, self.experiment(experiment_id)
             time.sleep(0.05)
+
+    def settle(self, experiment_id: int, state: str) -> None:
+        """Wait until an experiment is in a state, and then a while for it to leave that state wrongly."""
+        self.wait(experiment_id, state)
+        time.sleep(1.0)
+        assert self.experiment(experiment_id)["state"] == f"STATE_{state}"
 
     def trial(self, experiment_id: int) -> int:
         return int(self.master.client().get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
@@ -133,6 +156,25 @@ def test_create_paused_config_and_include(det: Det) -> None:
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert {"train.py", "extra.txt"} <= set(listing.split())
+
+
+def test_create_leaves_out_what_detignore_names(det: Det) -> None:
+    context = det.directory / "ignoring"
+    (context / "data").mkdir(parents=True)
+    for name in ("train.py", "notes.secret", "data/large.bin", "kept.txt"):
+        (context / name).write_text("x")
+    (context / ".detignore").write_text("*.secret\ndata/\n")
+    extra = det.directory / "extra"
+    extra.mkdir()
+    (extra / "inner.txt").write_text("x")
+
+    text = det.ok("e", "create", "--paused", str(det.short), str(context), "-i", str(extra))
+
+    [number] = re.findall(r"Created experiment (\d+)", text)
+    tgz = base64.b64decode(det.master.client().get(f"/api/v1/experiments/{number}/model_def")["b64Tgz"])
+    with tarfile.open(fileobj=io.BytesIO(tgz)) as archive:
+        names = {member.name for member in archive if member.isfile()}
+    assert names == {"train.py", "kept.txt", "extra/inner.txt"}
 
 
 def test_create_test_mode(det: Det) -> None:
@@ -182,6 +224,50 @@ def test_logs_and_their_filters(det: Det, ended: int) -> None:
         "trial", "logs", str(det.trial(ended)), "--source", "task", "--stdtype", "stdout"
     )
     assert "batch" not in det.ok("e", "logs", str(ended), "--source", "master").replace("batches", "")
+
+
+def test_every_filter_of_logs(det: Det, ended: int) -> None:
+    trial_id = str(det.trial(ended))
+    lines = json.loads(
+        "[" + det.ok("trial", "logs", trial_id, "--json").rpartition("}")[0].replace("}\n{", "},{") + "}]"
+    )
+    middle = next(line["timestamp"] for line in lines if line["log"] == "batch 2\n")
+    [container] = {line["containerId"] for line in lines}
+    [agent] = {line["agentId"] for line in lines}
+
+    def logs(*words: str) -> list[str]:
+        return [line for line in det.ok(*words).splitlines() if "||" in line]
+
+    def wanted(condition: Callable[[dict[str, Any]], bool]) -> list[str]:
+        return [line["message"].rstrip("\n") for line in lines if condition(line)]
+
+    everything = wanted(lambda _line: True)
+    assert logs("trial", "logs", trial_id, "--agent-id", agent, "--container-id", container) == everything
+    assert logs("trial", "logs", trial_id, "--agent-id", "nobody") == []
+    assert logs("e", "logs", str(ended), "--timestamp-before", middle) == wanted(
+        lambda line: line["timestamp"] < middle
+    )
+    assert logs("e", "logs", str(ended), "--timestamp-after", middle, "--source", "task") == wanted(
+        lambda line: line["timestamp"] > middle and line["source"] == "task"
+    )
+    assert logs(
+        "e", "logs", str(ended), "--rank-id", "-1", "--rank-id", "3", "--stdtype", "stdout"
+    ) == wanted(lambda line: line["stdtype"] == "stdout")
+    task_id = det.master.client().get(f"/api/v1/trials/{trial_id}")["trial"]["taskId"]
+    assert logs("task", "logs", task_id, "--source", "master", "--container-id", container) == wanted(
+        lambda line: line["source"] == "master"
+    )
+    assert logs("task", "logs", task_id, "-f") == everything
+    [last] = json.loads(f"[{det.ok('task', 'logs', task_id, '--tail', '1', '--json').rpartition('}')[0]}}}]")
+    assert last["message"].rstrip("\n") == everything[-1]
+    assert last["taskId"] == task_id
+
+
+def test_logs_that_cannot_be(det: Det, ended: int) -> None:
+    done = det.run("e", "logs", str(ended), "--timestamp-after", "yesterday")
+    assert (done.returncode, "timestampAfter is 'yesterday'; expected a time" in done.stderr) == (1, True)
+    done = det.run("trial", "logs", "999999")
+    assert (done.returncode, "trial 999999 is not found" in done.stderr) == (1, True)
 
 
 def test_wait_tells_the_end_by_its_exit_code(det: Det, ended: int) -> None:
@@ -282,6 +368,18 @@ def test_trials_and_checkpoints_of_an_experiment(det: Det, ended: int) -> None:
     }  # fmt: skip
 
 
+def test_a_trial_is_described_as_csv_and_as_a_table(det: Det, ended: int) -> None:
+    trial_id = str(det.trial(ended))
+    text = det.ok("trial", "describe", trial_id, "--csv")
+    rows = list(csv.DictReader(text.partition("Workloads:\n")[2].splitlines(keepends=True)))
+    assert [row["# of Batches"] for row in rows] == ["1", "1", "1", "2", "2", "2", "3", "3", "3"]
+    assert [json.loads(row["Validation Metrics"])["avgMetrics"]["batches"] for row in rows[1::3]] == [1, 2, 3]
+    assert {row["Checkpoint"] for row in rows[2::3]} <= {"COMPLETED", "DELETED"}
+    text = det.ok("trial", "describe", trial_id, "--metrics-summary")
+    assert f" {ended} | COMPLETED " in text
+    assert '"validation_metrics": {' in text
+
+
 def completed_checkpoints(det: Det, experiment_id: int) -> list[str]:
     found = det.master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
     return [one["uuid"] for one in found if one["state"] == "STATE_COMPLETED"]
@@ -298,6 +396,10 @@ def test_checkpoints_are_described_and_downloaded_both_ways(det: Det, ended: int
     assert list((det.directory / "best").rglob("state.json"))
     det.ok("trial", "download", str(det.trial(ended)), "--latest", "-o", str(det.directory / "latest"))
     assert list((det.directory / "latest").rglob("state.json"))
+    best = det.directory / "best-of-trial"
+    done = det.ok("trial", "download", str(det.trial(ended)), "--best", "-q", "-o", str(best))
+    assert done.splitlines()[-1] == str(best)
+    assert (best / "state.json").exists()
 
 
 def test_checkpoints_are_deleted_whole_and_in_part(det: Det) -> None:
@@ -321,6 +423,62 @@ def test_checkpoints_are_deleted_whole_and_in_part(det: Det) -> None:
         time.sleep(0.1)
 
 
+def test_a_checkpoint_whose_files_were_removed_by_hand_is_looked_at_anew(det: Det) -> None:
+    experiment_id = det.create(det.short, "-f")
+    uuid = completed_checkpoints(det, experiment_id)[-1]
+    client = det.master.client()
+    (det.master.state.path / "checkpoints" / uuid / "state.json").unlink()
+
+    assert "refreshing resources" in det.ok("checkpoint", "rm", "--yes", uuid)
+
+    give_up_at_s = time.monotonic() + 30
+    while (found := client.get(f"/api/v1/checkpoints/{uuid}")["checkpoint"])[
+        "state"
+    ] != "STATE_PARTIALLY_DELETED":
+        assert time.monotonic() < give_up_at_s, found
+        time.sleep(0.05)
+    assert set(found["resources"]) == {"metadata.json"}
+
+
+def test_another_gc_policy_says_what_it_deletes_and_deletes_it(det: Det) -> None:
+    experiment_id = det.create(det.short, "--config", "checkpoint_storage.save_trial_latest=3", "-f")
+    det.wait(experiment_id, "COMPLETED")
+    [one, two, three] = completed_checkpoints(det, experiment_id)
+
+    done = det.type("y\n", "e", "set", "gc-policy", "--save-experiment-best", "0", "--save-trial-best", "1",
+                    "--save-trial-latest", "0", str(experiment_id))  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "This policy will delete 2 checkpoints with validations and 0" in done.stdout
+    assert one in done.stdout
+    assert two in done.stdout
+    assert three not in done.stdout
+    give_up_at_s = time.monotonic() + 30
+    while completed_checkpoints(det, experiment_id) != [three]:
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.05)
+
+
+def test_users_log_in_change_their_passwords_and_log_out(det: Det) -> None:
+    def whoami() -> str:
+        return det.ok("user", "whoami").strip()
+
+    assert det.type(f"{det.master.password('admin')}\n", "user", "login", "admin").returncode == 0
+    det.ok("user", "create", "alice", "--password", "First-pass-1")
+    assert det.type("First-pass-1\n", "user", "login", "alice").returncode == 0
+    assert whoami() == "You are logged in as user 'alice'"
+    wrong = det.type("x\n", "user", "login", "admin")
+    assert (wrong.returncode, "Invalid username/password" in wrong.stderr) == (1, True)
+    assert det.type("Second-pass-1\nSecond-pass-1\n", "user", "change-password").returncode == 0
+    assert whoami() == "You are logged in as user 'alice'"
+    assert det.type("First-pass-1\n", "user", "login", "alice").returncode == 1
+    others = det.type("Third-pass-1\nThird-pass-1\n", "user", "change-password", "admin")
+    assert (others.returncode, "is no administrator" in others.stderr) == (1, True)
+    det.ok("user", "logout")
+    assert whoami() == "You are logged in as user 'determined'"
+    assert det.type(f"{det.master.password()}\n", "user", "login", "determined").returncode == 0
+
+
 def test_users(det: Det) -> None:
     assert "determined" in det.ok("user", "whoami")
     assert "admin" in det.ok("user", "list")
@@ -335,7 +493,9 @@ def test_users(det: Det) -> None:
 
 def test_the_master_and_its_agent(det: Det) -> None:
     assert "0.38.1" in det.ok("master", "info")
-    assert "checkpoint_storage" in det.ok("master", "config")
+    config = json.loads(det.ok("master", "config", "--json"))
+    assert config["port"] == det.master.record.port
+    assert config["checkpoint_storage"]["type"] == "shared_fs"
     assert "serving at" in det.ok("master", "logs")
     [agent] = json.loads(det.ok("agent", "list", "--json"))
     det.ok("slot", "disable", agent["id"], "0")
@@ -344,6 +504,33 @@ def test_the_master_and_its_agent(det: Det) -> None:
     det.ok("agent", "disable", agent["id"])
     det.ok("agent", "enable", agent["id"])
     assert "False" not in det.ok("slot", "list").replace("| False ", "", 2)
+
+
+def test_slots_and_the_queue_decide_who_runs(det: Det) -> None:
+    agent = str(det.master.client().get("/api/v1/agents")["agents"][0]["id"])
+    det.ok("slot", "disable", agent, "1")
+    first, second, third = (det.create(det.long) for _ in range(3))
+    det.wait(first, "RUNNING")
+    det.settle(second, "QUEUED")
+    det.ok("job", "update", str(det.experiment(third)["jobId"]), "--priority", "1")
+    jobs = list(csv.DictReader(det.ok("job", "list", "--csv").splitlines()))
+    names = [(row["Job Name"], row["State"], row["Slots (acquired/needed)"]) for row in jobs]
+    assert names == [
+        (f"long ({third})", "STATE_QUEUED", "0/1"),
+        (f"long ({first})", "STATE_SCHEDULED", "1/1"),
+        (f"long ({second})", "STATE_QUEUED", "0/1"),
+    ]
+    det.ok("e", "kill", str(first))
+    det.wait(third, "RUNNING")
+    det.ok("agent", "disable", "--drain", agent)
+    det.ok("slot", "enable", agent, "1")
+    det.settle(second, "QUEUED")
+    assert det.experiment(third)["state"] == "STATE_RUNNING"
+    det.ok("agent", "enable", "--all")
+    det.wait(second, "RUNNING")
+    for experiment_id in (second, third):
+        det.ok("e", "kill", str(experiment_id))
+        det.wait(experiment_id, "CANCELED")
 
 
 def test_jobs_are_reordered(det: Det) -> None:
@@ -403,6 +590,76 @@ print(sorted(client.get_experiment({ended}).labels))
     assert done.stdout.splitlines() == ["[1, 2, 3]", "1 STATE_COMPLETED STATE_COMPLETED", "['sdk']"]
 
 
+SDK_PROGRAM = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from determined.common.api.errors import NotFoundException
+from determined.experimental import client
+
+client.login()
+experiment = client.get_experiment(int(sys.argv[1]))
+experiment.set_name("renamed")
+experiment.set_description("described")
+experiment.set_notes("noted")
+experiment.set_labels({"a label"})
+experiment.remove_label("a label")
+experiment.reload()
+assert (experiment.name, experiment.description, experiment.notes) == ("renamed", "described", "noted")
+assert experiment.labels is None
+experiment.archive()
+assert [one.id for one in client.list_experiments(experiment_ids=[experiment.id]) if one.archived] == [experiment.id]
+experiment.unarchive()
+assert experiment.download_code(sys.argv[2]).endswith("_model_def.tar.gz")
+assert experiment.await_first_trial().id == experiment.list_trials()[0].id
+
+trial = next(iter(experiment.iter_trials(sort_by=client.TrialSortBy.DURATION, limit=1)))
+[found] = trial.iter_logs(search_text="batch 2")
+assert found.endswith("|| WARNING: batch 2\\n"), found
+assert list(trial.iter_logs(timestamp_before=1)) == []
+assert list(trial.iter_logs(tail=1)) == list(trial.iter_logs(follow=True))[-1:]
+best, *_ = trial.list_checkpoints(max_results=1)
+assert best.uuid == trial.top_checkpoint().uuid == trial.select_checkpoint(best=True).uuid
+assert best.uuid == experiment.list_checkpoints(client.CheckpointSortBy.BATCH_NUMBER, client.OrderBy.DESC)[0].uuid
+best.add_metadata({"mine": {"a_b": 1}})
+best.reload()
+assert best.metadata == {"steps_completed": 3, "mine": {"a_b": 1}}
+best.remove_metadata(["mine"])
+assert list(best.get_metrics()) == []
+assert trial.summary_metrics["validation_metrics"]["score"]["count"] == 3
+assert [m.metrics for m in client.stream_trials_training_metrics([trial.id])][0] == {"loss": 1.0}
+groups = [m.group for m in client._determined.iter_trials_metrics([trial.id], "")]
+assert sorted(set(groups)) == ["training", "validation"] and len(groups) == 6
+
+for refused in (
+    experiment.delete_tensorboard_files, lambda: client.create_model("m"), client.get_models,
+    lambda: client.create_workspace("w"), lambda: experiment.move_to_project("Uncategorized", "Uncategorized"),
+    client.get_model_labels,
+):
+    try:
+        refused()
+    except Exception as error:
+        assert "not offered by the embedded master" in str(error), error
+    else:
+        raise AssertionError(refused)
+try:
+    client.list_experiments(project_id=7)
+except NotFoundException:
+    print("done")
+"""
+
+
+def test_the_sdks_other_methods_work_or_say_that_they_are_not_offered(det: Det) -> None:
+    experiment_id = det.create(det.short, "-f")
+    det.wait(experiment_id, "COMPLETED")
+    done = subprocess.run(
+        [sys.executable, "-c", SDK_PROGRAM, str(experiment_id), str(det.directory / "code")],
+        env=dict(det.master.env), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["done"]
+
+
 def test_an_entrypoint_of_determineds_launcher_runs(det: Det) -> None:
     experiment_id = det.create(
         det.short, "--config", "entrypoint=python3 -m determined.launch.torch_distributed python3 train.py"
@@ -413,4 +670,33 @@ def test_an_entrypoint_of_determineds_launcher_runs(det: Det) -> None:
     assert det.experiment(experiment_id)["state"] == "STATE_COMPLETED", det.ok(
         "e", "logs", str(experiment_id)
     )
-    assert "[rank=0]" in det.ok("e", "logs", str(experiment_id))
+    of_rank = det.ok("e", "logs", str(experiment_id), "--rank-id", "0")
+    assert "[rank=0] || WARNING: batch 3" in of_rank
+    assert "Scheduling" not in of_rank
+
+
+def test_up_serves_whoever_has_changed_the_first_password(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, num_slots=1) as master:
+        other_name = f"http://127.0.0.1:{master.record.port}"
+
+        def det(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-m", "determined.cli", *words],
+                env=dict(master.env), input=text, start_new_session=True,
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+
+        assert det("user", "change-password", text="Second-pass-1\nSecond-pass-1\n").returncode == 0
+        det("-m", other_name, "user", "logout")
+
+        again = master.dstrial("up")
+        assert (again.returncode, "logged in" in again.stdout) == (0, True)
+        assert "as user 'determined'" in det("-m", other_name, "user", "whoami").stdout
+
+        det("user", "logout")
+        det("-m", other_name, "user", "logout")
+        again = master.dstrial("up")
+        assert again.returncode == 0
+        assert "det:      not logged in" in again.stdout
+        assert "has been changed since the first start" in again.stderr
+        assert f"user login {USERNAME}" in again.stderr

@@ -7,6 +7,7 @@ import contextlib
 import json
 import queue
 import re
+import sqlite3
 import tarfile
 import threading
 import zipfile
@@ -26,7 +27,7 @@ from dstrial.master.checkpoint_gc import checkpoint_directory
 from dstrial.master.clock import now_us, parse_time
 from dstrial.master.experiment import trials
 from dstrial.master.store import checkpoints as checkpoint_rows
-from dstrial.master.store import work
+from dstrial.master.store import metrics, work
 from dstrial.master.store.database import Transaction
 
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -52,6 +53,9 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
     if _UUID.fullmatch(uuid) is None:
         raise body.wrong("uuid", "a UUID")
     request.require_task(task_id)
+    allocation_id = body.text("allocationId") or None
+    if allocation_id is not None:
+        request.require_allocation(allocation_id)
     resources = _sizes(body.mapping("resources"))
     metadata = body.mapping("metadata") or {}
     steps = metadata.get("steps_completed", 0)
@@ -77,7 +81,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
             tx,
             uuid=uuid,
             trial=trial,
-            allocation_id=body.text("allocationId") or None,
+            allocation_id=allocation_id,
             storage_id=body.integer("storageId"),
             state=state,
             resources=resources,
@@ -103,7 +107,7 @@ async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
     for item in request.body().items_of("checkpoints") or []:
         if not isinstance(item, dict) or not isinstance(item.get("uuid"), str):
             raise RequestError(400, "checkpoints has an item without uuid; expected uuid and resources.")
-        await request.require_checkpoint(item["uuid"])
+        await request.require_checkpoint(item["uuid"], is_change=True)
         wrapped = item.get("resources")
         if isinstance(wrapped, dict):
             inner = wrapped.get("resources")
@@ -124,12 +128,8 @@ async def delete_checkpoints(request: ApiRequest) -> dict[str, Any]:
 
 
 async def remove_files(request: ApiRequest) -> dict[str, Any]:
-    """``POST checkpoints/rm``: delete those of their files that match."""
+    """``POST checkpoints/rm``: delete those of their files that match; without patterns, see what is left of them."""
     globs = request.body().texts("checkpointGlobs") or []
-    if not globs:
-        raise RequestError(
-            400, "checkpointGlobs is empty; expected patterns. Pass '**/*' to delete everything."
-        )
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
     await _remove(request, globs)
@@ -140,7 +140,7 @@ async def _remove(request: ApiRequest, globs: list[str]) -> None:
     uuids = request.body().texts("checkpointUuids") or []
 
     def perform(tx: Transaction) -> None:
-        in_use = {row[0] for row in tx.execute("SELECT DISTINCT warm_start_uuid FROM trials")}
+        in_use = checkpoint_rows.warm_starts(tx.connection)
         by_experiment: dict[int, list[str]] = {}
         for uuid in uuids:
             row = checkpoint_rows.require_checkpoint(tx.connection, uuid)
@@ -169,20 +169,18 @@ async def set_metadata(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_metrics(request: ApiRequest) -> dict[str, Any]:
-    """``GET checkpoints/{uuid}/metrics``: the reports at the batch of the checkpoint."""
-    uuid = request.path_params["checkpoint_uuid"]
+    """``GET checkpoints/{uuid}/metrics``: the reports of trials that have said that they use the checkpoint."""
+    uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
+    kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
-    def read(connection: Any) -> list[Any]:
-        row = checkpoint_rows.require_checkpoint(connection, uuid)
-        return list(
-            connection.execute(
-                "SELECT * FROM metrics WHERE trial_id = ? AND steps = ? AND archived = 0 ORDER BY id",
-                (row["trial_id"], row["steps"]),
-            )
-        )
+    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+        checkpoint_rows.require_checkpoint(connection, uuid)
+        return metrics.reports(connection, checkpoint_rows.users_of(connection, uuid, kind), group)
 
     rows = await request.services.read(read)
-    return message(bindings.v1GetTrialMetricsByCheckpointResponse, metrics=[report_json(row) for row in rows])
+    return message(
+        bindings.v1GetTrialMetricsByCheckpointResponse, metrics=[report_json(row, group) for row in rows]
+    )
 
 
 async def download(request: ApiRequest) -> StreamingResponse:
@@ -213,14 +211,22 @@ class _Pipe:
         self._position = 0
 
     def write(self, data: bytes) -> int:
-        while not self.is_closed:
-            with contextlib.suppress(queue.Full):
-                self.chunks.put(bytes(data), timeout=1.0)
-                break
-        else:
-            raise OSError("the reader has gone")
+        if data:
+            self._put(bytes(data))
         self._position += len(data)
         return len(data)
+
+    def end(self) -> None:
+        """Tell the reader, if it still reads, that nothing follows."""
+        with contextlib.suppress(OSError):
+            self._put(None)
+
+    def _put(self, item: bytes | None) -> None:
+        while not self.is_closed:
+            with contextlib.suppress(queue.Full):
+                self.chunks.put(item, timeout=1.0)
+                return
+        raise OSError("the reader has gone")
 
     def tell(self) -> int:
         return self._position
@@ -230,29 +236,50 @@ class _Pipe:
 
 
 async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
+    """Yield an archive of a directory's files.
+
+    Raises:
+        OSError: a file cannot be read any more; the answer, which has begun, breaks off without its end.
+    """
     pipe = _Pipe()
+    problems: list[OSError] = []
 
     def write() -> None:
-        files = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
-        with contextlib.suppress(OSError):
-            if kind == "zip":
-                with zipfile.ZipFile(cast(Any, pipe), "w") as archive:
-                    for path in files:
-                        archive.write(path, path.relative_to(directory).as_posix())
-            else:
-                with tarfile.open(fileobj=cast(Any, pipe), mode="w|gz" if kind == "gzip" else "w|") as tar:
-                    for path in files:
-                        tar.add(path, path.relative_to(directory).as_posix(), recursive=False)
-            pipe.write(b"")
-            pipe.chunks.put(None)
+        try:
+            _write_archive(directory, kind, cast(Any, pipe))
+        except OSError as error:
+            problems.append(error)
+        pipe.end()
 
     thread = threading.Thread(target=write, name="dstrial-archive", daemon=True)
     thread.start()
     try:
-        while (chunk := await asyncio.to_thread(pipe.chunks.get)) is not None:
+        while (chunk := await asyncio.to_thread(_next, pipe)) is not None:
             yield chunk
+        if problems:
+            raise problems[0]
     finally:
         pipe.is_closed = True
+
+
+def _next(pipe: _Pipe) -> bytes | None:
+    """Wait for the next chunk; None at the end, and when nobody waits for it any more."""
+    while not pipe.is_closed:
+        with contextlib.suppress(queue.Empty):
+            return pipe.chunks.get(timeout=1.0)
+    return None
+
+
+def _write_archive(directory: Path, kind: str, file: Any) -> None:
+    paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
+    if kind == "zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            for path in paths:
+                archive.write(path, path.relative_to(directory).as_posix())
+        return
+    with tarfile.open(fileobj=file, mode="w|gz" if kind == "gzip" else "w|") as tar:
+        for path in paths:
+            tar.add(path, path.relative_to(directory).as_posix(), recursive=False)
 
 
 _ONE = "/checkpoints/{checkpoint_uuid}"
@@ -263,6 +290,6 @@ routes = [
     route("POST", "/checkpoints/rm", remove_files, access=USER),
     route("GET", _ONE, show_checkpoint, access=TRIAL),
     route("POST", f"{_ONE}/metadata", set_metadata, access=USER),
-    route("GET", f"{_ONE}/metrics", list_metrics, access=TRIAL),
+    route("GET", f"{_ONE}/metrics", list_metrics, access=USER),
     route("GET", f"/{_ONE}", download, access=TRIAL),
 ]

@@ -19,6 +19,7 @@ from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.api.shapes import checkpoint_json, experiment_json, sizes_as_texts
+from dstrial.master.api.workspaces import PROJECT_ID, check_project
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.experiment import experiments
 from dstrial.master.interpreter import check_interpreter
@@ -29,6 +30,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.metrics import as_number, metric_names
+from dstrial.master.store.tokens import User
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _ANY_STATE = "STATE_"
@@ -92,6 +94,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             501,
             "unmanaged experiments are not offered by the embedded master; submit one with an entrypoint.",
         )
+    check_project(body.integer("projectId"))
     parent_id = body.integer("parentId") or None
     tgz = await services.run(lambda: pack([dict(file) for file in _files(body)]))
     config = body.text("config") or ""
@@ -145,7 +148,7 @@ def _unsaved(request: ApiRequest, submission: Submission) -> dict[str, Any]:
         name=config["name"],
         numTrials=0,
         originalConfig=submission.original,
-        projectId=1,
+        projectId=PROJECT_ID,
         projectOwnerId=request.user.id,
         searcherType=config["searcher"]["name"],
         startTime=format_us(now_us()),
@@ -182,6 +185,7 @@ def _ids(request: ApiRequest, name: str) -> list[int]:
 
 async def list_experiments(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments``: a page of experiments."""
+    check_project(request.query_int("projectId"))
     above = request.query_int("experimentIdFilter.gt")
     at_least = request.query_int("experimentIdFilter.gte")
     below = request.query_int("experimentIdFilter.lt")
@@ -236,22 +240,42 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _action(perform: Callable[[Transaction, int], Any]) -> Callable[[ApiRequest], Any]:
+def _action(
+    perform: Callable[[Transaction, int], Any], *, is_owners: bool = False
+) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
-        experiment_id = request.path_params["experiment_id"]
-        await request.services.write(lambda tx: perform(tx, experiment_id))
+        owner = request.user if is_owners else None
+        await request.services.write(_of(perform, request.path_params["experiment_id"], owner))
         return {}
 
     handle.__doc__ = f"``experiments/{{id}}``: {perform.__name__}."
     return handle
 
 
-def _of(perform: Callable[[Transaction, int], Any], experiment_id: int) -> Callable[[Transaction], Any]:
-    return lambda tx: perform(tx, experiment_id)
+def _of(
+    perform: Callable[[Transaction, int], Any], experiment_id: int, owner: User | None
+) -> Callable[[Transaction], Any]:
+    """Return the write for one experiment, which is refused where ``owner`` is neither its owner nor an administrator."""
+
+    def write(tx: Transaction) -> None:
+        row = experiment_rows.require(tx.connection, experiment_id)
+        if owner is not None and not owner.admin and owner.id != row["owner_id"]:
+            raise RequestError(
+                403,
+                f"experiment {experiment_id} is another user's; expected your own, or an administrator. "
+                "Ask with `det -u admin`.",
+            )
+        perform(tx, experiment_id)
+
+    return write
 
 
-def _bulk(perform: Callable[[Transaction, int], Any]) -> Callable[[ApiRequest], Any]:
+def _bulk(
+    perform: Callable[[Transaction, int], Any], *, is_owners: bool = False
+) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
+        check_project(request.path_params["project_id"])
+        owner = request.user if is_owners else None
         ids = request.body().items_of("experimentIds") or []
         results = []
         for experiment_id in ids:
@@ -259,7 +283,7 @@ def _bulk(perform: Callable[[Transaction, int], Any]) -> Callable[[ApiRequest], 
                 raise RequestError(400, "experimentIds has something else; expected whole numbers.")
             error = ""
             try:
-                await request.services.write(_of(perform, experiment_id))
+                await request.services.write(_of(perform, experiment_id, owner))
             except DstrialError as problem:
                 error = str(problem)
             results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
@@ -414,10 +438,7 @@ async def preview_gc(request: ApiRequest) -> dict[str, Any]:
     """``//experiments/{id}/preview_gc``: the checkpoints that another policy would delete."""
     experiment_id = request.path_params["experiment_id"]
     policy = checkpoint_gc.Policy(
-        *(
-            request.query_int(name) or 0
-            for name in ("save_experiment_best", "save_trial_best", "save_trial_latest")
-        )
+        *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
     )
 
     def read(connection: sqlite3.Connection) -> dict[str, Any]:
@@ -425,6 +446,8 @@ async def preview_gc(request: ApiRequest) -> dict[str, Any]:
         rows = checkpoint_rows.list_checkpoints(
             connection, experiment_id=experiment_id, states=("COMPLETED",)
         )
+        in_use = checkpoint_rows.warm_starts(connection)
+        rows = [row for row in rows if row["uuid"] not in in_use]
         metric = experiment["searcher_metric"]
         values = {row["uuid"]: json.loads(row["validation"]) if row["validation"] else {} for row in rows}
         candidates = [
@@ -447,7 +470,11 @@ async def preview_gc(request: ApiRequest) -> dict[str, Any]:
                     "Resources": {path: int(size) for path, size in sizes_as_texts(row["resources"]).items()},
                     "ValidationMetrics": values[row["uuid"]],
                     "ReportTime": format_us(row["report_us"]),
-                    "step": {"trial_id": row["trial_id"], "total_batches": row["steps"]},
+                    "step": {
+                        "trial_id": row["trial_id"],
+                        "total_batches": row["steps"],
+                        "validation": values[row["uuid"]] or None,
+                    },
                 }
                 for row in rows
                 if row["uuid"] in chosen
@@ -517,7 +544,7 @@ routes = [
     route("POST", "/experiments/continue", continue_experiment, access=USER),
     route("GET", _ONE, show_experiment, access=TRIAL),
     route("PATCH", _ONE, patch_experiment, access=USER),
-    route("DELETE", _ONE, _action(experiments.delete), access=USER),
+    route("DELETE", _ONE, _action(experiments.delete, is_owners=True), access=USER),
     route("POST", f"{_ONE}/pause", _action(experiments.pause), access=USER),
     route("POST", f"{_ONE}/activate", _action(experiments.activate), access=USER),
     route("POST", f"{_ONE}/cancel", _action(experiments.cancel), access=USER),
@@ -534,7 +561,12 @@ routes = [
     route(
         "POST", "/projects/{project_id:int}/experiments/unarchive", _bulk(experiments.unarchive), access=USER
     ),
-    route("DELETE", "/projects/{project_id:int}/experiments/delete", _bulk(experiments.delete), access=USER),
+    route(
+        "DELETE",
+        "/projects/{project_id:int}/experiments/delete",
+        _bulk(experiments.delete, is_owners=True),
+        access=USER,
+    ),
     route("PUT", f"{_ONE}/labels/{{label}}", _relabel(set.add), access=USER),
     route("DELETE", f"{_ONE}/labels/{{label}}", _relabel(set.discard), access=USER),
     route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),

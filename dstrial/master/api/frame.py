@@ -261,10 +261,10 @@ class ApiRequest:
         """Refuse (403) an allocation that asks for another one."""
         self._require("allocation", allocation_id, "id")
 
-    async def require_checkpoint(self, checkpoint_uuid: str) -> None:
-        """Refuse (403) an allocation a checkpoint that is neither of its experiment nor what it started from."""
+    async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
+        """Refuse (403) an allocation a checkpoint that is neither of its experiment nor, to read, what it started from."""
         if self.allocation is not None and not await self.services.read(
-            guard.may_use_checkpoint, self.allocation, checkpoint_uuid
+            guard.may_use_checkpoint, self.allocation, checkpoint_uuid, is_change=is_change
         ):
             raise _not_own("checkpoint", checkpoint_uuid)
 

@@ -85,14 +85,20 @@ async def identify(services: Services, headers: Headers, method: str) -> Identit
 
 
 def may_use_checkpoint(
-    connection: sqlite3.Connection, allocation: AllocationIdentity, checkpoint_uuid: str
+    connection: sqlite3.Connection,
+    allocation: AllocationIdentity,
+    checkpoint_uuid: str,
+    *,
+    is_change: bool = False,
 ) -> bool:
-    """Whether an allocation may read or report a checkpoint; yes for one that does not exist."""
+    """Whether an allocation may read or, for ``is_change``, change a checkpoint; yes for one that does not exist."""
     row = connection.execute(
         "SELECT experiment_id FROM checkpoints WHERE uuid = ?", (checkpoint_uuid,)
     ).fetchone()
     if row is None or row["experiment_id"] == allocation.experiment_id:
         return True
+    if is_change:
+        return False
     warm = connection.execute(
         "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
         "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)",

@@ -180,6 +180,8 @@ async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
             raise body.wrong("logs", "a list of objects")
         task_id, line, allocation_id = _line(item)
         request.require_task(task_id)
+        if allocation_id is not None:
+            request.require_allocation(allocation_id)
         by_task.setdefault((task_id, allocation_id), []).append(line)
 
     def perform(tx: Transaction) -> None:

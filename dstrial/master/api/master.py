@@ -94,8 +94,9 @@ async def show_telemetry(_request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_config(request: ApiRequest) -> dict[str, Any]:
-    """``GET master/config``."""
-    return {"config": request.services.settings.as_config()}
+    """``GET master/config``; the port is the one that the master has."""
+    services = request.services
+    return {"config": {**services.settings.as_config(), "port": int(services.address.rpartition(":")[2])}}
 
 
 async def patch_config(request: ApiRequest) -> dict[str, Any]:

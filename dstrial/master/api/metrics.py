@@ -98,18 +98,23 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
                 metrics.reports, [trial_id], group or None, after=(trial_id, offset), limit=_CHUNK
             )
             if rows:
-                yield {"metrics": [report_json(row) for row in rows]}
+                yield {"metrics": [report_json(row, group or None) for row in rows]}
             offset += len(rows)
             if len(rows) < _CHUNK:
                 break
 
 
-def report_json(row: sqlite3.Row) -> dict[str, Any]:
-    """Return a row of ``metrics`` as a ``v1MetricsReport``."""
-    key = metrics.summary_key(row["group_name"])
-    if key not in ("avg_metrics", "validation_metrics"):
-        key = "avg_metrics"
-    values = {key: stored(row["metrics"])}
+def report_json(row: sqlite3.Row, group: str | None) -> dict[str, Any]:
+    """Return a row of ``metrics`` as a ``v1MetricsReport``.
+
+    Args:
+        row: the report.
+        group: the group that was asked for, by which the client knows under which key the values are; None for every one.
+    """
+    keys = ["validation_metrics" if row["group_name"] == "validation" else "avg_metrics"]
+    if group is None and keys != ["avg_metrics"]:
+        keys.append("avg_metrics")
+    values = {key: stored(row["metrics"]) for key in keys}
     if row["per_batch"] is not None:
         values["batch_metrics"] = stored(row["per_batch"])
     return message(

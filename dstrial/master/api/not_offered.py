@@ -51,6 +51,18 @@ NOUNS = {
 }
 """First segment of a path below ``/api/v1`` or the root -> what a person calls it."""
 
+ENDINGS = {
+    "tensorboard-files": "the deletion of TensorBoard files",
+    "move": "workspaces and projects of your own",
+    "workspace-bindings": "bindings of resource pools",
+    "available-resource-pools": "bindings of resource pools",
+    "file": "single files of a model definition",
+    "file_tree": "single files of a model definition",
+    "by-external-id": "detached runs",
+    "profiler": "the profiler of older releases",
+}
+"""Later segment of a path -> what a person calls it, where the first one says too little."""
+
 _ROOT_NOUNS = ("oauth2", "proxy", "resources", "task-logs")
 _REQUEST = re.compile(r'method="([A-Z]+)",\s*path=f?"([^"]+)"')
 _PARAMETER = re.compile(r"\{\w+\}")
@@ -67,9 +79,12 @@ def refusal(method: str, path: str) -> RequestError:
         is_known = noun in _ROOT_NOUNS
     shown = f"{method} {path[:120]}"
     if is_known:
+        name = next(
+            (ENDINGS[segment] for segment in segments[3:] if segment in ENDINGS), NOUNS.get(noun, noun)
+        )
         return RequestError(
             501,
-            f"{shown} ({NOUNS.get(noun, noun)}) is not offered by the embedded master. Use a Determined cluster for it; "
+            f"{shown} ({name}) is not offered by the embedded master. Use a Determined cluster for it; "
             "the README lists what is offered.",
         )
     return RequestError(

@@ -15,9 +15,12 @@ from dstrial.master.api.messages import message, page_of
 from dstrial.master.api.shapes import checkpoint_workload, metrics_workload, trial_json
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import trials
+from dstrial.master.experiment.allocations import mark_ready
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, metrics
 from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.checkpoints import note_user, storage_id
+from dstrial.master.store.database import Transaction
 
 
 async def list_trials(request: ApiRequest) -> dict[str, Any]:
@@ -162,7 +165,7 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
     days = request.body().required_integer("numDays", -1, 32767)
     trial_id = request.path_params["trial_id"]
 
-    def perform(tx: Any) -> None:
+    def perform(tx: Transaction) -> None:
         trial_rows.require(tx.connection, trial_id)
         tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))
 
@@ -172,16 +175,13 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
 
 async def start_run(request: ApiRequest) -> dict[str, Any]:
     """``POST runs/start``: a rank is about to report; it learns the number of its checkpoint storage."""
-    from dstrial.master.experiment.allocations import mark_ready
-    from dstrial.master.store.checkpoints import storage_id
-
     body = request.body()
     run_id = body.required_integer("runId")
     request.require_trial(run_id)
     storage = body.mapping("checkpointStorage")
     allocation = request.allocation
 
-    def perform(tx: Any) -> int | None:
+    def perform(tx: Transaction) -> int | None:
         trial_rows.require(tx.connection, run_id)
         if allocation is not None:
             mark_ready(tx, allocation.id)
@@ -212,16 +212,23 @@ async def report_alert(_request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_source(request: ApiRequest) -> dict[str, Any]:
-    """``POST trial-source-info``: noted by clients only."""
+    """``POST trial-source-info``: a trial uses a checkpoint, for batch inference for example."""
     body = request.body()
     source = body.fields("trialSourceInfo") or body
-    trial_id = source.required_integer("trialId")
+    trial_id, uuid = source.required_integer("trialId"), source.required_text("checkpointUuid")
+    kind = source.choice("trialSourceInfoType", bindings.v1TrialSourceInfoType) or _INFERENCE
     request.require_trial(trial_id)
-    await request.services.read(trial_rows.require, trial_id)
-    return {"trialId": trial_id, "checkpointUuid": source.text("checkpointUuid") or ""}
+
+    def perform(tx: Transaction) -> None:
+        trial_rows.require(tx.connection, trial_id)
+        note_user(tx, uuid, trial_id, kind)
+
+    await request.services.write(perform)
+    return {"trialId": trial_id, "checkpointUuid": uuid}
 
 
 _MAX_METADATA_BYTES = 1 << 20
+_INFERENCE = bindings.v1TrialSourceInfoType.INFERENCE.value
 _ONE = "/trials/{trial_id:int}"
 routes = [
     route("GET", "/experiments/{experiment_id:int}/trials", list_trials, access=TRIAL),

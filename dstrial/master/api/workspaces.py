@@ -114,6 +114,12 @@ async def show_project(request: ApiRequest) -> dict[str, Any]:
     return {"project": _project(await request.services.read(_counts))}
 
 
+def check_project(project_id: int | None) -> None:
+    """Refuse (404) another project than the only one; None and 0 stand for it."""
+    if project_id:
+        _check("project", project_id, PROJECT_ID)
+
+
 def _check(noun: str, asked: int, own: int) -> None:
     if asked != own:
         raise RequestError(

@@ -64,10 +64,13 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
             f"searcher.source_trial_id is {trial_id}; expected a trial with a complete checkpoint. "
             "Name another trial, or remove it.",
         )
-    if uuid is not None and checkpoint_rows.get_checkpoint(tx.connection, str(uuid)) is None:
+    if uuid is None:
+        return
+    checkpoint = checkpoint_rows.get_checkpoint(tx.connection, str(uuid))
+    if checkpoint is None or checkpoint["state"] not in ("COMPLETED", "PARTIALLY_DELETED"):
         raise RequestError(
             400,
-            f"searcher.source_checkpoint_uuid is {uuid}; expected a checkpoint that exists. "
+            f"searcher.source_checkpoint_uuid is {uuid}; expected a checkpoint that exists and has not been deleted. "
             "Take its uuid from `det experiment list-checkpoints`.",
         )
 

@@ -6,6 +6,7 @@ import json
 import logging
 import sqlite3
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,16 @@ class Janitor:
         self._thread.join()
 
     def _run(self) -> None:
-        self._forget_old_logs()
+        forget_at_s = time.monotonic()
         while not self._is_stopping:
+            # By the clock, since on a busy master the event comes more often than once in a period.
+            if time.monotonic() >= forget_at_s:
+                self._forget_old_logs()
+                forget_at_s = time.monotonic() + _PERIOD_S
             with self._database.read() as connection:
                 row = work.next_pending(connection)
             if row is None:
-                if not self._event.wait(_PERIOD_S):
-                    self._forget_old_logs()
+                self._event.wait(max(0.0, forget_at_s - time.monotonic()))
                 self._event.clear()
                 continue
             self._perform(row)
@@ -86,7 +90,7 @@ class Janitor:
             rows = checkpoints.list_checkpoints(
                 connection, experiment_id=experiment_id, states=("COMPLETED",)
             )
-            in_use = _sources_of_warm_starts(connection)
+            in_use = checkpoints.warm_starts(connection)
         storage = json.loads(experiment["config"])["checkpoint_storage"]
         candidates = [_candidate(row) for row in rows if row["uuid"] not in in_use]
         policy = checkpoint_gc.Policy.from_storage(storage)
@@ -133,13 +137,6 @@ def _candidate(row: sqlite3.Row) -> checkpoint_gc.Candidate:
     validation: dict[str, Any] = json.loads(row["validation"]) if row["validation"] else {}
     metric = as_number(validation.get(row["searcher_metric"]))
     return checkpoint_gc.Candidate(row["uuid"], row["trial_id"], row["steps"], metric)
-
-
-def _sources_of_warm_starts(connection: sqlite3.Connection) -> set[str]:
-    return {
-        row["warm_start_uuid"]
-        for row in connection.execute("SELECT warm_start_uuid FROM trials WHERE warm_start_uuid IS NOT NULL")
-    }
 
 
 def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:

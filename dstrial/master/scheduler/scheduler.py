@@ -285,6 +285,8 @@ class Scheduler:
         )
         if row is None:
             return None
+        # The experiment may have been continued with another config since its last run.
+        self._policies.pop(row["experiment_id"], None)
         try:
             launcher.prepare(self._request(row, slots, ports, tokens))
             handle = launcher.start(Path(row["directory"]))

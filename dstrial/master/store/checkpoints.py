@@ -122,6 +122,12 @@ def latest_completed(connection: sqlite3.Connection, trial_id: int) -> sqlite3.R
     return row
 
 
+def warm_starts(connection: sqlite3.Connection) -> set[str]:
+    """Return the checkpoints from which trials start, which no policy deletes."""
+    rows = connection.execute("SELECT warm_start_uuid FROM trials WHERE warm_start_uuid IS NOT NULL")
+    return {row["warm_start_uuid"] for row in rows}
+
+
 def list_checkpoints(
     connection: sqlite3.Connection,
     *,
@@ -168,6 +174,29 @@ def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> Non
     """
     require_checkpoint(tx.connection, uuid)
     tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (json.dumps(dict(metadata)), uuid))
+
+
+def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
+    """Store that a trial uses a checkpoint, for inference (``TRIAL_SOURCE_INFO_TYPE_INFERENCE``) for example.
+
+    Raises:
+        RequestError: 404, there is no such checkpoint.
+    """
+    require_checkpoint(tx.connection, uuid)
+    tx.execute(
+        "INSERT OR IGNORE INTO trial_sources (checkpoint_uuid, trial_id, type) VALUES (?, ?, ?)",
+        (uuid, trial_id, kind),
+    )
+
+
+def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> list[int]:
+    """Return the trials that have said that they use a checkpoint, in this way if one is given."""
+    condition = "" if kind is None else " AND type = ?"
+    rows = connection.execute(
+        f"SELECT DISTINCT trial_id FROM trial_sources WHERE checkpoint_uuid = ?{condition}",  # noqa: S608 - a constant
+        (uuid, *(() if kind is None else (kind,))),
+    )
+    return [row["trial_id"] for row in rows]
 
 
 def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:

@@ -178,6 +178,14 @@ CREATE TABLE checkpoints (
 CREATE INDEX checkpoints_by_trial ON checkpoints (trial_id, steps);
 CREATE INDEX checkpoints_by_experiment ON checkpoints (experiment_id);
 
+-- Trials that have said that they use a checkpoint (batch inference), whose metrics are then told with it.
+CREATE TABLE trial_sources (
+    checkpoint_uuid TEXT    NOT NULL,
+    trial_id        INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    type            TEXT    NOT NULL,             -- TRIAL_SOURCE_INFO_TYPE_INFERENCE, …_FINE_TUNING
+    PRIMARY KEY (checkpoint_uuid, trial_id, type)
+) WITHOUT ROWID;
+
 CREATE TABLE storages (
     id     INTEGER PRIMARY KEY,
     config TEXT NOT NULL UNIQUE                   -- JSON, canonical

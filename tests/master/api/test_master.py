@@ -45,7 +45,8 @@ def test_the_client_reads_what_the_master_says_of_itself(fresh_master: Master, s
     assert found.masterId == fresh_master.services.master_id
     assert bindings.get_health(session).status is bindings.HealthStatus.up
     assert bindings.get_GetTelemetry(session).enabled is False
-    assert bindings.get_GetMasterConfig(session).config == fresh_master.services.settings.as_config()
+    expected = {**fresh_master.services.settings.as_config(), "port": fresh_master.port}
+    assert bindings.get_GetMasterConfig(session).config == expected
 
 
 def test_the_level_of_the_log_is_changed_until_the_master_ends(

@@ -1,0 +1,176 @@
+"""Requests for checkpoints and experiments: what a trial may change, what belongs to whom, and downloads that break off."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from determined.common import api
+from determined.experimental.client import Checkpoint
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+_LARGE_BYTES = 32 * 2**20
+
+
+def test_a_trial_reads_the_checkpoint_it_started_from_and_changes_only_its_own(fresh_master: Master) -> None:
+    own, warm = fresh_master.checkpoints[1], fresh_master.checkpoints[2]
+    fresh_master.change("UPDATE allocations SET checkpoint_uuid = ? WHERE trial_id = 1", warm)
+
+    def delete(uuid: str) -> int:
+        body = {"checkpoints": [{"uuid": uuid, "resources": {"resources": {}}}]}
+        return fresh_master.send("PATCH", "/api/v1/checkpoints", body, token="trial-1").status
+
+    assert fresh_master.get(f"/api/v1/checkpoints/{warm}", "trial-1").status == 200
+    assert (delete(warm), delete(own)) == (403, 200)
+    states = fresh_master.rows("SELECT trial_id, state FROM checkpoints ORDER BY trial_id")
+    assert [row["state"] for row in states] == ["DELETED", "COMPLETED"]
+
+
+@pytest.mark.parametrize(
+    ("allocation_id", "status"), [("1.request.1", 200), (None, 200), ("2.request.1", 403)]
+)
+def test_a_trial_reports_for_no_other_allocation(
+    fresh_master: Master, allocation_id: str | None, status: int
+) -> None:
+    line = {"taskId": "1.request", "allocationId": allocation_id, "log": "x\n"}
+    made = {"uuid": "b3b4", "taskId": "1.request", "allocationId": allocation_id, "metadata": {}}
+
+    assert fresh_master.send("POST", "/api/v1/task/logs", {"logs": [line]}, token="trial-1").status == status
+    assert fresh_master.send("POST", "/api/v1/checkpoints", made, token="trial-1").status == status
+
+
+def test_the_metrics_of_a_checkpoint_are_those_of_the_trials_that_use_it(fresh_master: Master) -> None:
+    uuid = fresh_master.checkpoints[1]
+    for group, steps in (("training", 1), ("validation", 2)):
+        report = {"trialRunId": 1, "stepsCompleted": steps, "metrics": {"avgMetrics": {"loss": steps}}}
+        body = {"group": group, "metrics": report}
+        assert fresh_master.send("POST", "/api/v1/trials/2/metrics", body, token="trial-2-user").status == 200
+    session = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+    used = Checkpoint(session, uuid)
+    assert list(used.get_metrics()) == []
+
+    source = {"trialId": 2, "checkpointUuid": uuid, "trialSourceInfoType": "TRIAL_SOURCE_INFO_TYPE_INFERENCE"}
+    for _ in range(2):
+        answer = fresh_master.send(
+            "POST", "/api/v1/trial-source-info", {"trialSourceInfo": source}, token="trial-2"
+        )
+        assert answer.json == {"trialId": 2, "checkpointUuid": uuid}
+
+    assert [(one.trial_id, one.metrics) for one in used.get_metrics("validation")] == [(2, {"loss": 2})]
+    assert [one.metrics for one in used.get_metrics("training")] == [{"loss": 1}]
+    assert [(one.group, one.metrics) for one in used.get_metrics()] == [
+        ("training", {"loss": 1}), ("validation", {"loss": 2}),
+    ]  # fmt: skip
+    nothing = {"trialSourceInfo": {**source, "checkpointUuid": "none"}}
+    assert fresh_master.send("POST", "/api/v1/trial-source-info", nothing, token="trial-2").status == 404
+
+
+def test_what_another_policy_would_delete(served: Master) -> None:
+    def preview(query: str) -> list[str]:
+        answer = served.get(f"/experiments/1/preview_gc?{query}").json
+        assert answer["metric_name"] == "loss"
+        return [one["UUID"] for one in answer["checkpoints"]]
+
+    best = "save_experiment_best=3&save_trial_best=3"
+    assert preview(f"{best}&save_trial_latest=1") == []
+    assert preview(f"{best}&save_trial_latest=0") == [served.checkpoints[1]]
+
+
+def test_an_experiment_is_deleted_by_its_owner_or_an_administrator(fresh_master: Master) -> None:
+    fresh_master.change("UPDATE experiments SET state = 'COMPLETED'")
+    refused = fresh_master.send("DELETE", "/api/v1/experiments/1", token="other")
+    assert refused.status == 403
+    assert "experiment 1 is another user's" in refused.error
+    both = {"experimentIds": [1, 2]}
+    path = "/api/v1/projects/1/experiments/delete"
+    [first, second] = fresh_master.send("DELETE", path, both, token="other").json["results"]
+    assert "another user's" in first["error"]
+    assert "another user's" in second["error"]
+
+    assert fresh_master.send("DELETE", "/api/v1/experiments/1", token="determined").status == 200
+    [_, second] = fresh_master.send("DELETE", path, both, token="admin").json["results"]
+    assert second["error"] == ""
+    states = {row["state"] for row in fresh_master.rows("SELECT state FROM experiments")}
+    assert states == {"DELETING"}
+
+
+def test_there_is_no_other_project(served: Master) -> None:
+    body = {"config": "entrypoint: 'true'", "projectId": 7, "validateOnly": True}
+    answers = [
+        served.send("POST", "/api/v1/experiments", body, token="determined"),
+        served.get("/api/v1/experiments?projectId=7"),
+        served.send("POST", "/api/v1/projects/7/experiments/pause", {}, token="determined"),
+    ]
+    assert [answer.status for answer in answers] == [404, 404, 404]
+    assert all("project 7 does not exist; expected 1" in answer.error for answer in answers)
+    assert len(served.get("/api/v1/experiments?projectId=1").json["experiments"]) == 2
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000 + "a"])
+def test_a_file_whose_path_is_too_long_is_refused(served: Master, path: str) -> None:
+    file = {"path": path, "type": 48, "content": base64.b64encode(b"x").decode(), "mtime": "0", "mode": 420}
+    body = {"config": "entrypoint: 'true'", "modelDefinition": [file], "validateOnly": True}
+
+    answer = served.send("POST", "/api/v1/experiments", body, token="determined")
+
+    assert answer.status == 400
+    assert "path that is too long" in answer.error
+
+
+def _large_checkpoint(master: Master, tmp_path: Path) -> Path:
+    """Put a large file into the checkpoint of trial 1."""
+    master.change(
+        "UPDATE experiments SET config = json_set(config, '$.checkpoint_storage.host_path', ?)", str(tmp_path)
+    )
+    directory = tmp_path / master.checkpoints[1]
+    directory.mkdir()
+    with (directory / "large").open("wb") as file:
+        file.truncate(_LARGE_BYTES)
+    return directory / "large"
+
+
+def _download(master: Master) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", master.port, timeout=30)
+    headers = {
+        "Host": "localhost",
+        "Accept": "application/x-tar",
+        "Authorization": f"Bearer {master.tokens['determined']}",
+    }
+    connection.request("GET", f"/checkpoints/{master.checkpoints[1]}", headers=headers)
+    return connection, connection.getresponse()
+
+
+def test_a_checkpoint_is_downloaded_as_a_tar(fresh_master: Master, tmp_path: Path) -> None:
+    _large_checkpoint(fresh_master, tmp_path)
+    connection, answer = _download(fresh_master)
+    with tarfile.open(fileobj=io.BytesIO(answer.read())) as archive:
+        assert [(member.name, member.size) for member in archive] == [("large", _LARGE_BYTES)]
+    connection.close()
+
+
+def test_a_download_whose_file_shrinks_breaks_off(fresh_master: Master, tmp_path: Path) -> None:
+    file = _large_checkpoint(fresh_master, tmp_path)
+    connection, answer = _download(fresh_master)
+    answer.read(1024)
+    os.truncate(file, 2**20)
+
+    with pytest.raises(http.client.IncompleteRead):
+        answer.read()
+    connection.close()
+
+
+def test_a_download_ends_when_its_client_leaves(fresh_master: Master, tmp_path: Path) -> None:
+    _large_checkpoint(fresh_master, tmp_path)
+    connection, answer = _download(fresh_master)
+    answer.read(1024)
+
+    connection.close()
+
+    assert fresh_master.get("/api/v1/me").status == 200
