@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from collections.abc import Collection
 
@@ -22,7 +23,9 @@ _TRIES = 2000
 def choose_ports(used: Collection[int]) -> dict[str, int]:
     """Return a port for each purpose by its environment variable.
 
-    Each is the lowest from its purpose's first one on that is neither used nor bound by another program now.
+    Each is one of its purpose's range that is neither used nor bound by another program now. The search begins anywhere in
+    the range, so that two masters of one machine, which know nothing of each other, hardly ever choose the same port
+    between this look and the trial's own bind.
 
     Raises:
         MasterError: none is free.
@@ -30,7 +33,9 @@ def choose_ports(used: Collection[int]) -> dict[str, int]:
     taken = set(used)
     ports: dict[str, int] = {}
     for variable, first in _FIRST.items():
-        port = next((p for p in range(first, first + _TRIES) if p not in taken and _is_free(p)), None)
+        start = random.randrange(_TRIES)
+        candidates = (first + (start + offset) % _TRIES for offset in range(_TRIES))
+        port = next((p for p in candidates if p not in taken and _is_free(p)), None)
         if port is None:
             raise MasterError(
                 f"every port from {first} to {first + _TRIES - 1} is in use; expected a free one for {variable}. "

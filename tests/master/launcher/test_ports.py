@@ -1,0 +1,29 @@
+"""Ports of allocations: each a free one of its own."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dstrial.errors import MasterError
+from dstrial.master.launcher import ports
+
+
+def test_every_allocation_has_ports_of_its_own() -> None:
+    used: set[int] = set()
+    for _ in range(20):
+        chosen = ports.choose_ports(used)
+        assert len(set(chosen.values())) == len(chosen) == 5
+        assert not used & set(chosen.values())
+        used |= set(chosen.values())
+
+
+def test_a_port_that_another_program_has_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "_FIRST", {"C10D_PORT": port})
+        monkeypatch.setattr(ports, "_TRIES", 1)
+
+        with pytest.raises(MasterError, match=f"every port from {port} to {port} is in use"):
+            ports.choose_ports(())
