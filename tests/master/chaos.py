@@ -63,10 +63,8 @@ import determined as det
 STEPS, RANKS = @STEPS, @RANKS
 
 def main():
-    port = os.environ["INTER_TRAIN_PROCESS_COMM_PORT_1"]
     ranks = [
-        subprocess.Popen([sys.executable, __file__], env={**os.environ, "RANK": str(rank), "PORT": port})
-        for rank in range(RANKS)
+        subprocess.Popen([sys.executable, __file__], env={**os.environ, "RANK": str(rank)}) for rank in range(RANKS)
     ]
     while any(rank.poll() is None for rank in ranks):
         if any(rank.poll() not in (None, 0) for rank in ranks):
@@ -86,7 +84,7 @@ def train(rank):
     told = open(pathlib.Path(ledger, f"{info.trial.trial_id} {name}"), "w")
     distributed = det.core.DistributedContext(
         rank=rank, size=RANKS, local_rank=rank, local_size=RANKS, cross_rank=0, cross_size=1,
-        chief_ip="127.0.0.1", pub_port=int(os.environ["PORT"]), pull_port=int(os.environ["PORT"]) + 1000,
+        chief_ip="127.0.0.1",
     )
     with det.core.init(distributed=distributed) as core:
         done, state = 0, 1.0
