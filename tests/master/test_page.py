@@ -108,7 +108,7 @@ def test_an_experiment_is_shown_with_its_progress_plots_and_log(
     assert NAME in page.text
     assert "COMPLETED" in page.text
     assert [a["points"] for tag, a in page.elements if tag == "polyline" and len(a["points"].split()) == 8]
-    assert "validation score" in page.text
+    assert "validation: score" in page.text
     assert "<i>step 8</i>" in page.text
     assert not [tag for tag, _ in page.elements if tag in ("script", "i")]
     assert ("progress", {"max": "100", "value": "100.0"}) in page.elements

@@ -83,9 +83,9 @@ def _trials(connection: sqlite3.Connection, experiment: sqlite3.Row) -> list[dic
     shown = []
     for row in rows:
         plots = [
-            (f"validation {experiment['searcher_metric']}",
+            (f"validation: {experiment['searcher_metric']}",
              _series(connection, row["id"], "validation", experiment["searcher_metric"])),
-            ("training loss", _series(connection, row["id"], "training", "loss")),
+            ("training: loss", _series(connection, row["id"], "training", "loss")),
         ]  # fmt: skip
         shown.append(
             {
