@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import random
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from dstrial.config.keys import Dialect, check_keys
 from dstrial.errors import ConfigError, ConfigProblem
 
 LABEL = "experiment config"
+_POLICY_ACTIONS = ("cancel_retries", "exclude_node")
 INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
 
 _SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
@@ -141,7 +143,12 @@ def check_submission(
         _check_lists(raw, findings)
         slots = raw["resources"]["slots_per_trial"]
         max_slots = raw["resources"]["max_slots"]
-        if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
+        if (
+            defaults.launch_error
+            and isinstance(slots, int)
+            and isinstance(max_slots, int)
+            and slots > max_slots
+        ):
             findings.problem(
                 "resources.max_slots",
                 str(max_slots),
@@ -337,12 +344,35 @@ def _check_lists(raw: Mapping[str, Any], findings: Findings) -> None:
                 "a mapping with pattern",
                 "Write {pattern: '.*error.*'}.",
             )
+        else:
+            _check_policy(index, policy, findings)
     for key in ("workspace", "project"):
         wanted = {"workspace": "Uncategorized", "project": "Uncategorized"}[key]
         if raw[key] not in ("", wanted):
             findings.problem(
                 key, render(raw[key]), f"{wanted}, the only one there is, or nothing", "Remove it."
             )
+
+
+def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> None:
+    where = ("log_policies", index)
+    for key in sorted(set(map(str, policy)) - {"name", "pattern", "action"}):
+        findings.problem((*where, key), "not a key of a log policy", "name, pattern or action", "Remove it.")
+    action = policy.get("action")
+    kind = action.get("type") if isinstance(action, Mapping) else action
+    if action is not None and kind not in _POLICY_ACTIONS:
+        findings.problem(
+            (*where, "action"), render(action), " or ".join(_POLICY_ACTIONS), "Write {type: cancel_retries}."
+        )
+    pattern = policy.get("pattern")
+    if pattern is None:
+        return
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        findings.problem(
+            (*where, "pattern"), render(pattern), f"a regular expression ({error})", "Correct the pattern."
+        )
 
 
 def _storage(storage: Mapping[str, Any]) -> dict[str, Any]:

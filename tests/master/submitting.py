@@ -19,7 +19,7 @@ import determined as det
 def main():
     info = det.get_cluster_info()
     hparams = info.trial.hparams
-    with det.core.init() as core:
+    with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
         step = 0
         if info.latest_checkpoint is not None:
             with core.checkpoint.restore_path(info.latest_checkpoint) as path:

@@ -28,7 +28,7 @@ import json, time
 import determined as det
 
 info = det.get_cluster_info()
-with det.core.init() as core:
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     done = 0
     if info.latest_checkpoint is not None:
         with core.checkpoint.restore_path(info.latest_checkpoint) as path:

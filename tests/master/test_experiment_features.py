@@ -27,7 +27,7 @@ print("executable", sys.executable)
 SLEEPER = "import time\ntime.sleep(600)\n"
 DEAF = """
 import time, determined as det
-with det.core.init() as core:
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     core.train.report_training_metrics(1, {"loss": 1.0})
     time.sleep(600)
 """

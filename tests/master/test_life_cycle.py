@@ -270,7 +270,7 @@ def test_a_config_that_cannot_train_is_refused_with_every_problem(master: Master
 
 def test_the_values_of_single_batches_are_kept_where_a_trial_sends_them(master: MasterForTest) -> None:
     script = (
-        "import determined as det\nwith det.core.init() as core:\n"
+        "import determined as det\nwith det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:\n"
         "    core.train.report_training_metrics(2, {'loss': 1.5}, batch_metrics=[{'loss': 2.0}, {'loss': 1.0}])\n"
     )
     experiment_id = submit(master, config(), script)

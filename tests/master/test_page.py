@@ -22,7 +22,7 @@ NAME = "<script>alert(1)</script> & co"
 SCRIPT = """
 import determined as det
 
-with det.core.init() as core:
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     for step in range(1, 9):
         print(f"<i>step {step}</i>")
         core.train.report_training_metrics(step, {"loss": 1.0 / step})

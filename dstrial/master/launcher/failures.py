@@ -33,6 +33,7 @@ _CONSEQUENCES = (
     "RankTimeoutError",
     "DistBackendError: NCCL error",
 )
+_TORCHRUN_FAILURE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
 _VARIABLE_PARTS = re.compile(
     r"0x[0-9a-fA-F]+|/tmp/\S+|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|\d+"
 )
@@ -57,8 +58,13 @@ _SIGNALS = {
 
 
 def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None:
-    """Say what an exit status means, None for 0 and for one that means nothing special."""
-    if signal_number is None and exit_code > 128:
+    """Say what an exit status means, None for 0 and for one that means nothing special.
+
+    Determined's ``pid_client`` passes the signal of a rank on as a negative status, a shell as 128 and its number.
+    """
+    if signal_number is None and 256 - exit_code in _SIGNALS:
+        signal_number = 256 - exit_code  # what is left of -9 in the eight bits of an exit status
+    elif signal_number is None and exit_code > 128:
         signal_number = exit_code - 128
     if signal_number is not None:
         try:
@@ -119,6 +125,29 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
         if chosen is not None:
             return chosen
     return None
+
+
+def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
+    """Say which signal ended the rank that failed first, as torchrun tells, which itself exits 1.
+
+    Args:
+        lines: rank (None without a tag) and text, in the order in which they were printed.
+
+    Returns:
+        The explanation; None where torchrun says nothing of that, or the rank ended by itself.
+    """
+    for _, text in lines:
+        found = _TORCHRUN_FAILURE.search(text)
+        if found is not None:
+            code = int(found["code"])
+            meaning = explain_exit(256 + code if code < 0 else code)
+            return None if meaning is None else f"local rank {found['rank']}: {meaning}"
+    return None
+
+
+def is_of_launcher(traceback: str) -> bool:
+    """Say whether a traceback only tells that a rank failed, and not why."""
+    return not _is_of_user(traceback)
 
 
 def _is_of_user(traceback: str) -> bool:

@@ -1,0 +1,170 @@
+"""What is kept of experiments that have ended: their checkpoints by policy, and their logs for some days."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from submitting import config, log_of, submit, trials, wait_until
+
+from dstrial.errors import DstrialError
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+DAY_US = 24 * 3600 * 1_000_000
+# Checkpoints at 1 to 4; validations at 1 to 3 with scores that the hyperparameters give.
+SAVE = """
+import determined as det
+scores = det.get_cluster_info().trial.hparams["scores"]
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
+    for step, score in enumerate([*scores, None], start=1):
+        if score is not None:
+            core.train.report_validation_metrics(step, {"score": score})
+        with core.checkpoint.store_path({"steps_completed": step}) as (path, _):
+            (path / "state").write_text("x" * 10)
+"""
+
+
+def saved(master: MasterForTest, experiment_id: int) -> list[tuple[list[float], int]]:
+    """Wait until checkpoints are collected; return what is left, as scores of the trial and batches."""
+    path = f"/api/v1/experiments/{experiment_id}/checkpoints"
+    give_up_at_s = time.monotonic() + 30
+    while True:
+        found = master.client().get(path)["checkpoints"]
+        left = [one for one in found if one["state"] == "STATE_COMPLETED"]
+        if len(left) < len(found):
+            time.sleep(0.2)
+            if len([1 for one in master.client().get(path)["checkpoints"] if one["resources"]]) == len(left):
+                break
+        assert time.monotonic() < give_up_at_s, found
+    directory = master.state.path / "checkpoints"
+    assert all((directory / one["uuid"] / "state").is_file() for one in left)
+    assert not any((directory / one["uuid"]).exists() for one in found if one not in left)
+    return sorted(
+        (one["training"]["hparams"]["scores"], int(one["metadata"]["steps_completed"])) for one in left
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "smaller_is_better", "kept"),
+    [
+        pytest.param(
+            {"save_experiment_best": 2, "save_trial_best": 0, "save_trial_latest": 0},
+            False,
+            [([0.1, 0.9, 0.2], 2), ([0.3, 0.8, 0.4], 2)],
+            id="the best of the experiment",
+        ),
+        pytest.param(
+            {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1},
+            True,
+            [
+                ([0.1, 0.9, 0.2], 1),
+                ([0.1, 0.9, 0.2], 4),
+                ([0.3, 0.8, 0.4], 1),
+                ([0.3, 0.8, 0.4], 4),
+            ],
+            id="best and newest of each trial",
+        ),
+        pytest.param(
+            {"save_experiment_best": 1, "save_trial_best": 0, "save_trial_latest": 2},
+            True,
+            [
+                ([0.1, 0.9, 0.2], 1),
+                ([0.1, 0.9, 0.2], 3),
+                ([0.1, 0.9, 0.2], 4),
+                ([0.3, 0.8, 0.4], 3),
+                ([0.3, 0.8, 0.4], 4),
+            ],
+            id="several newest and one best",
+        ),
+    ],
+)
+def test_checkpoints_are_kept_by_policy(
+    shared_master: MasterForTest,
+    policy: dict[str, int],
+    smaller_is_better: bool,
+    kept: list[tuple[list[float], int]],
+) -> None:
+    given = config(
+        hyperparameters={"scores": {"type": "categorical", "vals": [[0.1, 0.9, 0.2], [0.3, 0.8, 0.4]]}},
+        searcher={"name": "grid", "metric": "score", "smaller_is_better": smaller_is_better},
+        checkpoint_storage=policy,
+    )
+    experiment_id = submit(shared_master, given, SAVE)
+    wait_until(shared_master, experiment_id, "COMPLETED")
+
+    assert saved(shared_master, experiment_id) == kept
+
+
+def test_a_checkpoint_that_another_trial_started_from_is_kept_and_a_deleted_one_starts_none(
+    shared_master: MasterForTest,
+) -> None:
+    scores = {"scores": [0.3, 0.2, 0.1]}
+    first = submit(shared_master, config(hyperparameters=scores), SAVE)
+    wait_until(shared_master, first, "COMPLETED")
+    assert [steps for _, steps in saved(shared_master, first)] == [3, 4]
+    path = f"/api/v1/experiments/{first}/checkpoints"
+    found = {
+        one["metadata"]["steps_completed"]: one for one in shared_master.client().get(path)["checkpoints"]
+    }
+
+    def warm(uuid: str) -> dict[str, Any]:
+        searcher = {"name": "single", "metric": "score", "source_checkpoint_uuid": uuid}
+        return config("true", searcher=searcher)
+
+    with pytest.raises(DstrialError, match="source_checkpoint_uuid"):
+        submit(shared_master, warm(found[1]["uuid"]))
+    second = submit(shared_master, warm(found[3]["uuid"]))
+    wait_until(shared_master, second, "COMPLETED")
+    numbers = [f"--save-{name}=0" for name in ("experiment-best", "trial-best", "trial-latest")]
+    done = shared_master.det("e", "set", "gc-policy", *numbers, "--yes", str(first))
+    assert done.returncode == 0, done.stdout + done.stderr
+    give_up_at_s = time.monotonic() + 30
+    while len(left := saved(shared_master, first)) > 1:
+        assert time.monotonic() < give_up_at_s
+    assert [steps for _, steps in left] == [3]
+
+
+def test_logs_are_deleted_after_as_many_days_as_they_are_to_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "master.yaml").write_text(yaml.safe_dump({"retention_policy": {"log_retention_days": 2}}))
+    options = ("--config-file", str(tmp_path / "master.yaml"))
+    with master_for_test(tmp_path, num_slots=2, options=options) as master:
+        ids = {
+            name: submit(master, config("echo kept", **changes))
+            for name, changes in {
+                "by default": {},
+                "for ever": {"retention_policy": {"log_retention_days": -1}},
+                "shorter": {"retention_policy": {"log_retention_days": 0}},
+                "trial": {},
+                "new": {},
+            }.items()
+        }
+        for experiment_id in ids.values():
+            wait_until(master, experiment_id, "COMPLETED")
+        (trial,) = trials(master, ids["trial"])
+        done = master.det("t", "set", "log-retention", str(trial["id"]), "--days", "9")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+        assert master.dstrial("down").returncode == 0
+        with contextlib.closing(sqlite3.connect(master.state.database_path)) as connection, connection:
+            connection.execute(
+                "UPDATE trials SET end_us = end_us - ? WHERE experiment_id IN (?, ?, ?)",
+                (3 * DAY_US, ids["by default"], ids["for ever"], ids["trial"]),
+            )
+        master.up()
+        give_up_at_s = time.monotonic() + 30
+        while log_of(master, ids["by default"]) or log_of(master, ids["shorter"]):
+            assert time.monotonic() < give_up_at_s
+            time.sleep(0.05)
+
+        assert {name for name, one in ids.items() if "kept" in log_of(master, one)} == {
+            "for ever",
+            "trial",
+            "new",
+        }

@@ -1,0 +1,121 @@
+"""The master's settings file from ``dstrial up`` on, what it makes of experiments that never fit, and what reaches trials."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from submitting import config, experiment, log_of, submit, wait_until
+
+from dstrial.errors import DstrialError
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+SHOW = """
+import determined as det
+trial = det.get_cluster_info().trial
+names = ("records_per_epoch", "min_validation_period", "scheduling_unit", "reproducibility")
+print("seen", repr([trial.trial_seed, trial.hparams, {name: trial._config[name] for name in names}]))
+"""
+
+
+POLICIES = [
+    {"pattern": "a("},
+    {"pattern": "b", "action": {"type": "cancel_retry"}},
+    {"pattern": "c", "actions": "exclude_node"},
+]
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_settings_file_is_read_by_up(tmp_path: Path) -> None:
+    settings, port = tmp_path / "master.yaml", free_port()
+    settings.write_text(yaml.safe_dump({"log": {"level": "error"}}))
+    with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
+        assert "serving at" not in master.state.log_path.read_text()
+        assert master.dstrial("down").returncode == 0
+
+        settings.write_text(yaml.safe_dump({"port": port, "launch_error": False, "log": {"level": "info"}}))
+        up = master.dstrial("up", "--slots", "1", "--config-file", str(settings))
+        assert (up.returncode, master.record.port) == (0, port), up.stdout + up.stderr
+        assert "serving at" in master.state.log_path.read_text()
+        again = master.dstrial("up", "--config-file", str(settings))
+        assert (again.returncode, "already running" in again.stdout) == (0, True)
+        assert "--config-file changes nothing" in again.stderr
+
+        # The port of the file is not the one that DET_MASTER names.
+        (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config("true", resources={"slots_per_trial": 3})))
+        address = ("-m", f"http://localhost:{port}")
+        created = master.det(*address, "e", "create", str(tmp_path / "exp.yaml"))
+        assert created.returncode == 0, created.stdout + created.stderr
+        assert "slots" in created.stdout + created.stderr
+        shown = yaml.safe_load(master.det(*address, "master", "config", "show", "--yaml").stdout)
+        assert (shown["port"], shown["launch_error"]) == (port, False)
+
+
+@pytest.mark.parametrize(
+    ("resources", "reason"),
+    [
+        ({"slots_per_trial": 5}, "resources.slots_per_trial is 5; expected at most 4"),
+        ({"slots_per_trial": 2, "max_slots": 1}, "resources.max_slots is 1; expected at least 2"),
+    ],
+)
+def test_an_experiment_that_never_fits_is_refused_with_the_reason(
+    shared_master: MasterForTest, resources: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(DstrialError) as raised:
+        submit(shared_master, config("true", resources=resources))
+
+    assert reason in str(raised.value)
+
+
+def test_every_log_policy_that_would_do_nothing_is_refused(shared_master: MasterForTest) -> None:
+    good = [{"name": "CUDA OOM", "pattern": None}, {"pattern": "d", "action": "exclude_node"}]
+    with pytest.raises(DstrialError) as raised:
+        submit(shared_master, config("true", log_policies=[*POLICIES, *good]))
+
+    text = str(raised.value)
+    assert 'log_policies[0].pattern is "a("; expected a regular expression' in text
+    assert "log_policies[1].action is" in text
+    assert "log_policies[2].actions" in text
+    assert "log_policies[3]" not in text
+    assert "log_policies[4]" not in text
+
+
+def seen(master: MasterForTest, seed: int) -> list[Any]:
+    given = config(
+        hyperparameters={"lr": {"type": "double", "minval": 0.0, "maxval": 1.0}},
+        records_per_epoch=64,
+        min_validation_period={"epochs": 1},
+        scheduling_unit=7,
+        reproducibility={"experiment_seed": seed},
+    )
+    experiment_id = submit(master, given, SHOW)
+    wait_until(master, experiment_id, "COMPLETED")
+    found = log_of(master, experiment_id).split("seen ")[1].splitlines()[0]
+    assert experiment(master, experiment_id)["config"]["reproducibility"] == {"experiment_seed": seed}
+    return list(ast.literal_eval(found))
+
+
+def test_seeds_and_periods_reach_the_trial(shared_master: MasterForTest) -> None:
+    first, again, other = seen(shared_master, 5), seen(shared_master, 5), seen(shared_master, 6)
+
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] != other[1]
+    assert first[2] == {
+        "records_per_epoch": 64,
+        "min_validation_period": {"epochs": 1},
+        "scheduling_unit": 7,
+        "reproducibility": {"experiment_seed": 5},
+    }

@@ -1,0 +1,201 @@
+"""Trials that are stopped at unusual moments, and how often failures are tried again: real processes, no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from submitting import config, experiment, log_of, steps_of, submit, trials, wait_until
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+SLEEPER = "sleep 600"
+# Without its TensorBoard writer, the Core API imports no torch. Reports, then ignores every request to stop in its first run.
+DEAF_AT_FIRST = """
+import time, determined as det
+info = det.get_cluster_info()
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
+    run = info.trial._trial_run_id
+    core.train.report_training_metrics(run, {"loss": 1.0})
+    if run == 1:
+        with core.checkpoint.store_path({"steps_completed": 1}):
+            pass
+        core.train.report_training_metrics(2, {"loss": 1.0})
+        time.sleep(600)
+    print("run", run, "starts from", info.latest_checkpoint is not None)
+"""
+FAIL_AFTER_A_BATCH = """
+import determined as det
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
+    core.train.report_training_metrics(1, {"loss": 1.0})
+    raise KeyError("the same")
+"""
+FAIL_IN_TWO_WAYS = """
+import os
+raise (KeyError if int(os.environ["DET_TRIAL_RUN_ID"]) % 2 else IndexError)("words")
+"""
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path_factory.mktemp("master"), num_slots=2) as running:
+        yield running
+
+
+def post(master: MasterForTest, experiment_id: int, verb: str) -> None:
+    master.client().post(f"/api/v1/experiments/{experiment_id}/{verb}")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    give_up_at_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up_at_s, what
+        time.sleep(0.05)
+
+
+def num_running(master: MasterForTest) -> int:
+    return len(master.client().get("/api/v1/tasks")["allocationIdToSummary"])
+
+
+def hold_all_slots(master: MasterForTest) -> int:
+    holder = submit(master, config(SLEEPER, resources={"slots_per_trial": 2}))
+    wait_until(master, holder, "RUNNING")
+    return holder
+
+
+def test_an_experiment_that_waits_for_slots_is_paused_and_goes_on_waiting_when_activated(
+    master: MasterForTest,
+) -> None:
+    holder = hold_all_slots(master)
+    waiting = submit(master, config("echo it runs"))
+    needs_none = submit(master, config("echo it runs", resources={"slots_per_trial": 0}))
+
+    wait_until(master, needs_none, "COMPLETED")
+    assert experiment(master, waiting)["state"] == "STATE_QUEUED"
+    post(master, waiting, "pause")
+    post(master, holder, "kill")
+    until(lambda: num_running(master) == 0, "the slots are not freed")
+    assert experiment(master, waiting)["state"] == "STATE_PAUSED"
+    assert log_of(master, waiting) == ""
+
+    post(master, waiting, "activate")
+    wait_until(master, waiting, "COMPLETED")
+    assert "it runs" in log_of(master, waiting)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.1])
+def test_an_experiment_is_killed_while_it_starts(master: MasterForTest, delay_s: float) -> None:
+    experiment_id = submit(master, config(SLEEPER))
+    time.sleep(delay_s)
+
+    post(master, experiment_id, "kill")
+
+    wait_until(master, experiment_id, "CANCELED")
+    assert num_running(master) == 0
+    assert trials(master, experiment_id)[0]["state"] == "STATE_CANCELED"
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_an_experiment_that_is_paused_while_it_starts_runs_anew_when_activated(
+    master: MasterForTest, delay_s: float
+) -> None:
+    experiment_id = submit(master, config("sleep 0.6; echo run $DET_TRIAL_RUN_ID is done"))
+    time.sleep(delay_s)
+
+    post(master, experiment_id, "pause")
+    until(lambda: num_running(master) == 0, "the slots are not freed")
+    assert experiment(master, experiment_id)["state"] == "STATE_PAUSED"
+    post(master, experiment_id, "activate")
+    wait_until(master, experiment_id, "COMPLETED")
+
+    assert trials(master, experiment_id)[0]["restarts"] == 0
+    assert log_of(master, experiment_id).count("is done") == 1
+
+
+def test_a_trial_killed_after_its_preemption_timeout_goes_on_from_its_checkpoint(
+    master: MasterForTest,
+) -> None:
+    experiment_id = submit(master, config(preemption_timeout=1), DEAF_AT_FIRST)
+    wait_until(master, experiment_id, "RUNNING")
+    (trial,) = trials(master, experiment_id)
+    until(lambda: steps_of(master, trial["id"]) == [1, 2], "the trial does not report")
+
+    post(master, experiment_id, "pause")
+    until(lambda: num_running(master) == 0, "the trial outlives its deadline")
+    (paused,) = trials(master, experiment_id)
+    post(master, experiment_id, "activate")
+    wait_until(master, experiment_id, "COMPLETED")
+
+    (trial,) = trials(master, experiment_id)
+    assert (paused["state"], trial["restarts"]) == ("STATE_PAUSED", 0)
+    assert "run 2 starts from True" in log_of(master, experiment_id)
+    assert steps_of(master, trial["id"]) == [1, 2]
+
+
+def test_a_trial_that_ignores_a_cancellation_is_canceled_after_its_timeout(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(preemption_timeout=1), DEAF_AT_FIRST)
+    wait_until(master, experiment_id, "RUNNING")
+    (trial,) = trials(master, experiment_id)
+    until(lambda: steps_of(master, trial["id"]) == [1, 2], "the trial does not report")
+
+    post(master, experiment_id, "cancel")
+
+    wait_until(master, experiment_id, "CANCELED")
+    text = log_of(master, experiment_id)
+    assert "gracefully terminating" in text
+    assert "did not stop within preemption_timeout" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "script", "num_failures", "words"),
+    [
+        pytest.param({}, FAIL_AFTER_A_BATCH, 3, "max_restarts is 2", id="after its first batch"),
+        pytest.param({}, FAIL_IN_TWO_WAYS, 3, "max_restarts is 2", id="in another way each time"),
+        pytest.param({"entrypoint": "exit 3"}, "", 3, "(exit code 3)", id="without a traceback"),
+        pytest.param({"entrypoint": "kill -SEGV $$"}, "", 3, "SIGSEGV", id="by a signal"),
+        pytest.param({"entrypoint": "exit 247"}, "", 3, "out of host memory", id="by a signal, passed on"),
+        pytest.param({"entrypoint": ["/no/such/program"]}, "", 3, "command was not found", id="not found"),
+        pytest.param(
+            {
+                "entrypoint": "echo the disk is bad; exit 1",
+                "log_policies": [{"pattern": "disk is b[a-z]d", "action": {"type": "exclude_node"}}],
+            },
+            "",
+            1,
+            "don't retry policy",
+            id="on a machine that is excluded",
+        ),
+    ],
+)
+def test_failures_are_tried_again(
+    master: MasterForTest, given: dict[str, Any], script: str, num_failures: int, words: str
+) -> None:
+    experiment_id = submit(
+        master, config(max_restarts=2, **given) if given else config(max_restarts=2), script
+    )
+
+    wait_until(master, experiment_id, "ERROR")
+
+    text = log_of(master, experiment_id)
+    assert text.count("crashed: resources failed") == num_failures
+    assert words in text
+    assert trials(master, experiment_id)[0]["restarts"] == min(num_failures, 2)
+
+
+def test_a_continued_experiment_is_judged_by_its_new_log_policies(master: MasterForTest) -> None:
+    policies = [{"name": "bad", "pattern": "bad luck", "action": {"type": "cancel_retries"}}]
+    experiment_id = submit(master, config("echo bad luck; exit 1", log_policies=policies, max_restarts=1))
+    wait_until(master, experiment_id, "ERROR")
+    assert log_of(master, experiment_id).count("crashed: resources failed") == 1
+
+    changed = "log_policies: [{name: bad, pattern: null}, {name: CUDA OOM, pattern: bad (luck)}]"
+    master.client().post("/api/v1/experiments/continue", {"id": experiment_id, "overrideConfig": changed})
+    wait_until(master, experiment_id, "ERROR")
+
+    (trial,) = trials(master, experiment_id)
+    assert log_of(master, experiment_id).count("crashed: resources failed") == 3
+    assert trial["logPolicyMatched"] == "CUDA OOM"
