@@ -73,7 +73,7 @@ def _counts(by_state: dict[str, int]) -> str:
 
 
 def _disk_bytes(path: Path) -> int:
-    """Bytes that files below a directory take on disk; files that go away meanwhile do not count."""
+    """Bytes that files below a directory take on disk; what goes away meanwhile or cannot be read does not count."""
     total = 0
     pending = [str(path)]
     while pending:
@@ -84,7 +84,7 @@ def _disk_bytes(path: Path) -> int:
                         pending.append(entry.path)
                     else:
                         total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except FileNotFoundError:
+        except OSError:
             continue
     return total
 

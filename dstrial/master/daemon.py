@@ -30,6 +30,7 @@ HOST = "127.0.0.1"
 
 DEFAULT_PORT = 8080
 _START_TIMEOUT_S = 60.0
+_OTHER_TIMEOUT_S = 10.0
 _POLL_PERIOD_S = 0.05
 
 STOP_SIGNAL = signal.SIGTERM
@@ -87,7 +88,7 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a master in the background and wait until it answers.
+    """Start a master in the background and wait until it answers; one that is started at the same time will do, too.
 
     Args:
         state: made if it does not exist.
@@ -134,12 +135,26 @@ def start(
     message: dict[str, Any] = json.loads(told) if told else {}
     if "record" not in message:
         process.wait()
+        other = _wait_for_record(state) if message.get("is_in_use") else None
+        if other is not None:
+            return other
         raise MasterError(message.get("error") or _died(state, process.returncode))
     process.returncode = 0  # not a child any more, as far as subprocess is concerned
     record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
     # The whole way of a request, not only the port.
     Client(record.address).get("/info")
     return record
+
+
+def _wait_for_record(state: StateDirectory) -> MasterRecord | None:
+    """Return the master that another command has started at the same time; None if it does not come to serve."""
+    give_up_at_s = time.monotonic() + _OTHER_TIMEOUT_S
+    while time.monotonic() < give_up_at_s:
+        record = state.running()
+        if record is not None:
+            return record
+        time.sleep(_POLL_PERIOD_S)
+    return None
 
 
 def _is_free(port: int) -> bool:
@@ -205,7 +220,11 @@ def living_allocations(state: StateDirectory) -> list[str]:
         "SELECT id, supervisor_pid, supervisor_start FROM allocations "
         "WHERE state != 'TERMINATED' AND supervisor_pid IS NOT NULL ORDER BY start_us",
     )
-    return [str(row[0]) for row in rows if process_start_time(int(row[1])) == row[2]]
+    if not rows:
+        return []
+    from dstrial.master.launcher import SupervisorHandle, is_alive
+
+    return [str(row[0]) for row in rows if is_alive(SupervisorHandle(int(row[1]), str(row[2])))]
 
 
 def usage(state: StateDirectory) -> Usage:
@@ -231,7 +250,15 @@ def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
         except sqlite3.OperationalError as error:
             if "no such table" in str(error):
                 return []
-            raise
+            raise _unusable(state, error) from error
+        except sqlite3.DatabaseError as error:
+            raise _unusable(state, error) from error
+
+
+def _unusable(state: StateDirectory, error: sqlite3.DatabaseError) -> MasterError:
+    from dstrial.master.store.database import unusable
+
+    return unusable(state.database_path, error)
 
 
 def request_stop(record: MasterRecord, *, is_kill: bool) -> None:

@@ -27,7 +27,12 @@ import uvloop
 from dstrial.errors import DstrialError, MasterError
 from dstrial.master.changes import Changes
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
-from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+from dstrial.master.state_directory import (
+    MasterRecord,
+    StateDirectory,
+    StateInUseError,
+    process_start_time,
+)
 from dstrial.master.store.database import Database
 
 if TYPE_CHECKING:
@@ -115,7 +120,7 @@ def serve(
 ) -> None:
     """Serve until a signal ends the master.
 
-    SIGTERM, SIGINT and SIGHUP stop the trials with a checkpoint first; a second one, or ``KILL_SIGNAL``, kills them.
+    SIGTERM, SIGINT and SIGHUP stop the trials with a checkpoint first. SIGINT meanwhile, or ``KILL_SIGNAL``, kills them.
 
     Args:
         state: an existing state directory.
@@ -264,9 +269,14 @@ class Ending:
         self._is_killing = False
 
     def request(self, cause: str) -> None:
-        """Stop the trials with a checkpoint; kill them if that has been asked for before."""
+        """Stop the trials with a checkpoint; kill them at Ctrl-C while they are being stopped.
+
+        SIGTERM comes again from a second `dstrial down`, which asks for the same as the first, and SIGHUP after it from
+        a session that ends.
+        """
         if self._app.is_stopping:
-            self.request_now()
+            if cause == signal.SIGINT.name:
+                self.request_now()
             return
         logger.info("%s: stopping the trials with a checkpoint", cause)
         self._app.is_stopping = True
@@ -313,7 +323,7 @@ def main(words: list[str]) -> int:
     except DstrialError as error:
         logger.error("%s", error)
         with contextlib.suppress(OSError):
-            tell({"error": str(error)})
+            tell({"error": str(error), "is_in_use": isinstance(error, StateInUseError)})
         return 1
     return 0
 

@@ -30,6 +30,10 @@ STATE_DIR_VARIABLE = "DSTRIAL_STATE_DIR"
 """Environment variable that names the state directory where ``--state-dir`` is not given."""
 
 
+class StateInUseError(MasterError):
+    """Another process serves the state directory."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterRecord:
     """The content of ``master.json``.
@@ -134,12 +138,21 @@ class StateDirectory:
             ) from error
 
     def read_record(self) -> MasterRecord | None:
-        """Return the process that serves or served last; None if none ever did, or its record is damaged."""
+        """Return the process that serves or served last; None if none ever did, or its record is damaged.
+
+        Raises:
+            MasterError: the directory cannot be looked into.
+        """
         try:
             fields = json.loads(self.record_path.read_text(encoding="utf-8"))
             return MasterRecord(**{**fields, "slots": tuple(fields["slots"])})
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
             return None
+        except OSError as error:
+            raise MasterError(
+                f"the state directory {self.path} cannot be read ({error.strerror}); expected one of your own. Name "
+                "another one with --state-dir."
+            ) from error
 
     def write_record(self, record: MasterRecord) -> None:
         """Store the record, replacing what is there at once."""
@@ -159,14 +172,14 @@ class StateDirectory:
         """Be the master of this directory while the block lasts; the kernel gives the lock back at any death.
 
         Raises:
-            MasterError: another process is.
+            StateInUseError: another process is.
         """
         with self.lock_path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
-                raise MasterError(
+                raise StateInUseError(
                     f"the state directory {self.path} is in use by process {file.read().strip() or 'unknown'}; expected "
                     "one that no master serves. Use that master, end it with `dstrial down`, or pass another --state-dir."
                 ) from error

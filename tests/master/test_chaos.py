@@ -1,4 +1,4 @@
-"""A few runs of the chaos program; all of them are in its closing table."""
+"""A run of the chaos program for each searcher; all of them are in its closing table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import pytest
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, id="the master and a rank of a random search"),
+        pytest.param(6, id="an entrypoint and a rank of a halving search that end their trials"),
+        pytest.param(8, id="the master and a supervisor of an adaptive search"),
+    ],
+)
 def test_a_search_survives_what_is_killed(seed: int) -> None:
     outcome = chaos.run(seed)
 

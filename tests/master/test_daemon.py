@@ -8,7 +8,8 @@ import pytest
 
 from dstrial.errors import MasterError
 from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail, usage
-from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+from dstrial.master.launcher import supervisor
+from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.database import Database, Transaction
 
 
@@ -37,7 +38,7 @@ def with_allocation(
 
 
 def own_start_time() -> str:
-    start_time = process_start_time(os.getpid())
+    start_time = supervisor.start_time(os.getpid())
     assert start_time is not None
     return start_time
 

@@ -14,6 +14,7 @@ from dstrial.master.launcher.failures import fingerprint
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
@@ -195,8 +196,16 @@ def _judge(
     if state in TERMINAL:
         return
     was_asked = row["kill_us"] is not None or row["preempt_acked"]
-    if state in STOPPING:
-        is_clean = exit_.exit_code == 0 or was_asked or exit_.was_lost
+    is_stop = state == "STOPPING_COMPLETED" and trial["early_exit"] is None and row["kill_us"] is None
+    is_stop = is_stop and exit_.exit_code != 0
+    has_end = is_stop and _has_last_checkpoint(tx, trial_id)
+    if is_stop and not has_end and _may_save_later(tx, row, exit_):
+        experiment = experiment_rows.require(tx.connection, row["experiment_id"])
+        tx.execute("UPDATE trials SET state = ? WHERE id = ?", (experiment["state"], trial_id))
+        if not exit_.was_lost:
+            _failed(tx, row, trial, reason, traceback)
+    elif state in STOPPING:
+        is_clean = exit_.exit_code == 0 or was_asked or exit_.was_lost or has_end
         if not is_clean:
             _say_traceback(tx, row, traceback)
         ending.close_trial(
@@ -210,6 +219,28 @@ def _judge(
         ending.close_trial(tx, trial_id, "COMPLETED")
     else:
         _failed(tx, row, trial, reason, traceback)
+
+
+def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
+    """Say whether a trial has saved a checkpoint at or behind its last validation."""
+    checkpoint = checkpoint_rows.latest_completed(tx.connection, trial_id)
+    return checkpoint is not None and checkpoint["steps"] >= metric_rows.last_validation(
+        tx.connection, trial_id
+    )
+
+
+def _may_save_later(tx: Transaction, row: sqlite3.Row, exit_: AllocationExit) -> bool:
+    """Say whether a trial that failed while the searcher's stop was on its way is to come to that point again.
+
+    It goes on from its latest checkpoint, and its next validation there stops it again.
+    """
+    experiment = experiment_rows.require(tx.connection, row["experiment_id"])
+    if experiment["state"] not in ("ACTIVE", "PAUSED"):
+        return False
+    if row["preempt_acked"] and checkpoint_rows.latest_completed(tx.connection, row["trial_id"]) is None:
+        # One that ends with an error whenever it is asked to stop, and never saves.
+        return False
+    return not exit_.was_lost or _losses(tx, row["trial_id"], row["run_id"]) < _MAX_LOSSES
 
 
 def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:

@@ -15,6 +15,7 @@ from dstrial.master.store.logs import add_master_line
 from dstrial.search import ExitReason
 
 DEFAULT_PREEMPTION_TIMEOUT_S = 3600
+STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 
 
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:

@@ -95,6 +95,4 @@ def _perform(tx: Transaction, row: sqlite3.Row, searcher: Searcher, actions: lis
             trial = trial_rows.by_request(tx.connection, experiment_id, action.request_id)
             if trial is not None and trial["state"] not in TERMINAL:
                 tx.execute("UPDATE trials SET is_stopped_by_searcher = 1 WHERE id = ?", (trial["id"],))
-                ending.stop_trial(
-                    tx, trial["id"], "STOPPING_COMPLETED", "the searcher has stopped this trial"
-                )
+                ending.stop_trial(tx, trial["id"], "STOPPING_COMPLETED", ending.STOPPED_BY_SEARCHER)

@@ -59,15 +59,20 @@ def report_metrics(
     if not added.is_new:
         return
     tx.execute(
-        "UPDATE allocations SET num_reports = num_reports + 1 WHERE trial_id = ? AND run_id = ?",
+        "UPDATE allocations SET num_reports = num_reports + 1, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
         (trial_id, run_id),
     )
     tx.publish(f"trial:{trial_id}")
     if group == "validation":
         trial = trial_rows.require(tx.connection, trial_id)
         tx.publish(f"experiment:{trial['experiment_id']}")
-        if trial["state"] not in TERMINAL and not trial["is_stopped_by_searcher"]:
+        if trial["state"] in TERMINAL:
+            return
+        if not trial["is_stopped_by_searcher"]:
             searching.validation_completed(tx, trial, metrics)
+        elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
+            # One that failed on its way to the end, and is there again.
+            ending.stop_trial(tx, trial_id, "STOPPING_COMPLETED", ending.STOPPED_BY_SEARCHER)
 
 
 def report_checkpoint(

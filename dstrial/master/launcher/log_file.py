@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dstrial.master.store.logs import LogLine
 
+_HEAD = re.compile(r"(\d{1,18}) ([oe]) ")
 _RANK = re.compile(r"\[rank=(\d{1,9})\] ?")
 _LEVEL = re.compile(r"(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)(?::|\b(?=\s*[:|\]]))")
 _STREAMS = {"o": "stdout", "e": "stderr"}
@@ -36,9 +37,12 @@ def read_lines(directory: Path, offset: int, max_bytes: int) -> tuple[list[LogLi
 
 
 def parse(raw: str) -> LogLine:
-    """Return one line of a log file as a record: time, stream, the rank of its tag and the level of its prefix."""
-    time_us, _, rest = raw.partition(" ")
-    stream, _, text = rest.partition(" ")
+    """Return one line of a log file as a record: time, stream, the rank of its tag and the level of its prefix.
+
+    A line that no supervisor wrote, which a power failure may leave, is text without a time.
+    """
+    head = _HEAD.match(raw)
+    time_us, stream, text = (int(head[1]), head[2], raw[head.end() :]) if head else (0, "e", raw)
     rank: int | None = None
     if text.startswith("[rank="):
         tag = _RANK.match(text)
@@ -51,4 +55,4 @@ def parse(raw: str) -> LogLine:
         level = prefix[1] if prefix is not None else None
         if level is not None and text.startswith(f"{level}: "):
             text = text[len(level) + 2 :]
-    return LogLine(int(time_us), _STREAMS.get(stream, "stdout"), level, rank, f"{text}\n")
+    return LogLine(time_us, _STREAMS[stream], level, rank, f"{text}\n")

@@ -42,14 +42,21 @@ def main(directory: str) -> None:
     except OSError as error:
         with open("output.log", "ab") as log:
             log.write(b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
-        _leave(127 if isinstance(error, FileNotFoundError) else 126, None)
+        _leave(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
         return
     status = _Output(child, requests).follow()
-    _leave(status if status >= 0 else 128 - status, -status if status < 0 else None)
+    _leave(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
 
 
-def _leave(exit_code: int, signal_number: int | None) -> None:
-    write_json("exit.json", {"exit_code": exit_code, "signal": signal_number, "time_us": _now_us()})
+def _leave(requests: "_Requests", exit_code: int, signal_number: int | None) -> None:
+    record = {"exit_code": exit_code, "signal": signal_number, "time_us": _now_us()}
+    while True:
+        try:
+            write_json("exit.json", record)
+            return
+        except OSError:
+            if not requests.may_try_again():
+                return
 
 
 class _Requests:
@@ -67,6 +74,12 @@ class _Requests:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def may_try_again(self) -> bool:
+        """Wait a little, for room on a full disk; False if everything is to be killed instead."""
+        if not self.kill:
+            time.sleep(_TICK_S)
+        return not self.kill and os.path.exists("spec.json")
 
     def _on_terminate(self, *_: object) -> None:
         self.terminate = True
@@ -134,7 +147,8 @@ class _Output:
                 break
         for descriptor in list(self._streams):
             self._end(descriptor)
-        os.fsync(self._log)
+        with contextlib.suppress(OSError):
+            os.fsync(self._log)
         return self._status
 
     def _wait(self, timeout_s: float) -> None:
@@ -174,7 +188,12 @@ class _Output:
             ]
         data = prefix + (b"\n" + prefix).join(lines) + b"\n"
         while data:
-            data = data[os.write(self._log, data) :]
+            try:
+                data = data[os.write(self._log, data) :]
+            except OSError:
+                # The entrypoint waits for room, too, once its pipe is full.
+                if not self._requests.may_try_again():
+                    return
 
     def _end(self, descriptor: int) -> None:
         rest = self._rest.pop(descriptor, b"")

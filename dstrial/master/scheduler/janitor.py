@@ -22,6 +22,7 @@ from dstrial.master.store.metrics import as_number
 logger = logging.getLogger("dstrial.master.janitor")
 
 _PERIOD_S = 3600.0
+_LOOK_AGAIN_S = 5.0
 _DAY_US = 24 * 3600 * 1_000_000
 
 
@@ -32,12 +33,22 @@ class Janitor:
         database: the store.
         changes: told by the topic "scheduler" that there may be work.
         log_retention_days: how long logs are kept where an experiment says nothing; None or -1 for ever.
+        period_s: how often old logs are deleted, seconds.
     """
 
-    def __init__(self, database: Database, changes: Changes, log_retention_days: int | None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        changes: Changes,
+        log_retention_days: int | None,
+        *,
+        period_s: float = _PERIOD_S,
+    ) -> None:
         self._database = database
         self._event = changes.listen("scheduler")
         self._log_retention_days = log_retention_days
+        self._period_s = period_s
+        self._forget_at_s = time.monotonic()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
@@ -52,18 +63,26 @@ class Janitor:
         self._thread.join()
 
     def _run(self) -> None:
-        forget_at_s = time.monotonic()
         while not self._is_stopping:
-            # By the clock, since on a busy master the event comes more often than once in a period.
-            if time.monotonic() >= forget_at_s:
-                self._forget_old_logs()
-                forget_at_s = time.monotonic() + _PERIOD_S
-            with self._database.read() as connection:
-                row = work.next_pending(connection)
-            if row is None:
-                self._event.wait(max(0.0, forget_at_s - time.monotonic()))
+            try:
+                self._work()
+            except Exception:
+                logger.exception("the janitor had a problem and goes on")
+                self._event.wait(_LOOK_AGAIN_S)
                 self._event.clear()
-                continue
+
+    def _work(self) -> None:
+        """Do the next piece of work, or wait for one."""
+        # By the clock, since on a busy master the event comes more often than once in a period.
+        if time.monotonic() >= self._forget_at_s:
+            self._forget_old_logs()
+            self._forget_at_s = time.monotonic() + self._period_s
+        with self._database.read() as connection:
+            row = work.next_pending(connection)
+        if row is None:
+            self._event.wait(max(0.0, self._forget_at_s - time.monotonic()))
+            self._event.clear()
+        else:
             self._perform(row)
 
     def _perform(self, row: sqlite3.Row) -> None:
@@ -75,7 +94,7 @@ class Janitor:
                 self._delete_checkpoints(payload["uuids"], payload["globs"])
             else:
                 self._delete_experiment(experiment_id)
-        except (DstrialError, OSError, sqlite3.Error) as error:
+        except (DstrialError, OSError, sqlite3.IntegrityError, ValueError, LookupError) as error:
             logger.error("%s of experiment %d: %s", row["kind"], experiment_id, error)
             if row["kind"] == "delete_experiment":
                 why = str(error)

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+# Changes nothing where a pattern is searched, but makes Python's search take the square of a line's length.
+_ANYTHING_FIRST = re.compile(r"^(?:\.\*)+(?![?+*{])")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogPolicy:
@@ -14,12 +17,14 @@ class LogPolicy:
 
     Attributes:
         name: shown as ``logPolicyMatched``; None for none.
+        text: the pattern, as the config has it.
         pattern: searched in every line.
         cancels_retries: whether a trial that fails after a match is not tried again. On one machine this is also what
             excluding the node comes to.
     """
 
     name: str | None
+    text: str
     pattern: re.Pattern[str]
     cancels_retries: bool
 
@@ -34,12 +39,19 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
         if not policy.get("pattern"):
             continue
         try:
-            pattern = re.compile(str(policy["pattern"]), re.MULTILINE)
+            pattern = re.compile(_ANYTHING_FIRST.sub("", str(policy["pattern"])), re.MULTILINE)
         except re.error:
             continue
         action = policy.get("action")
         kind = action.get("type") if isinstance(action, Mapping) else action
-        found.append(LogPolicy(policy.get("name"), pattern, kind in ("cancel_retries", "exclude_node")))
+        found.append(
+            LogPolicy(
+                policy.get("name"),
+                str(policy["pattern"]),
+                pattern,
+                kind in ("cancel_retries", "exclude_node"),
+            )
+        )
     return tuple(found)
 
 

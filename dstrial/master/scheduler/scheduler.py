@@ -1,11 +1,12 @@
 """The thread that makes true what the rows say about allocations.
 
 Everything it does can be done again: a master that is killed between a row and its effect finds the row at its next start.
-A problem of one trial ends that trial, never the thread.
+A problem of one trial is that trial's, never the thread's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -24,7 +25,7 @@ from dstrial.master import launcher
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import allocations, ending
 from dstrial.master.launcher import AllocationExit, AllocationRequest, SupervisorHandle
-from dstrial.master.launcher.failures import first_traceback
+from dstrial.master.launcher.failures import explain_rank, first_traceback, is_of_launcher
 from dstrial.master.launcher.log_file import read_lines
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
@@ -34,7 +35,7 @@ from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.logs import LogLine, add_master_line, add_task_logs
+from dstrial.master.store.logs import add_master_line, add_task_logs
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -43,16 +44,20 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _TICK_S = 0.05
 _IDLE_TICK_S = 1.0
-_CHUNK_BYTES = 4 * 1024 * 1024
+# Of one trial's output at a time, so that one that floods its log delays neither the others nor its own end.
+_CHUNK_BYTES = 512 * 1024
 _KILL_AGAIN_S = 2.0
+_LOOK_AGAIN_S = 1.0
+# For how long a master that ends goes on storing what killed trials have printed.
+_REST_OF_OUTPUT_S = 15.0
 
 _WAITING = (
     "SELECT trials.id, trials.experiment_id, experiments.slots_per_trial, experiments.max_slots FROM trials "
     "JOIN experiments ON experiments.id = trials.experiment_id "
     "WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND experiments.unmanaged = 0 "
-    "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED') "
-    "ORDER BY experiments.priority, experiments.queue_position, trials.id"
+    "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')"
 )
+_ORDER = "ORDER BY experiments.priority, experiments.queue_position, trials.id"
 
 
 class Scheduler:
@@ -70,6 +75,7 @@ class Scheduler:
         self._directory = services.state_dir / "allocations"
         self._handles: dict[str, SupervisorHandle | None] = {}
         self._killed_s: dict[str, float] = {}
+        self._troubled_s: dict[str, float] = {}
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._is_draining = False
         self._is_stopping = False
@@ -89,8 +95,23 @@ class Scheduler:
                 if row["state"] == "ASSIGNED":
                     self._started(row["id"], handle)
         self._remove_left_over({row["id"] for row in live})
+        self._database.write(self._tell_who_cannot_fit)
         self._janitor.start()
         self._thread.start()
+
+    def _tell_who_cannot_fit(self, tx: Transaction) -> None:
+        """Say in their logs which trials need more slots than this master has, though an earlier one had them."""
+        num_slots = len(self._services.slots)
+        for row in tx.execute(
+            f"{_WAITING} AND experiments.slots_per_trial > ? {_ORDER}", (num_slots,)
+        ).fetchall():
+            task_id = trial_rows.require(tx.connection, row["id"])["task_id"]
+            text = (
+                f"the trial needs {row['slots_per_trial']} slots and waits; this master has {num_slots}. Start it again "
+                f"with at least {row['slots_per_trial']} (`dstrial up --slots`)"
+            )
+            logger.warning("trial %d: %s", row["id"], text)
+            add_master_line(tx, task_id, row["id"], text, level="WARNING")
 
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
         """Free all slots and end; experiments stay as they are and go on at the next start.
@@ -106,11 +127,12 @@ class Scheduler:
         if not self._is_draining:
             self._is_draining = True
             deadline_s = time.monotonic() + timeout_s
-            while self._release_all() and time.monotonic() < deadline_s:
+            while self._release_all() and not self._is_killing and time.monotonic() < deadline_s:
                 self._event.set()
                 time.sleep(_TICK_S)
             self._is_killing = True
-            while self._release_all():
+            give_up_at_s = time.monotonic() + _REST_OF_OUTPUT_S
+            while self._release_all() and (time.monotonic() < give_up_at_s or self._has_processes()):
                 self._event.set()
                 time.sleep(_TICK_S)
             self._is_stopping = True
@@ -137,52 +159,65 @@ class Scheduler:
 
         return self._database.write(ask)
 
+    def _has_processes(self) -> bool:
+        """Say whether any allocation runs; of one that does not, the next master takes in what is left."""
+        with self._database.read() as connection:
+            live = allocation_rows.all_live(connection)
+        return any(
+            launcher.poll_exit(Path(row["directory"]), self._handles.get(row["id"])) is None for row in live
+        )
+
     def _run(self) -> None:
         while not self._is_stopping:
             try:
-                is_busy = self._tick()
+                wait_s = self._tick()
             except Exception:
                 logger.exception("the scheduler had a problem and goes on")
-                is_busy = True
+                wait_s = _TICK_S
                 time.sleep(_IDLE_TICK_S)
-            self._event.wait(_TICK_S if is_busy else _IDLE_TICK_S)
+            self._event.wait(wait_s)
             self._event.clear()
 
-    def _tick(self) -> bool:
-        """Do what is due and say whether there are allocations to watch."""
+    def _tick(self) -> float:
+        """Do what is due and return for how long nothing will be, seconds."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
+        wait_s = _TICK_S if live else _IDLE_TICK_S
         for row in live:
+            if time.monotonic() < self._troubled_s.get(row["id"], 0.0):
+                continue
             try:
-                self._watch(row)
-            except (DstrialError, OSError) as error:
-                logger.exception("allocation %s", row["id"])
-                self._end(row, _failed_start(str(error)))
-        if not self._is_draining:
-            live += self._assign()
-        return bool(live)
+                if self._watch(row):
+                    wait_s = 0.0
+            except Exception:
+                logger.exception("allocation %s had a problem and is looked at again", row["id"])
+                self._troubled_s[row["id"]] = time.monotonic() + _LOOK_AGAIN_S
+        if not self._is_draining and self._assign():
+            wait_s = min(wait_s, _TICK_S)
+        return wait_s
 
     # What runs
 
-    def _watch(self, row: sqlite3.Row) -> None:
+    def _watch(self, row: sqlite3.Row) -> bool:
+        """Do what is due for one allocation and say whether there is more to do at once."""
         allocation_id, directory = row["id"], Path(row["directory"])
         handle = self._handles.get(allocation_id)
         if handle is None and allocation_id not in self._handles:
             handle = self._handles[allocation_id] = launcher.find(directory)
         # Before the output is read, so that what was printed before the end is read after it.
         exit_ = launcher.poll_exit(directory, handle)
-        self._take_in(row)
-        if exit_ is not None:
-            if exit_.was_lost:
-                launcher.kill(None, directory)
+        if exit_ is None:
+            self._kill_if_due(row, handle)
+        elif exit_.was_lost:
+            launcher.kill(None, directory)
+        has_more = self._take_in(row)
+        if exit_ is not None and not has_more:
             self._end(row, exit_)
-            return
-        now = now_us()
-        if (
-            row["kill_us"] is None
-            and row["preempt_deadline_us"] is not None
-            and now > row["preempt_deadline_us"]
-        ):
+        return has_more
+
+    def _kill_if_due(self, row: sqlite3.Row, handle: SupervisorHandle | None) -> None:
+        allocation_id, deadline_us = row["id"], row["preempt_deadline_us"]
+        if row["kill_us"] is None and deadline_us is not None and now_us() > deadline_us:
             self._database.write(
                 lambda tx: ending.release(
                     tx, row["trial_id"], "it did not stop within preemption_timeout", is_kill=True
@@ -190,32 +225,27 @@ class Scheduler:
             )
         if row["kill_us"] is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
             self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
-            launcher.kill(handle, directory)
+            launcher.kill(handle, Path(row["directory"]))
 
-    def _take_in(self, row: sqlite3.Row) -> None:
-        """Take in what an allocation has printed since the stored offset."""
+    def _take_in(self, row: sqlite3.Row) -> bool:
+        """Take in what an allocation has printed since the stored offset, and say whether there may be more."""
         offset = int(row["log_offset"])
-        while True:
-            lines, end = read_lines(Path(row["directory"]), offset, _CHUNK_BYTES)
-            if not lines:
-                return
-            matched = matches(self._policies_of(row["experiment_id"]), (line.text for line in lines))
-            at = offset
+        lines, end = read_lines(Path(row["directory"]), offset, _CHUNK_BYTES)
+        if not lines:
+            return False
+        matched = matches(self._policies_of(row["experiment_id"]), (line.text for line in lines))
 
-            def store(
-                tx: Transaction, at: int = at, end: int = end, lines: list[LogLine] = lines,
-                matched: list[LogPolicy] = matched,
-            ) -> None:  # fmt: skip
-                cursor = tx.execute(
-                    "UPDATE allocations SET log_offset = ? WHERE id = ? AND log_offset = ?",
-                    (end, row["id"], at),
-                )
-                if cursor.rowcount:
-                    add_task_logs(tx, row["task_id"], row["trial_id"], row["id"], lines)
-                    _note_policies(tx, row, matched)
+        def store(tx: Transaction) -> None:
+            cursor = tx.execute(
+                "UPDATE allocations SET log_offset = ? WHERE id = ? AND log_offset = ?",
+                (end, row["id"], offset),
+            )
+            if cursor.rowcount:
+                add_task_logs(tx, row["task_id"], row["trial_id"], row["id"], lines)
+                _note_policies(tx, row, matched)
 
-            self._database.write(store)
-            offset = end
+        self._database.write(store)
+        return end - offset > _CHUNK_BYTES // 2
 
     def _policies_of(self, experiment_id: int) -> tuple[LogPolicy, ...]:
         if experiment_id not in self._policies:
@@ -225,25 +255,24 @@ class Scheduler:
         return self._policies[experiment_id]
 
     def _end(self, row: sqlite3.Row, exit_: AllocationExit) -> None:
-        self._take_in_rest(row)
         traceback = None
         if exit_.exit_code != 0:
             traceback = first_traceback(_printed(Path(row["directory"])))
+            if traceback is None or is_of_launcher(traceback):
+                explanation = explain_rank(_printed(Path(row["directory"])))
+                if explanation is not None:
+                    exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
         self._database.write(lambda tx: allocations.allocation_exited(tx, row["id"], exit_, traceback))
         self._handles.pop(row["id"], None)
         self._killed_s.pop(row["id"], None)
+        self._troubled_s.pop(row["id"], None)
         launcher.remove(Path(row["directory"]))
-
-    def _take_in_rest(self, row: sqlite3.Row) -> None:
-        with self._database.read() as connection:
-            current = allocation_rows.require(connection, row["id"])
-        self._take_in(current)
 
     # What waits
 
     def _assign(self) -> list[sqlite3.Row]:
         with self._database.read() as connection:
-            rows = connection.execute(_WAITING).fetchall()
+            rows = connection.execute(f"{_WAITING} {_ORDER}").fetchall()
             live = allocation_rows.all_live(connection) if rows else []
             off = disabled(connection, {slot.id for slot in self._services.slots}) if rows else {}
         if not rows:
@@ -272,8 +301,12 @@ class Scheduler:
         ports = launcher.choose_ports(set(used_ports))
         tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
         hashes = {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
-        row = self._database.write(
-            lambda tx: allocations.assign(
+
+        def assign(tx: Transaction) -> sqlite3.Row | None:
+            # In the transaction, so that `_release_all` sees either the allocation or that there will be none.
+            if self._is_draining:
+                return None
+            return allocations.assign(
                 tx,
                 trial_id,
                 slots=slots,
@@ -282,7 +315,8 @@ class Scheduler:
                 directory=str(self._directory),
                 token_hashes=hashes,
             )
-        )
+
+        row = self._database.write(assign)
         if row is None:
             return None
         # The experiment may have been continued with another config since its last run.
@@ -363,7 +397,7 @@ def _note_policies(tx: Transaction, row: sqlite3.Row, matched: list[LogPolicy]) 
                 (row["trial_id"],),
             )
             if changed.rowcount:
-                text = f"the log matches {policy.pattern.pattern!r}: the trial will not be started again if it fails"
+                text = f"the log matches {policy.text!r}: the trial will not be started again if it fails"
                 add_master_line(
                     tx, row["task_id"], row["trial_id"], text, level="WARNING", allocation_id=row["id"]
                 )

@@ -67,7 +67,7 @@ class Database:
         on_commit: called in the writer thread with the published topics after every commit that has any.
 
     Raises:
-        MasterError: the file is of another schema version.
+        MasterError: the file is of another schema version, is damaged, or cannot be written.
     """
 
     def __init__(self, path: Path, on_commit: Callable[[set[str]], None] | None = None) -> None:
@@ -78,8 +78,11 @@ class Database:
         self._readers: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self._writer_connection = _connect(path)
-        _prepare(self._writer_connection, path)
+        try:
+            self._writer_connection = _connect(path)
+            _prepare(self._writer_connection, path)
+        except sqlite3.DatabaseError as error:
+            raise unusable(path, error) from error
         self._thread = threading.Thread(target=self._run, name="dstrial-writer", daemon=True)
         self._thread.start()
 
@@ -196,6 +199,14 @@ def _perform(
     connection.execute("RELEASE job")
     topics |= transaction._topics
     done.append((future, result))
+
+
+def unusable(path: Path, error: sqlite3.DatabaseError) -> MasterError:
+    """Return what to raise for a file that SQLite cannot use."""
+    return MasterError(
+        f"{path} cannot be used ({error}); expected a database of dstrial's with room to grow. Make room, put a copy of it "
+        "back, or pass another --state-dir."
+    )
 
 
 def _connect(path: Path) -> sqlite3.Connection:

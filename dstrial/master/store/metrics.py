@@ -275,6 +275,15 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> sqlite3
     return row
 
 
+def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
+    """Return the batches of a trial's furthest validation in any of its runs, 0 without one."""
+    row = connection.execute(
+        "SELECT COALESCE(MAX(steps), 0) AS steps FROM metrics WHERE trial_id = ? AND group_name = 'validation'",
+        (trial_id,),
+    ).fetchone()
+    return max(int(row["steps"]), 0)
+
+
 def reports(
     connection: sqlite3.Connection,
     trial_ids: Collection[int],

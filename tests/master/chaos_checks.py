@@ -1,0 +1,291 @@
+"""What must be true of a search after the chaos program has disturbed it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+import sqlite3
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from chaos_train import undisturbed
+
+from dstrial.search import Searcher, Stop, simulate
+from dstrial.testing.master import MasterForTest
+
+Validations: TypeAlias = dict[str, list[tuple[int, dict[str, Any]]]]
+
+_PRINTED = re.compile(r"run (\d+) rank (\d+) line (\d+): ")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """An experiment that has ended, as the database has it.
+
+    Attributes:
+        connection: the database.
+        row: of the experiment.
+        trials: rows of its trials, oldest first.
+    """
+
+    connection: sqlite3.Connection
+    row: sqlite3.Row
+    trials: list[sqlite3.Row]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads(self.row["config"])
+        return config
+
+    @property
+    def is_halving(self) -> bool:
+        return self.row["searcher_type"] != "random"
+
+    def series(self, trial_id: int, group: str) -> list[tuple[int, dict[str, Any]]]:
+        """Return (batches, metrics) of what counts."""
+        rows = self.connection.execute(
+            "SELECT steps, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND archived = 0 "
+            "ORDER BY steps, id",
+            (trial_id, group),
+        )
+        return [(row["steps"], json.loads(row["metrics"])) for row in rows]
+
+
+@contextlib.contextmanager
+def opened(master: MasterForTest) -> Iterator[sqlite3.Connection]:
+    """Open the master's database to look."""
+    connection = sqlite3.connect(master.state.database_path, timeout=30)
+    connection.row_factory = sqlite3.Row
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def search_of(connection: sqlite3.Connection, experiment_id: int) -> Search:
+    """Read an experiment and its trials."""
+    row = connection.execute("SELECT * FROM experiments WHERE id = ?", (experiment_id,)).fetchone()
+    trials = connection.execute(
+        "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)
+    ).fetchall()
+    return Search(connection, row, trials)
+
+
+def look_at_search(search: Search, *, is_exact: bool) -> list[str]:
+    """Compare a search with the undisturbed one of its seed, and with its own events, told once more.
+
+    Args:
+        search: the experiment.
+        is_exact: whether trials end at the very batch where the searcher ends them, not some batches later.
+    """
+    problems = []
+    if search.row["state"] != "COMPLETED":
+        problems.append(f"the experiment is {search.row['state']}: {search.row['end_reason']}")
+    seed = search.config["reproducibility"]["experiment_seed"]
+    wanted = [trial.hparams for trial in simulate(search.config, seed, lambda *_: 0.0).trials]
+    found = [json.loads(trial["hparams"]) for trial in search.trials]
+    if found != wanted:
+        problems.append(f"{len(found)} trials {found}; undisturbed {len(wanted)} {wanted}")
+    for trial in search.trials:
+        if trial["state"] != "COMPLETED":
+            problems.append(f"trial {trial['id']} is {trial['state']}")
+    return [*problems, *_told_again(search, is_exact)] if search.is_halving else problems
+
+
+def _told_again(search: Search, is_exact: bool) -> list[str]:
+    """Tell a new searcher every validation in the order stored: it must decide as the master's has."""
+    searcher = Searcher.new(search.config, search.config["reproducibility"]["experiment_seed"])
+    searcher.initial_trials()
+    request_ids = {trial["id"]: trial["request_id"] for trial in search.trials}
+    ends: dict[str, int] = {}
+    for row in search.connection.execute(
+        "SELECT * FROM metrics WHERE group_name = 'validation' AND trial_id IN "
+        "(SELECT id FROM trials WHERE experiment_id = ?) ORDER BY id",
+        (search.row["id"],),
+    ):
+        request_id, metrics = request_ids[row["trial_id"]], json.loads(row["metrics"])
+        for action in searcher.validation_completed(request_id, metrics):
+            if isinstance(action, Stop):
+                ends[action.request_id] = metrics[search.config["searcher"]["time_metric"]]
+    for request_id in request_ids.values():
+        searcher.trial_exited(request_id)
+    problems = []
+    found, wanted = json.loads(search.row["searcher_snapshot"]), searcher.snapshot()
+    problems += [
+        f"the searcher's {name!r} is {found[name]}; told again {wanted[name]}"
+        for name in wanted
+        if found[name] != wanted[name]
+    ]
+    max_time = search.config["searcher"]["max_time"]
+    if max_time not in ends.values():
+        problems.append(f"no trial has reached {max_time}: {ends}")
+    for trial in search.trials:
+        series = search.series(trial["id"], "validation")
+        length = series[-1][1][search.config["searcher"]["time_metric"]] if series else 0
+        end = ends.get(trial["request_id"], 0)
+        if not end or length < end or (is_exact and length != end):
+            problems.append(f"trial {trial['id']} ends at {length}; the searcher ended it at {end}")
+    return problems
+
+
+def look_at_training(search: Search, rungs: set[int]) -> list[str]:
+    """Compare each trial's reports with the closed form: from 1 to the end, once each."""
+    problems = []
+    for trial in search.trials:
+        name = f"trial {trial['id']}"
+        series = search.series(trial["id"], "training")
+        steps = [step for step, _ in series]
+        if not steps or steps != list(range(1, len(steps) + 1)):
+            problems.append(f"{name} has reported {steps}")
+            continue
+        if steps[-1] not in rungs:
+            problems.append(f"{name} ends at {steps[-1]}; expected one of {sorted(rungs)}")
+        losses = undisturbed(json.loads(trial["hparams"])["lr"])
+        if [metrics["loss"] for _, metrics in series] != losses[: len(steps)]:
+            problems.append(f"{name} has other losses than undisturbed training")
+        summary = json.loads(trial["summary_metrics"])
+        for group, key, name_of_metric in (
+            ("training", "avg_metrics", "loss"),
+            ("validation", "validation_metrics", "validation_loss"),
+        ):
+            values = [metrics[name_of_metric] for _, metrics in search.series(trial["id"], group)]
+            of = summary.get(key, {}).get(name_of_metric, {})
+            if (of.get("count"), of.get("min"), of.get("last")) != (len(values), min(values), values[-1]):
+                problems.append(f"{name} has the summary {of} of {len(values)} {group} reports")
+        if trial["total_batches"] != steps[-1]:
+            problems.append(f"{name} has {trial['total_batches']} total batches; expected {steps[-1]}")
+        problems += _look_at_last_checkpoint(search, trial, steps[-1], losses[steps[-1] - 1])
+    return problems
+
+
+def _look_at_last_checkpoint(search: Search, trial: sqlite3.Row, end: int, loss: float) -> list[str]:
+    row = search.connection.execute(
+        "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' ORDER BY steps DESC, report_us DESC",
+        (trial["id"],),
+    ).fetchone()
+    if row is None or row["steps"] != end:
+        at = None if row is None else row["steps"]
+        return [f"trial {trial['id']} has its last checkpoint at {at}; expected {end}"]
+    storage = search.config["checkpoint_storage"]
+    path = pathlib.Path(storage["host_path"], storage.get("storage_path") or "", row["uuid"], "state.json")
+    if not path.exists() or json.loads(path.read_text()) != [end, loss]:
+        return [f"trial {trial['id']} has a checkpoint of something else in {path}"]
+    return []
+
+
+def look_at_journals(search: Search, journals: pathlib.Path, cut_off: set[tuple[int, int]]) -> list[str]:
+    """Compare what the ranks know with what is stored.
+
+    Args:
+        search: the experiment.
+        journals: the ranks' directory.
+        cut_off: (trial id, run id) whose supervisor was killed, with what was on its way to it.
+    """
+    problems = []
+    stored = collections.Counter(
+        (row["trial_id"], row["log"].removesuffix("\n"), row["rank"], row["stdtype"])
+        for row in search.connection.execute("SELECT * FROM logs WHERE source = 'task'")
+        if _PRINTED.match(row["log"])
+    )
+    problems += [f"{line} is stored {count} times" for line, count in stored.items() if count > 1]
+    reported = {
+        (row["trial_id"], row["run_id"], row["group_name"], row["steps"]): json.loads(row["metrics"])
+        for row in search.connection.execute("SELECT * FROM metrics")
+    }
+    checkpoints = {
+        (row["trial_id"], row["uuid"]): row["steps"]
+        for row in search.connection.execute("SELECT * FROM checkpoints")
+    }
+    known = set()
+    for path in sorted(journals.glob("*.jsonl")):
+        trial_id, run_id, rank = map(int, path.stem.split("-"))
+        printed: list[tuple[int, str, int, str]] = []
+        for text in path.read_text().splitlines():
+            kind, *fact = json.loads(text)
+            if kind in ("printing", "printed"):
+                line = (trial_id, fact[0], rank, "stdout" if rank == 0 else "stderr")
+                known.add(line)
+                if kind == "printed":
+                    printed.append(line)
+            elif kind == "checkpoint":
+                if checkpoints.get((trial_id, fact[1])) != fact[0]:
+                    problems.append(f"checkpoint {fact} of trial {trial_id} is not stored")
+            else:
+                metrics = reported.get((trial_id, run_id, kind, fact[0]), {})
+                if metrics.get("loss" if kind == "training" else "validation_loss") != fact[1]:
+                    problems.append(
+                        f"{kind} {fact} of trial {trial_id}, run {run_id}, is stored as {metrics}"
+                    )
+        if (trial_id, run_id) in cut_off:
+            printed = printed[:-1]
+        problems += [f"{line} is not stored" for line in printed if line not in stored]
+    problems += [f"{line} is stored, but nobody has printed it" for line in stored if line not in known]
+    return problems
+
+
+def look_at_allocations(search: Search) -> list[str]:
+    """Check that every run has one beginning and one end in its trial's log, and holds nothing any more."""
+    problems = []
+    said: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for row in search.connection.execute(
+        "SELECT * FROM logs WHERE source = 'master' AND allocation_id IS NOT NULL"
+    ):
+        said[row["allocation_id"]][row["log"]] += 1
+    for row in search.connection.execute("SELECT * FROM allocations"):
+        texts = said[row["id"]]
+        if row["state"] != "TERMINATED":
+            problems.append(f"allocation {row['id']} is {row['state']}")
+        problems += [f"{row['id']} says {text!r} {count} times" for text, count in texts.items() if count > 1]
+        for needed in ("Scheduling Trial", r"(?=Trial).*(was terminated: |crashed: )"):
+            if sum(bool(re.match(needed, text)) for text in texts) != 1:
+                problems.append(f"{row['id']} says {needed!r} not once: {sorted(texts)}")
+    tokens = search.connection.execute("SELECT * FROM tokens WHERE allocation_id IS NOT NULL").fetchall()
+    if tokens:
+        problems.append(f"{len(tokens)} tokens of allocations are left")
+    return problems
+
+
+def look_around(master: MasterForTest, connection: sqlite3.Connection) -> list[str]:
+    """Check the database and what is left on the machine."""
+    problems = []
+    if connection.execute("PRAGMA integrity_check").fetchone()[0] != "ok":
+        problems.append("the database is damaged")
+    if connection.execute("PRAGMA foreign_key_check").fetchall():
+        problems.append("rows of the database refer to nothing")
+    mark = f"DSTRIAL_ALLOCATION_DIR={master.state.path}".encode()
+    left = []
+    for entry in pathlib.Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                left.append(entry.name)
+    if left:
+        problems.append(f"processes {left} are left")
+    directories = [path.name for path in (master.state.path / "allocations").iterdir()]
+    directories += [path.name for path in pathlib.Path(master.env["TMPDIR"]).glob("dstrial-*")]
+    if directories:
+        problems.append(f"directories {directories} are left")
+    return problems
+
+
+def validations_of(search: Search) -> Validations:
+    """Return every trial's validations by its hyperparameters; all must have been trained to the end."""
+    assert search.row["state"] == "COMPLETED", search.row["end_reason"]
+    return {trial["hparams"]: search.series(trial["id"], "validation") for trial in search.trials}
+
+
+def look_at_validations(search: Search, wanted: Validations) -> list[str]:
+    """Compare validations of real trials with those of a search that was left alone."""
+    problems = []
+    for trial in search.trials:
+        found, of = search.series(trial["id"], "validation"), wanted.get(trial["hparams"])
+        if of is None:
+            problems.append(f"trial {trial['id']} has {trial['hparams']}; undisturbed {sorted(wanted)}")
+        elif not found or found != of[: len(found)]:
+            problems.append(f"trial {trial['id']} has {found}; undisturbed {of}")
+        elif not search.is_halving and len(found) != len(of):
+            problems.append(f"trial {trial['id']} has {len(found)} validations; undisturbed {len(of)}")
+    return problems

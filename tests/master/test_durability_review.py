@@ -1,0 +1,230 @@
+"""What a master must survive: its own death, other commands at the same time, floods of output, full disks, damage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from submitting import config, experiment, log_of, processes_with, submit, trials, wait_until
+
+from dstrial.master import launcher
+from dstrial.master.attempts import Attempts
+from dstrial.master.daemon import living_allocations
+from dstrial.master.launcher import AllocationRequest
+from dstrial.master.launcher.log_file import parse
+from dstrial.master.scheduler.log_policies import compile_policies, matches
+from dstrial.master.state_directory import StateDirectory, process_start_time
+from dstrial.testing.master import MasterForTest, master_for_test
+
+DEAF = """
+import os, time, urllib.request
+path = f"/api/v1/allocations/{os.environ['DET_ALLOCATION_ID']}/ready"
+token = {"Authorization": "Bearer " + os.environ["DET_SESSION_TOKEN"]}
+urllib.request.urlopen(urllib.request.Request(os.environ["DET_MASTER"] + path, b"{}", token))
+print("ready", flush=True)
+time.sleep(%s)
+"""
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path, num_slots=2) as running:
+        yield running
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    give_up_at_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.05)
+
+
+@pytest.mark.process
+def test_only_the_port_that_trials_report_to_takes_back_the_trials_of_a_killed_master(
+    master: MasterForTest,
+) -> None:
+    experiment_id = submit(
+        master, config("exec python3 train.py", resources={"slots_per_trial": 2}), DEAF % 7101
+    )
+    wait_for(lambda: "ready" in log_of(master, experiment_id))
+    port = master.record.port
+
+    master.kill()
+    refused = master.dstrial("up", "--port", "0")
+
+    assert refused.returncode == 1
+    assert f"report to port {port}; expected that one" in refused.stderr
+    taken_back = master.dstrial("up")
+    assert f"http://localhost:{port}" in taken_back.stdout, taken_back.stderr
+    [allocation_id] = living_allocations(master.state)
+    assert allocation_id.endswith(".1")
+
+    # The trial ignores that it should stop, and a second `down` asks for no more than the first.
+    for _ in range(2):
+        os.kill(master.record.pid, signal.SIGTERM)
+        time.sleep(0.3)
+    assert living_allocations(master.state) == [allocation_id]
+    ended = master.dstrial("down", "--deadline", "0.5")
+    assert "waiting for 1 trial to save a checkpoint" in ended.stdout
+    assert "trials have not stopped within 0.5 s and are killed" in ended.stderr
+    assert living_allocations(master.state) == []
+
+    # Nor does it wait in silence where it does not fit any more.
+    assert master.dstrial("up", "--slots", "1", "--port", str(port)).returncode == 0
+    assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
+    assert "the trial needs 2 slots and waits; this master has 1" in log_of(master, experiment_id)
+
+
+@pytest.mark.process
+def test_a_trial_that_floods_its_log_can_be_killed_while_others_run(master: MasterForTest) -> None:
+    mark = f"flood{os.getpid()}"
+    flood = submit(
+        master,
+        config(
+            [
+                sys.executable,
+                "-c",
+                f"{mark!r}\nwhile True: print('x' * 4000)",
+            ]
+        ),
+    )
+    logs = (master.state.path / "allocations").glob
+    wait_for(lambda: sum(log.stat().st_size for log in logs("*/output.log")) > 20_000_000)
+
+    other = submit(master, config("echo hello"))
+    wait_until(master, other, "COMPLETED")
+    [trial] = trials(master, flood)
+    master.client().post(f"/api/v1/trials/{trial['id']}/kill")
+
+    wait_for(lambda: not processes_with(mark))
+
+
+@pytest.mark.process
+def test_two_ups_at_the_same_time_find_one_master(tmp_path: Path) -> None:
+    state = StateDirectory(tmp_path / "state")
+    env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config"), "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "dstrial.cli", "up", "--port", "0", "--state-dir", str(state.path)]
+    ups = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        printed = [up.communicate(timeout=60)[0] for up in ups]
+        assert [up.returncode for up in ups] == [0, 0]
+        record = state.running()
+        assert record is not None
+        assert all(f"{record.address} (process {record.pid})" in text for text in printed)
+    finally:
+        record = state.read_record()
+        if record is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGTERM)
+            wait_for(lambda: process_start_time(record.pid) != record.start_time)
+
+
+@pytest.mark.process
+def test_a_damaged_database_and_a_file_in_the_way_are_named(tmp_path: Path) -> None:
+    damaged = StateDirectory(tmp_path / "damaged")
+    damaged.make()
+    damaged.database_path.write_bytes(b"x" * 5000)
+    (tmp_path / "file").write_text("")
+
+    for command, path, words in (
+        ("up", damaged.path, "master.db cannot be used (file is not a database); expected"),
+        ("status", damaged.path, "master.db cannot be used (file is not a database); expected"),
+        ("up", tmp_path / "file" / "below", "cannot be made (Not a directory); expected"),
+    ):
+        arguments = [command, "--state-dir", str(path), *(["--port", "0"] if command == "up" else [])]
+        ended = subprocess.run(
+            [sys.executable, "-m", "dstrial.cli", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ended.returncode == 1
+        assert words in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.process
+def test_a_full_disk_makes_a_supervisor_wait_and_loses_no_line(tmp_path: Path) -> None:
+    directory = tmp_path / "allocation"
+    fields: dict[str, Any] = {
+        "allocation_id": "1.x.1", "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1,
+        "directory": directory, "slots": (), "ports": {}, "config": {}, "hparams": {}, "trial_seed": 1,
+        "steps_completed": 0, "latest_checkpoint": None, "session_token": "s", "user_token": "u",
+        "username": "determined", "master_url": "http://127.0.0.1:1", "cluster_id": "c", "master_id": "m",
+        "agent_id": "a", "resources_id": "r", "model_definition": b"",
+        "entrypoint": "echo first; until [ -e go ]; do sleep 0.05; done; seq 1 2000",
+    }  # fmt: skip
+    launcher.prepare(AllocationRequest(**fields))
+    log = directory / "output.log"
+    handle = launcher.start(directory)
+    try:
+        wait_for(lambda: log.exists() and b"first" in log.read_bytes())
+        _, hard = resource.prlimit(handle.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(handle.pid, resource.RLIMIT_FSIZE, (1000, hard))
+        (directory / "workdir" / "go").touch()
+        wait_for(lambda: log.stat().st_size == 1000)
+        time.sleep(0.2)
+        assert launcher.poll_exit(directory, handle) is None
+
+        resource.prlimit(handle.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        wait_for(lambda: launcher.poll_exit(directory, handle) is not None)
+
+        exit_ = launcher.poll_exit(directory, handle)
+        assert exit_ is not None
+        assert exit_.exit_code == 0
+        texts = [parse(line).text for line in log.read_text().splitlines()]
+        assert texts == ["first\n", *(f"{number}\n" for number in range(1, 2001))]
+    finally:
+        launcher.kill(handle, directory)
+        launcher.remove(directory)
+
+
+def test_a_line_that_no_supervisor_wrote_is_text() -> None:
+    for damaged in ("\0\0\0\0", "", "12 x text", "99999999999999999999999 o text"):
+        assert parse(damaged).text == f"{damaged}\n"
+    assert parse("12 o INFO: text").time_us == 12
+
+
+def test_a_pattern_that_begins_with_anything_is_searched_without_it() -> None:
+    for written, searched in (
+        (".*CUDA out of memory.*", "CUDA out of memory.*"),
+        (".*.*a|b", "a|b"),
+        (".*?a", ".*?a"),
+        ("a.*b", "a.*b"),
+    ):
+        [policy] = compile_policies({"log_policies": [{"pattern": written}]})
+        assert (policy.text, policy.pattern.pattern) == (written, searched)
+        assert matches([policy], ["nothing\n", "xa CUDA out of memory b\n"]) == [policy]
+
+
+def test_one_name_is_tried_by_one_at_a_time_whenever_they_come() -> None:
+    async def run() -> int:
+        attempts, inside, most = Attempts(), 0, 0
+
+        async def attempt() -> None:
+            nonlocal inside, most
+            async with attempts.turn("Determined"):
+                inside += 1
+                most = max(most, inside)
+                await asyncio.sleep(0)
+                inside -= 1
+
+        async def keep_trying() -> None:
+            for _ in range(5):
+                await attempt()
+
+        await asyncio.gather(*(keep_trying() for _ in range(5)))
+        return most
+
+    assert asyncio.run(run()) == 1
