@@ -39,6 +39,7 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
         self._kept = kept
         self._exp_id = cluster._exp_id
         self._trial_id = cluster._trial_id
+        self._metrics = cluster._metrics
 
     def set_status(self, status: str) -> None:
         """Tell what the trial is doing. Ranks: 0."""

@@ -31,6 +31,7 @@ from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.metrics import MetricWindow
 from dstrial.loop.progress import Progress
 from dstrial.loop.reducers import reducer_state, restore_reducer
+from dstrial.loop.reports import ReportsUnderway
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
@@ -112,6 +113,7 @@ class Checkpointing:
         self._progress = progress
         self._window = window
         self._trial_id = trial_id
+        self._reports = ReportsUnderway(context._core.train)
         self._layouts: list[dict[str, Any]] | None = None
         self._pending_random_states: Mapping[str, Any] | None = None
 
@@ -135,6 +137,8 @@ class Checkpointing:
             "framework": f"torch-{torch.__version__}",
             "format": "dstrial",
         }
+        if context.distributed.rank == 0:
+            self._reports.wait()
         previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
         try:
             with context._core.checkpoint.store_path(metadata, shard=True) as (path, uuid):

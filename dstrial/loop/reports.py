@@ -1,0 +1,72 @@
+"""Reports on their way to the master: a checkpoint is told of only after the metrics that came before it.
+
+Determined's client hands metrics to a thread and tells of checkpoints itself. A process that dies between the two would leave
+a checkpoint beyond its last report, and after the resume a gap in the metrics that nothing fills.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+logger = logging.getLogger("dstrial.loop")
+
+_DEADLINE_S = 600.0
+_TICK_S = 0.002
+
+
+class ReportsUnderway:
+    """The metric reports that the master has not taken yet.
+
+    Args:
+        train: Determined's train context, or one that has its ``_metrics``; off a cluster there is nothing to wait for.
+
+    Source: ``determined/core/_metrics.py`` of determined 0.38.1: a queue, and a thread that posts one report at a time.
+    """
+
+    def __init__(self, train: Any) -> None:
+        shipper = getattr(getattr(train, "_metrics", None), "_shipper", None)
+        self._shipper = (
+            shipper if isinstance(shipper, threading.Thread) and hasattr(shipper, "_queue") else None
+        )
+        self._num_posted = 0
+        if self._shipper is not None:
+            post = self._shipper._post_metrics
+            self._num_before = self._shipper._queue.unfinished_tasks
+
+            def post_and_count(*args: Any, **kwargs: Any) -> None:
+                post(*args, **kwargs)
+                self._num_posted += 1
+
+            shipper._post_metrics = post_and_count
+
+    def wait(self, deadline_s: float = _DEADLINE_S) -> bool:
+        """Wait until the master has taken what was reported until now. Ranks: the one that reports.
+
+        A master that is away is waited for, as the client itself does.
+
+        Args:
+            deadline_s: seconds after which a warning is logged and the wait is given up.
+
+        Returns:
+            Whether the master has everything.
+        """
+        shipper = self._shipper
+        if shipper is None:
+            return True
+        # The client never marks a task as done, so that this is how many were ever put in.
+        wanted = shipper._queue.unfinished_tasks - self._num_before
+        give_up_at_s = time.monotonic() + deadline_s
+        while self._num_posted < wanted:
+            if not shipper.is_alive():
+                return False  # the next report raises what ended it
+            if time.monotonic() > give_up_at_s:
+                missing = wanted - self._num_posted
+                logger.warning(
+                    "the master has not taken %d metric reports within %.0f s", missing, deadline_s
+                )
+                return False
+            time.sleep(_TICK_S)
+        return True

@@ -1,0 +1,43 @@
+"""What a trial reported before it died hard right after a wait is with the master."""
+
+from __future__ import annotations
+
+import pytest
+from submitting import config, steps_of, submit, trials, wait_until
+
+from dstrial.testing.master import MasterForTest
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+import os
+import determined as det
+from dstrial.loop.reports import ReportsUnderway
+
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
+    core.train.report_training_metrics(1, {"loss": 1.0})
+    reports = ReportsUnderway(core.train)
+    for step in range(2, 201):
+        core.train.report_training_metrics(step, {"loss": 1.0 / step})
+    print("waited", reports.wait())
+    os._exit(9)
+"""
+
+
+def test_nothing_is_underway_after_the_wait(shared_master: MasterForTest) -> None:
+    experiment_id = submit(shared_master, config(), SCRIPT)
+
+    wait_until(shared_master, experiment_id, "ERROR")
+
+    (trial,) = trials(shared_master, experiment_id)
+    assert steps_of(shared_master, trial["id"]) == list(range(1, 201))
+
+
+def test_without_the_wait_reports_are_lost(shared_master: MasterForTest) -> None:
+    script = SCRIPT.replace('print("waited", reports.wait())', "")
+    experiment_id = submit(shared_master, config(), script)
+
+    wait_until(shared_master, experiment_id, "ERROR")
+
+    (trial,) = trials(shared_master, experiment_id)
+    assert len(steps_of(shared_master, trial["id"])) < 200
