@@ -7,7 +7,6 @@ a checkpoint beyond its last report, and after the resume a gap in the metrics t
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import Any
 
