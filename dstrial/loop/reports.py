@@ -26,14 +26,14 @@ class ReportsUnderway:
     """
 
     def __init__(self, train: Any) -> None:
-        shipper = getattr(getattr(train, "_metrics", None), "_shipper", None)
-        self._shipper = (
-            shipper if isinstance(shipper, threading.Thread) and hasattr(shipper, "_queue") else None
-        )
+        shipper: Any = getattr(getattr(train, "_metrics", None), "_shipper", None)
+        is_known = hasattr(shipper, "_queue") and hasattr(shipper, "_post_metrics")
+        self._shipper: Any = shipper if is_known else None
         self._num_posted = 0
-        if self._shipper is not None:
-            post = self._shipper._post_metrics
-            self._num_before = self._shipper._queue.unfinished_tasks
+        if is_known:
+            post = shipper._post_metrics
+            # What is still in the queue will be counted.
+            self._num_before = shipper._queue.unfinished_tasks - shipper._queue.qsize()
 
             def post_and_count(*args: Any, **kwargs: Any) -> None:
                 post(*args, **kwargs)
