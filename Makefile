@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 PYTHON ?= $(shell command -v python3.11 2>/dev/null || command -v python3)
 # More options for pytest: make test PYTEST_ARGS="-k boundaries".
 PYTEST_ARGS ?=
+# Test processes at once, one a core: make test WORKERS=0 runs all in one, as a debugger needs it.
+WORKERS ?= logical
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ run: venv ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
 test: venv ## run every test that needs no accelerator
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: venv ## lint, formatting, types, import layers
 	$(BIN)/ruff check .

@@ -50,7 +50,7 @@ def test_who_guesses_waits_longer_every_time(monkeypatch: pytest.MonkeyPatch) ->
             attempts.record("admin", is_success=True)
         async with attempts.turn("admin"):
             pass
-        assert not attempts._locks
+        assert not attempts._turns
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     asyncio.run(guess())
