@@ -22,6 +22,7 @@ from determined import core, pytorch
 
 from dstrial import local
 from dstrial.config import ExperimentConfig, Length
+from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -33,16 +34,17 @@ from dstrial.local.context import LocalContext
 from dstrial.local.json_files import read_json
 from dstrial.local.mirror import MirroredTrainContext, mirror
 from dstrial.local.run_directory import (
-    RESUME_VARIABLE,
+    REWRITE_VARIABLE,
     RUN_DIR_VARIABLE,
     TEST_VARIABLE,
     RunDirectory,
     RunState,
     default_runs_dir,
 )
-from dstrial.local.train_context import LOCAL_ID, LocalTrainContext
+from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.agreement import StopReason
 from dstrial.loop.loop import TrainingLoop, require_engine
+from dstrial.loop.resumed_run import resumed_run, trial_id_of
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.ranks import process_group
 from dstrial.ranks.control import ControlChannel, timeout_from_environ
@@ -70,6 +72,7 @@ def init(
     distributed: core.DistributedContext | None = None,
     enable_tensorboard_logging: bool = True,
     run_dir: str | os.PathLike[str] | None = None,
+    latest_checkpoint: str | None = None,
 ) -> Iterator[DeepSpeedTrialContext]:
     """Make the context of a trial; build the trial and call ``Trainer.fit`` inside the block.
 
@@ -83,8 +86,12 @@ def init(
         distributed: a distributed context of your own making; ranks are then yours to set up.
         enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
         run_dir: where an off-cluster run keeps its files; a new directory under ``./runs`` if left out.
+        latest_checkpoint: what ``Trainer.fit`` will be given, where that is neither the cluster's nor the launcher's. A run
+            that goes on keeps its ``train_batch_size`` on any number of ranks, and for this the trial has to be
+            built with other batch sizes.
 
     Raises:
+        ConfigError: the hyperparameters ask for another batch than the checkpoint's, or these ranks cannot share it evenly.
         RankIdentityError: the environment contradicts itself about who this process is, or a trial with
             several slots was started without a launcher.
 
@@ -125,6 +132,8 @@ def init(
         if own_run is not None:
             stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
         stack.enter_context(core_context)
+        is_mirrored = isinstance(core_context.train, MirroredTrainContext)
+        resumed = resumed_run(core_context, info, latest_checkpoint, is_mirrored=is_mirrored)
         context = DeepSpeedTrialContext(
             core_context=core_context,
             trial_seed=None if seed is None else int(seed),
@@ -135,11 +144,20 @@ def init(
             steps_completed=steps_completed,
             enable_tensorboard_logging=enable_tensorboard_logging,
             device=device,
+            resumed=resumed,
         )
         context._stop_signals = signals
         context._own_run = own_run
         stack.callback(context._close_tensorboard_writer)
-        yield context
+        try:
+            yield context
+        except AssertionError as error:
+            explained = (
+                None if context._resumed is None else context._resumed.explain(error, len(context.models))
+            )
+            if explained is None:
+                raise
+            raise explained from error
 
 
 def _mirror(
@@ -332,12 +350,9 @@ class Trainer:
             if max_length is None:
                 max_length = _length_from_searcher(searcher, _global_batch_size(context))
             _warn_of_another_length(searcher, max_length)
-            # A run that goes on in another experiment of the master is the same trial to its checkpoints.
-            trial_id = LOCAL_ID if self._is_mirrored else int(self._info.trial.trial_id)
             if profiling_enabled:
                 context._core.profiler.on()
         else:
-            trial_id = LOCAL_ID
             if profiling_enabled and context.distributed.rank == 0:
                 logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
             latest_checkpoint = self._local_checkpoint(latest_checkpoint)
@@ -365,8 +380,10 @@ class Trainer:
             latest_checkpoint=latest_checkpoint,
             step_zero_validation=step_zero_validation,
             data_seed=context._trial_seed or 0,
-            trial_id=trial_id,
+            trial_id=trial_id_of(self._info, is_mirrored=self._is_mirrored),
             max_validation_rounds=1 if test_mode else None,
+            is_rewrite=bool(os.environ.get(REWRITE_VARIABLE)),
+            saves_in_background=_saves_in_background(context._exp_conf),
         )
         return self._run(settings)
 
@@ -429,6 +446,23 @@ class Trainer:
                 "from. Start a new run, without resuming."
             )
         return str(newest.uuid)
+
+
+def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:
+    """Return ``data.dstrial.background_saving``, true where it is not given.
+
+    Raises:
+        ValueError: it is no boolean.
+    """
+    section = ((exp_conf or {}).get("data") or {}).get("dstrial") or {}
+    asked = section.get("background_saving") if isinstance(section, Mapping) else None
+    if asked is None:
+        return True
+    if not isinstance(asked, bool):
+        raise ValueError(
+            f"data.dstrial.background_saving is {asked!r}; expected true or false. Write true, or leave it out."
+        )
+    return asked
 
 
 def _global_batch_size(context: DeepSpeedTrialContext) -> int:
@@ -504,7 +538,10 @@ def run_trial(
     )
     hparams = info.trial.hparams if info is not None else cast(ExperimentConfig, experiment).hyperparameters
     with init(
-        hparams=dict(hparams), exp_conf=None if info is not None else dict(config), run_dir=run_dir
+        hparams=dict(hparams),
+        exp_conf=None if info is not None else dict(config),
+        run_dir=run_dir,
+        latest_checkpoint=resume,
     ) as context:
         trial = trial_class(context)
         trainer = Trainer(trial, context)

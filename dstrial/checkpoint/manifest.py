@@ -8,9 +8,10 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from dstrial.checkpoint.seal import is_intact, sealed
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 MANIFEST_NAME = "manifest.json"
@@ -121,7 +122,7 @@ def write_manifest(root: str | os.PathLike[str], manifest: Manifest) -> None:
     """
     target = pathlib.Path(root) / MANIFEST_NAME
     temporary = target.with_name(target.name + ".tmp")
-    temporary.write_text(json.dumps(manifest.to_json(), indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(sealed(manifest.to_json()), indent=1) + "\n", encoding="utf-8")
     temporary.replace(target)
 
 
@@ -130,7 +131,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         CheckpointNotFoundError: there is no manifest, so dstrial wrote no checkpoint here.
-        CheckpointDamagedError: it is no JSON, or a value is missing or of another type.
+        CheckpointDamagedError: it is no JSON, a value is missing or of another type, or its checksum is of another content.
         CheckpointError: a newer release of dstrial wrote it.
     """
     path = pathlib.Path(root) / MANIFEST_NAME
@@ -153,6 +154,8 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(
             f"{path}: format is {written}; expected at most {FORMAT}. Resume with the release of dstrial that wrote it."
         )
+    if not is_intact(values):
+        raise _damaged(path, "of another content than its own checksum says")
     return _manifest_of(path, values)
 
 
@@ -167,14 +170,21 @@ def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, 
     return {path: hash_file(pathlib.Path(root) / path) for path in paths}
 
 
-def hash_file(path: str | os.PathLike[str]) -> FileEntry:
-    """Return size and checksum of one file, read once."""
+def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None) -> FileEntry:
+    """Return size and checksum of one file, read once.
+
+    Args:
+        path: the file.
+        on_bytes: told how many more bytes were read, after each piece of a mebibyte.
+    """
     digest = hashlib.sha256()
     num_bytes = 0
     with pathlib.Path(path).open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
             num_bytes += len(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
     return FileEntry(num_bytes=num_bytes, sha256=digest.hexdigest())
 
 

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.checkpoint.seal import SEAL_KEY, is_intact, sealed
 from dstrial.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 MARK_NAME = "COMPLETE"
@@ -32,7 +33,7 @@ def write_mark(path: str | os.PathLike[str], info: Mapping[str, Any] | None = No
     fsync_tree(root)
     temporary = root / (MARK_NAME + ".tmp")
     with temporary.open("w", encoding="utf-8") as stream:
-        json.dump({} if info is None else dict(info), stream)
+        json.dump(sealed({} if info is None else info), stream)
         stream.write("\n")
         stream.flush()
         os.fsync(stream.fileno())
@@ -64,7 +65,12 @@ def read_mark(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{mark} is a JSON {type(info).__name__}; expected the mark that dstrial wrote. "
             "Resume from an earlier checkpoint."
         )
-    return info
+    if not is_intact(info):
+        raise CheckpointDamagedError(
+            f"{mark} is of another content than its own checksum says; expected the mark that dstrial wrote. "
+            "Resume from an earlier checkpoint."
+        )
+    return {key: value for key, value in info.items() if key != SEAL_KEY}
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:

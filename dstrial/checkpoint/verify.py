@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from dstrial.checkpoint.manifest import Manifest, hash_file
@@ -32,7 +32,10 @@ class Damage:
 
 
 def verify_files(
-    root: str | os.PathLike[str], manifest: Manifest, only: Iterable[str] | None = None
+    root: str | os.PathLike[str],
+    manifest: Manifest,
+    only: Iterable[str] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> list[Damage]:
     """Compare files under ``root`` with the manifest, size first.
 
@@ -40,6 +43,7 @@ def verify_files(
         root: directory of the checkpoint.
         manifest: its manifest.
         only: paths to look at, such as one rank's ``share_of``; None looks at all.
+        on_bytes: told how many more bytes were read.
 
     Returns:
         One entry per damaged file, in the order of the manifest; empty when all is well.
@@ -51,7 +55,7 @@ def verify_files(
     for path, entry in manifest.files.items():
         if wanted is not None and path not in wanted:
             continue
-        found = _look_at(pathlib.Path(root) / path, entry.num_bytes, entry.sha256)
+        found = _look_at(pathlib.Path(root) / path, entry.num_bytes, entry.sha256, on_bytes)
         if found is not None:
             kind, got, expected = found
             damages.append(Damage(path, kind, got, expected, entry.reader_ranks))
@@ -72,7 +76,7 @@ def damaged_error(root: str | os.PathLike[str], damages: Sequence[Damage]) -> Ch
 
 
 def _look_at(
-    path: pathlib.Path, num_bytes: int, sha256: str
+    path: pathlib.Path, num_bytes: int, sha256: str, on_bytes: Callable[[int], None] | None
 ) -> tuple[Literal["missing", "unreadable", "size", "checksum"], str, str] | None:
     size = f"{num_bytes:,} bytes"
     try:
@@ -81,7 +85,7 @@ def _look_at(
             return "missing", "no file", size
         if found_bytes != num_bytes:
             return "size", f"{found_bytes:,} bytes", size
-        entry = hash_file(path)
+        entry = hash_file(path, on_bytes)
     except FileNotFoundError:
         return "missing", "missing", size
     except OSError as error:

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.arguments import add_experiment_arguments
+from dstrial.cli.run_resume import chosen_point
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.explain import DEFAULT_ORIGIN
 from dstrial.errors import ConfigError
@@ -31,6 +32,14 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--explain", action="store_true", help="print the effective DeepSpeed config with origins"
     )
     parser.add_argument(
+        "--resume",
+        metavar="latest|RUN_DIR|CHECKPOINT",
+        help="check whether a checkpoint of `dstrial run` can go on with this config on these slots",
+    )
+    parser.add_argument(
+        "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
+    )
+    parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON object instead of text"
     )
 
@@ -38,6 +47,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def main(args: argparse.Namespace) -> int:
     """Check and print; return 0 if training can start, else 1."""
     try:
+        point = chosen_point(args)
         config = load_experiment(
             args.experiment,
             args.context_dir,
@@ -45,6 +55,7 @@ def main(args: argparse.Namespace) -> int:
             require_concrete=False,
             require_entrypoint=True,
             slots=args.slots,
+            resumed=None if point is None else point.saved_run(),
         )
     except ConfigError as error:
         if args.as_json:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import Verdict, failure_text, judge, judge_experiment, outcome_of, summary
-from dstrial.cli.run_resume import ResumePoint, newest_resumable, resume_point
+from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
 from dstrial.cli.streams import LastingStream
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
@@ -104,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _read_request(args: argparse.Namespace) -> _Request:
     """Read and check everything that can be checked before anything is made."""
+    point = chosen_point(args)
+    resumed = None if point is None else point.saved_run()
     given = load_experiment(
         args.experiment,
         args.context_dir,
@@ -111,27 +113,29 @@ def _read_request(args: argparse.Namespace) -> _Request:
         require_concrete=False,
         require_entrypoint=True,
         slots=args.slots,
+        resumed=resumed,
     )
     is_search = given.raw["searcher"]["name"] != "single"
     if not is_search:
         given = load_experiment(
-            args.experiment, args.context_dir, args.config, require_entrypoint=True, slots=args.slots
+            args.experiment,
+            args.context_dir,
+            args.config,
+            require_entrypoint=True,
+            slots=args.slots,
+            resumed=resumed,
         )
     entrypoint = parse_entrypoint(given.entrypoint, str(given.path))
     _require_trainable(args, given, entrypoint, is_search=is_search)
     err = LastingStream(sys.stderr)
     for warning in given.warnings:
         err.write(f"warning: {warning}\n")
-    point = None
-    if args.resume is not None:
-        point = resume_point(
-            args.resume,
-            runs_dir=default_runs_dir(args.runs_dir),
-            name=given.name,
-            context_dir=given.context_dir,
-        )
+    if point is not None:
         if point.note is not None:
             err.write(f"warning: {point.note}\n")
+        for note in given.notes:
+            if f"checkpoint {point.checkpoint.name}: " in note:
+                err.write(f"{note}\n")
     return _Request(args, given, entrypoint, point, is_search, _max_restarts(args, given))
 
 

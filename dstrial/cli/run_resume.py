@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME
 from dstrial.checkpoint.mark import is_complete
+from dstrial.checkpoint.saved_run import read_saved_run
+from dstrial.config import SavedRun, experiment_name
 from dstrial.errors import CheckpointNotFoundError
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
-from dstrial.local.run_directory import RunDirectory, find_runs
+from dstrial.local.run_directory import LOCAL_ID, RunDirectory, default_runs_dir, find_runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +36,33 @@ class ResumePoint:
             return None
         stored = list_checkpoints(self.run_directory.checkpoints_path)
         return next((found.steps_completed for found in stored if found.path == self.checkpoint), None)
+
+    def saved_run(self) -> SavedRun | None:
+        """What the checkpoint says of its run, to compare a config with; None if it says nothing.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if not (self.checkpoint / MANIFEST_NAME).is_file():
+            return None  # written by a script of the user's own
+        return read_saved_run(self.checkpoint).of_trial(LOCAL_ID)
+
+
+def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
+    """Return what the arguments ``--resume`` and ``--runs-dir`` of an experiment mean; None without ``--resume``.
+
+    Raises:
+        CheckpointNotFoundError: as :func:`resume_point`.
+        ConfigError: the config cannot be read.
+    """
+    if args.resume is None:
+        return None
+    return resume_point(
+        args.resume,
+        runs_dir=default_runs_dir(args.runs_dir),
+        name=experiment_name(args.experiment, args.config),
+        context_dir=Path(args.context_dir),
+    )
 
 
 def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | None:

@@ -17,9 +17,10 @@ import yaml
 
 from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.config import ExperimentConfig
+from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
-from dstrial.local.run_directory import RESUME_VARIABLE, RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
+from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
 from dstrial.master import daemon, observe
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory

@@ -7,16 +7,20 @@ determined are never imported.
 from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch
 from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.experiment import ExperimentConfig, load_experiment
+from dstrial.config.experiment import ExperimentConfig, experiment_name, load_experiment
 from dstrial.config.explain import ExplainedValue, explain
+from dstrial.config.kept_batch import keep_batch
 from dstrial.config.lengths import Length
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
+from dstrial.config.resuming import fitting_slots, resume_problems
+from dstrial.config.saved_run import SavedEngine, SavedRun
 from dstrial.config.settings import ParallelSizes
 
 __all__ = [
     # experiment config
     "ExperimentConfig",
     "Length",
+    "experiment_name",
     "load_experiment",
     # DeepSpeed config
     "CheckResult",
@@ -31,4 +35,10 @@ __all__ = [
     "BatchSolution",
     "resolve_batch",
     "solve_batch",
+    # going on from a checkpoint
+    "SavedEngine",
+    "SavedRun",
+    "fitting_slots",
+    "keep_batch",
+    "resume_problems",
 ]

@@ -140,6 +140,21 @@ def read_deepspeed(
     )
 
 
+def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
+    """Return the merged DeepSpeed configs of a trial, the main one first; those that cannot be read are left out.
+
+    Args:
+        hyperparameters: concrete values.
+        context_dir: directory that paths are relative to.
+    """
+    ignored = Findings({}, "")
+    found = [
+        read_deepspeed(key, hyperparameters, context_dir, {}, "", ignored)
+        for key in (MAIN_KEY, *other_configs(hyperparameters))
+    ]
+    return [source.merged for source in found if source is not None]
+
+
 def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
     """Return the lines of one part of a document, with paths that start there."""
     inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}

@@ -32,6 +32,8 @@ from dstrial.config.hyperparameters import concrete_values, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.lengths import Length, is_length
 from dstrial.config.overrides import apply_overrides
+from dstrial.config.resumed_check import check_resumption, with_kept_batch
+from dstrial.config.saved_run import SavedRun
 from dstrial.config.settings import ParallelSizes
 from dstrial.errors import ConfigError, ConfigProblem
 
@@ -128,6 +130,7 @@ def load_experiment(
     require_concrete: bool = True,
     require_entrypoint: bool = False,
     slots: int | None = None,
+    resumed: SavedRun | None = None,
 ) -> ExperimentConfig:
     """Read and check an experiment config and the DeepSpeed config it names. Starts nothing.
 
@@ -138,6 +141,7 @@ def load_experiment(
         require_concrete: whether a hyperparameter that is a search space is a problem.
         require_entrypoint: whether a missing ``entrypoint`` is a problem.
         slots: number of slots to check for, instead of ``resources.slots_per_trial``.
+        resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
 
     Raises:
         ConfigError: with all problems of both files.
@@ -150,7 +154,24 @@ def load_experiment(
         require_concrete=require_concrete,
         require_entrypoint=require_entrypoint,
         slots=slots,
+        resumed=resumed,
     )
+
+
+def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Return the name of an experiment, by which its earlier runs are found; nothing is checked.
+
+    Args:
+        path: the experiment's YAML file.
+        overrides: ``key=value`` each, as from ``--config``.
+
+    Raises:
+        ConfigError: the file cannot be read as YAML.
+    """
+    path = Path(path)
+    given = apply_overrides(read_yaml(path, str(path)), overrides).value
+    name = given.get("name") if isinstance(given, Mapping) else None
+    return str(name or path.stem)
 
 
 def check_experiment(
@@ -161,6 +182,7 @@ def check_experiment(
     require_concrete: bool = True,
     require_entrypoint: bool = False,
     slots: int | None = None,
+    resumed: SavedRun | None = None,
     more_checks: Callable[[Mapping[str, Any], dict[str, Any], Findings], None] | None = None,
 ) -> ExperimentConfig:
     """Check an experiment config that has been read, as :func:`load_experiment` does.
@@ -172,6 +194,7 @@ def check_experiment(
         require_concrete: whether a hyperparameter that is a search space is a problem.
         require_entrypoint: whether a missing ``entrypoint`` is a problem.
         slots: number of slots to check for, instead of ``resources.slots_per_trial``.
+        resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
         more_checks: called with the config as written, the one with defaults, and where to put problems.
 
     Raises:
@@ -203,7 +226,9 @@ def check_experiment(
     raw["name"] = raw["name"] or path.stem
     slots_per_trial = raw["resources"]["slots_per_trial"] if slots is None else slots
     slots_key = "resources.slots_per_trial" if slots is None else "--slots"
-    sizes = _sizes(raw, slots_per_trial, slots_key, source, findings, notes)
+    if resumed is not None and not resumed.engines:
+        resumed = None
+    sizes = _sizes(raw, slots_per_trial, slots_key, source, resumed, findings, notes)
     if MAIN_KEY not in hyperparameters:
         notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
@@ -214,9 +239,14 @@ def check_experiment(
         found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
         if found is not None:
             auto: Literal["error", "warning"] = "error" if source.trial else "warning"
-            checks[key] = (found, check_deepspeed(found.merged, sizes, found.label, found.lines, auto=auto))
+            merged = found.merged
+            if resumed is not None and resumed.keeps_batch:
+                merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
+            checks[key] = (found, check_deepspeed(merged, sizes, found.label, found.lines, auto=auto))
             findings.problems.extend(checks[key][1].problems)
             findings.warnings.extend(checks[key][1].warnings)
+    if resumed is not None:
+        check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
     findings.raise_if_any()
     return ExperimentConfig(
@@ -283,12 +313,21 @@ def _sizes(
     slots: int,
     slots_key: str,
     source: TrialSource,
+    resumed: SavedRun | None,
     findings: Findings,
     notes: list[str],
 ) -> ParallelSizes:
-    """Return the layout to check for: what ``data.dstrial`` says, else one replica per rank."""
+    """Return the layout to check for: what ``data.dstrial`` says, or the checkpoint's, else one replica per rank."""
     stages = parallel_extent(raw, "pipeline_stages", findings)
     model = parallel_extent(raw, "model_parallel_size", findings)
+    if resumed is not None and resumed.keeps_batch:
+        first = resumed.engines[0]
+        if stages is None and first.engine_kind == "pipeline":
+            stages = first.pipeline_stages
+        model = model or first.model_parallel_size
+        if max(slots, 1) % ((stages or 1) * model):
+            # Said by the check of the resumption.
+            return ParallelSizes((stages or 1) * model, stages or 1, model, stages is not None)
     world_size = max(slots, 1)
     if stages is None and model is None:
         hint = "; the source mentions PipelineModule" if source.mentions_pipeline else ""

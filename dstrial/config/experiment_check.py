@@ -187,7 +187,7 @@ def check_environment(raw: dict[str, Any], findings: Findings) -> dict[str, dict
 
 
 def parallel_extent(raw: Mapping[str, Any], key: str, findings: Findings) -> int | None:
-    """Return ``data.dstrial.pipeline_stages`` or ``…model_parallel_size``; None where it is not given."""
+    """Return ``data.dstrial.pipeline_stages``, ``…model_parallel_size`` or ``…min_slots``; None where it is not given."""
     section = raw["data"].get("dstrial")
     if section is None:
         return None
@@ -210,12 +210,25 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
     if section is None:
         return
     if not isinstance(section, Mapping):
-        expected = "a mapping with pipeline_stages or model_parallel_size"
+        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots or background_saving"
         findings.problem(
             "data.dstrial", render(section), expected, "Write {pipeline_stages: 2}, for example."
         )
         return
-    known = ("pipeline_stages", "model_parallel_size")
+    known = ("pipeline_stages", "model_parallel_size", "min_slots", "background_saving")
+    slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)
+    if at_least is not None and isinstance(slots, int) and at_least > max(slots, 1):
+        findings.problem(
+            "data.dstrial.min_slots",
+            str(at_least),
+            f"at most {max(slots, 1)}, the slots_per_trial",
+            "Lower it.",
+        )
+    saving = section.get("background_saving")
+    if saving is not None and not isinstance(saving, bool):
+        findings.problem(
+            "data.dstrial.background_saving", render(saving), "true or false", "Write true, or leave it out."
+        )
     for key in section:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)

@@ -24,6 +24,8 @@ from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.findings import Findings, render
 from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.resuming import fitting_slots
+from dstrial.config.saved_run import SavedRun
 from dstrial.errors import ConfigError, ConfigProblem
 
 LABEL = "experiment config"
@@ -119,7 +121,12 @@ class Submission:
 
 
 def check_submission(
-    config_text: str, *, context_dir: Path, defaults: MasterDefaults, num_slots: int | None = None
+    config_text: str,
+    *,
+    context_dir: Path,
+    defaults: MasterDefaults,
+    num_slots: int | None = None,
+    resumed: SavedRun | None = None,
 ) -> Submission:
     """Check a config with its model definition, and fill in every default.
 
@@ -128,6 +135,7 @@ def check_submission(
         context_dir: the unpacked model definition; an empty directory for none.
         defaults: the master's.
         num_slots: how many slots there are; None to leave that out.
+        resumed: the checkpoint that its trial goes on from, if it does; its batch is kept.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
@@ -155,7 +163,8 @@ def check_submission(
                 f"at least {slots}, the slots_per_trial, without which no trial ever starts",
                 "Raise it, or remove it.",
             )
-        if num_slots is not None and isinstance(slots, int) and slots > num_slots:
+        goes_on_with_fewer = resumed is not None and _fits(resumed, raw, num_slots or 0)
+        if num_slots is not None and isinstance(slots, int) and slots > num_slots and not goes_on_with_fewer:
             exceeds.append(True)
             if defaults.launch_error:
                 findings.problem(
@@ -173,6 +182,7 @@ def check_submission(
         context_dir,
         require_concrete=False,
         require_entrypoint=True,
+        resumed=resumed,
         more_checks=check_more,
     )
     given: Mapping[str, Any] = document.value
@@ -193,6 +203,21 @@ def check_submission(
         warnings=tuple(warning for warning in experiment.warnings if "is a search space" not in warning),
         interpreter=variables.get(INTERPRETER_VARIABLE) or None,
         exceeds_slots=bool(exceeds),
+    )
+
+
+def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
+    """Say whether a checkpoint's own run can go on with the slots that there are, or some of them."""
+    section = raw["data"].get("dstrial")
+    section = section if isinstance(section, Mapping) else {}
+    at_least = section.get("min_slots")
+    return resumed.keeps_batch and bool(
+        fitting_slots(
+            resumed,
+            num_available=num_slots,
+            at_least=at_least if isinstance(at_least, int) else 1,
+            extents=section,
+        )
     )
 
 

@@ -30,12 +30,23 @@ def adapt(
 
     Ranks: any; no communication.
     """
+    require_engine(engine)
     if isinstance(engine, PipelineEngine):
         return PipelineAdapter(engine, data_parallel_rank, data_parallel_world_size)
-    if isinstance(engine, DeepSpeedEngine):
-        return DataParallelAdapter(engine, data_parallel_rank, data_parallel_world_size)
-    raise TrialContractError(
-        f"wrap_model_engine(model_engine): model_engine is a {type(engine).__name__}; expected the engine "
-        "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
-        "self.model_engine = context.wrap_model_engine(engine)."
-    )
+    return DataParallelAdapter(engine, data_parallel_rank, data_parallel_world_size)
+
+
+def require_engine(engine: object) -> None:
+    """Refuse what is no DeepSpeed engine.
+
+    Raises:
+        TrialContractError: it is none.
+
+    Ranks: any; no communication.
+    """
+    if not isinstance(engine, DeepSpeedEngine):
+        raise TrialContractError(
+            f"wrap_model_engine(model_engine): model_engine is a {type(engine).__name__}; expected the engine "
+            "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
+            "self.model_engine = context.wrap_model_engine(engine)."
+        )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from dstrial.engine.layout import Layout
+    from dstrial.checkpoint.layout import Layout
     from dstrial.engine.validation_plan import ValidationRound
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed import comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from dstrial.engine.layout import Layout
+from dstrial.checkpoint.layout import Layout
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.validation_plan import ValidationRound, plan_data_parallel
 

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from dstrial.engine.layout import FlatBuffer, Layout, ParameterPlace
+from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +121,13 @@ def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[F
         groups = optimizer.fp16_groups
     else:
         groups = [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
-    return {id(param): _Slot(idx, None, None) for idx, group in enumerate(groups) for param in group}, []
+    slots = {}
+    for idx, group in enumerate(groups):
+        end = 0
+        for param in group:
+            slots[id(param)] = _Slot(group_idx=idx, buffer_idx=None, offset=end)
+            end += param.numel()
+    return slots, []
 
 
 def _slots_of_flat_groups(

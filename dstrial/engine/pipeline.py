@@ -18,8 +18,8 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from dstrial.checkpoint.layout import Layout
 from dstrial.engine.files import describe_rank
-from dstrial.engine.layout import Layout
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.state import bind_load_checkpoint
 from dstrial.engine.validation_plan import ValidationRound, plan_pipeline

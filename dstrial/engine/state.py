@@ -87,8 +87,8 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     - ``buffers``: the module's buffers as this rank has them. DeepSpeed saves replica 0's persistent ones
       only, and running statistics differ between replicas.
     - ``micro_offset``: forward passes of a pipeline, which ``seed_layers`` seeds from.
-    - ``tied_modules``: layers tied between pipeline stages that are only ever called through a
-      ``forward_fn``; DeepSpeed writes no file for them.
+    - ``tied_modules``: layers tied between pipeline stages. DeepSpeed writes no file for one that is only ever called
+      through a ``forward_fn``, and does not say in which file another one is.
     - ``rng_tracker``: generators of activation checkpointing.
     - ``grad_scalers``: state of torch autocast's gradient scalers.
 
@@ -110,7 +110,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
             key: {
                 name: _on_cpu(value) for name, value in engine.module.tied_modules[key].state_dict().items()
             }
-            for key in _tied_without_file(engine.module)
+            for key in sorted(engine.module.tied_modules)
         }
     return state
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.errors import DstrialError, LaunchError
+from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.launch.arguments import slots_argument
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
@@ -118,6 +118,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
         if options.trial
         else script_command(options.script, directory=Path())
     )
+    _require_resumable(info)
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
     outcome = run_ranks(
@@ -135,6 +136,25 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     return outcome
 
 
+def _require_resumable(info: ClusterInfo) -> None:
+    """Refuse a checkpoint that cannot go on with this trial's config on its slots, where its directory can be read.
+
+    Raises:
+        ConfigError: with everything that keeps it from going on.
+    """
+    from dstrial.launch.resumption import resumption_problems
+
+    problems = resumption_problems(
+        info.trial._config,
+        info.trial.hparams,
+        num_slots=max(sum(info.container_slot_counts), 1),
+        trial_id=int(info.trial.trial_id),
+        latest_checkpoint=info.latest_checkpoint,
+    )
+    if problems:
+        raise ConfigError(problems)
+
+
 def _run_directory() -> RunDirectory | None:
     """The run directory of ``dstrial run``, whose files are kept beside what the master knows."""
     path = os.environ.get(RUN_DIR_VARIABLE)
@@ -145,8 +165,11 @@ def _load(options: argparse.Namespace) -> ExperimentConfig | None:
     if options.config is None:
         return None
     from dstrial.config import load_experiment
+    from dstrial.local.resume import saved_run_to_resume
 
-    return load_experiment(options.config, options.context_dir, (), slots=options.slots)
+    return load_experiment(
+        options.config, options.context_dir, (), slots=options.slots, resumed=saved_run_to_resume()
+    )
 
 
 def _report(outcome: LaunchOutcome) -> None:

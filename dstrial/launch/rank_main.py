@@ -151,12 +151,19 @@ def _run_trial(options: argparse.Namespace) -> None:
         _run_determined_trial(trial_class, options.trial)
         return
     from dstrial.config import load_experiment
+    from dstrial.local.resume import saved_run_to_resume
     from dstrial.trainer import run_trial
 
     experiment = None
     if options.config is not None:
         slots = identify(os.environ).world_size
-        experiment = load_experiment(options.config, options.context_dir, options.override, slots=slots)
+        experiment = load_experiment(
+            options.config,
+            options.context_dir,
+            options.override,
+            slots=slots,
+            resumed=saved_run_to_resume(options.resume, options.run_dir),
+        )
     run_trial(
         trial_class,
         experiment=experiment,

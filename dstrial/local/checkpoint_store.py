@@ -20,9 +20,9 @@ from determined import core
 from determined.common import storage
 from determined.core._checkpoint import merge_metadata
 
-from dstrial.checkpoint.manifest import MANIFEST_NAME
-from dstrial.checkpoint.mark import is_complete, write_mark
-from dstrial.errors import CheckpointError, CheckpointNotFoundError, RankError
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
+from dstrial.checkpoint.mark import MARK_NAME, is_complete, read_mark, write_mark
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
     StoredCheckpoint,
     begin_checkpoint,
@@ -41,6 +41,8 @@ from dstrial.local.run_directory import utc_now
 logger = logging.getLogger("dstrial.local")
 
 METADATA_FILE = "metadata.json"
+
+_METADATA_DIGEST = "metadata_sha256"
 
 FAILURE_WAIT_S = 60.0
 """How long a rank that could not save its part waits for the others before it fails alone."""
@@ -100,7 +102,8 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             CheckpointError: this rank or another could not write its part; the message names the rank
                 and the cause. The directory is removed; earlier checkpoints are untouched. An exception
                 of the block that is no ``OSError`` is raised as it is on the rank it came from.
-            RankError: ``shard=False`` on another rank than 0.
+            RankError: ``shard=False`` on another rank than 0; or the block met one, after which there are no ranks to
+                agree with, and the directory is left to ``open_checkpoint_store``.
             ValueError: no rank's metadata holds ``steps_completed``.
 
         Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
@@ -126,6 +129,9 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         except Exception as caught:  # noqa: BLE001 - raised again below, after the other ranks know of it
             error = caught
         end_part(self._checkpoints_path, storage_id, self._dist.rank)
+        if isinstance(error, RankError):
+            # There is nobody to agree with; the directory has no mark and is removed at the next start.
+            raise error
         if error is not None and shard:
             self._await_other_ranks(storage_id, error)
         try:
@@ -146,8 +152,10 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
                 f"completed in {path}",
                 (lambda: self._complete(path, storage_id, merged)) if self._dist.rank == 0 else lambda: None,
             )
-        except Exception:
-            if self._dist.rank == 0:
+        except Exception as failure:
+            # A rank that dies once the mark is written takes nothing from the checkpoint.
+            is_done = isinstance(failure, RankError) and is_complete(path)
+            if self._dist.rank == 0 and not is_done:
                 remove_checkpoint(self._checkpoints_path, storage_id)
             raise
         if self._dist.rank == 0:
@@ -215,9 +223,13 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
     def _complete(self, path: Path, storage_id: str, metadata: Mapping[str, Any]) -> None:
         write_json_atomically(path / METADATA_FILE, metadata)
-        write_mark(
-            path, {"uuid": storage_id, "steps_completed": metadata["steps_completed"], "time": utc_now()}
-        )
+        info = {
+            "uuid": storage_id,
+            "steps_completed": metadata["steps_completed"],
+            "time": utc_now(),
+            _METADATA_DIGEST: hash_file(path / METADATA_FILE).sha256,
+        }
+        write_mark(path, info)
         end_saving(self._checkpoints_path, storage_id)
         logger.info("saved checkpoint %s at batch %s", storage_id, metadata["steps_completed"])
 
@@ -340,7 +352,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
         Ranks: one.
         """
-        self._find(storage_id)
+        self._find(storage_id, is_read=False)
         remove_checkpoint(self._checkpoints_path, storage_id)
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
@@ -348,6 +360,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint of this name.
+            CheckpointDamagedError: its mark or its metadata is not what was written.
 
         Ranks: any; no communication.
         """
@@ -362,7 +375,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         """The checkpoint completed last; None if there is none. Ranks: any."""
         return newest_checkpoint(self._checkpoints_path)
 
-    def _find(self, storage_id: str) -> Path:
+    def _find(self, storage_id: str, *, is_read: bool = True) -> Path:
         path = Path(storage_id)
         if len(path.parts) == 1:
             path = self._checkpoints_path / storage_id
@@ -376,7 +389,24 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
                 f"checkpoint is {storage_id!r}; expected one that is complete in {path.parent}. Choose one "
                 f"of: {complete}."
             )
+        expected = read_mark(path).get(_METADATA_DIGEST) if is_read else None
+        if expected is not None:
+            _require_metadata(path / METADATA_FILE, expected)
         return path
+
+
+def _require_metadata(path: Path, sha256: str) -> None:
+    """Compare the metadata file with the completion mark, which was written after it."""
+    try:
+        found = hash_file(path).sha256
+    except FileNotFoundError:
+        found = "missing"
+    if found != sha256:
+        got = found if found == "missing" else f"of checksum {found[:12]}"
+        raise CheckpointDamagedError(
+            f"{path} is {got}; expected {sha256[:12]} (SHA-256), as {MARK_NAME} says. Resume from an earlier checkpoint, or "
+            "restore the file from a copy."
+        )
 
 
 def open_checkpoint_store(

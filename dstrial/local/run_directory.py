@@ -44,11 +44,14 @@ logger = logging.getLogger("dstrial.local")
 RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"
 """Environment variable that names the directory of all runs."""
 
+LOCAL_ID = 0
+"""Number of the experiment and of the trial in a run directory, by which its checkpoints know their run."""
+
 RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"
 """Environment variable through which the ranks of a run are told its directory."""
 
-RESUME_VARIABLE = "DSTRIAL_RESUME"
-"""Environment variable through which ranks are told the checkpoint to resume from."""
+REWRITE_VARIABLE = "DSTRIAL_REWRITE"
+"""Environment variable that is the number of a trial whose checkpoint ranks only restore and save again in their layout."""
 
 TEST_VARIABLE = "DSTRIAL_TEST"
 """Environment variable that is 1 where a trial is only to be tested: two batches, one checkpoint, read back."""

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ from dstrial.local.json_files import (
     write_json_atomically,
     write_text_atomically,
 )
-from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, utc_now
+from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE, RunDirectory, utc_now
 
 logger = logging.getLogger("dstrial.local")
 
@@ -41,9 +42,6 @@ VALIDATION_GROUP = "validation"
 
 PROGRESS_PERIOD_S = 1.0
 """Progress is written at most this often; the last state is always written."""
-
-LOCAL_ID = 0
-"""Experiment and trial id of a run off any cluster; a master counts from 1."""
 
 
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
@@ -77,6 +75,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._exp_id = LOCAL_ID
         self._trial_id = LOCAL_ID
         self._tail = JsonLinesTail(run_directory.metrics_path)
+        self._reading = threading.Lock()
         self._searcher_metric_by_step: dict[int, float] = {}
         self._last_validation: int | None = None
         self._progress: dict[str, Any] = {}
@@ -242,15 +241,16 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         logger.log(level, "%s at batch %d: %s", group, row["steps_completed"], row["metrics"])
 
     def validations(self) -> dict[int, float]:
-        """Every reported value of the searcher metric.
+        """Every reported value of the searcher metric; for any thread.
 
         Returns:
             ``steps_completed`` -> value, NaN included; the last report of a batch counts.
 
         Ranks: any; no communication. Other ranks see what the chief has written so far.
         """
-        self._read_validations()
-        return dict(self._searcher_metric_by_step)
+        with self._reading:
+            self._read_validations()
+            return dict(self._searcher_metric_by_step)
 
     def _read_validations(self) -> None:
         is_void, rows = self._tail.poll()
@@ -267,8 +267,9 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
                 self._searcher_metric_by_step[steps_completed] = value
 
     def _get_last_validation(self) -> int | None:
-        self._read_validations()
-        return self._last_validation
+        with self._reading:
+            self._read_validations()
+            return self._last_validation
 
     def get_experiment_best_validation(self) -> float | None:
         """The best searcher metric reported so far in this run, attempts before a resume included.

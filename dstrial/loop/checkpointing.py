@@ -1,4 +1,4 @@
-"""Writing and reading whole checkpoints: engines, trial state of every rank, and the manifest over them.
+"""Reading whole checkpoints back: verification, engines in this or another layout, trial state of every rank.
 
 A checkpoint directory holds ``model<i>/`` (engines, or whatever the trial's ``save`` writes),
 ``dstrial_rank<r>.pt`` (this rank's counters, random states, open report window, reducers, callbacks),
@@ -8,86 +8,36 @@ and, written last by the store, the completion mark.
 
 from __future__ import annotations
 
-import json
 import logging
 import pathlib
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import determined as det
-import numpy as np
 import torch
-from determined import constants
 
 import dstrial
-from dstrial.checkpoint.manifest import Manifest, hash_files, read_manifest, share_of, write_manifest
+from dstrial.checkpoint.layout import Layout, compatible
+from dstrial.checkpoint.manifest import Manifest, read_manifest, share_of
 from dstrial.checkpoint.verify import Damage, damaged_error, verify_files
-from dstrial.engine.files import engine_files
-from dstrial.engine.layout import compatible
-from dstrial.engine.state import engine_extra_state, restore_engine_extra_state
-from dstrial.errors import CheckpointError, CheckpointLayoutError
+from dstrial.engine.batch_sizes import recount_micro_batches
+from dstrial.engine.reshape import extra_state_for, load_reshaped, reshape_problems
+from dstrial.engine.saved_engine import SavedEngine
+from dstrial.engine.state import restore_engine_extra_state
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.metrics import MetricWindow
+from dstrial.loop.metrics import MetricWindow, merge_windows, weighed_window
 from dstrial.loop.progress import Progress
-from dstrial.loop.reducers import reducer_state, restore_reducer
-from dstrial.loop.reports import ReportsUnderway
+from dstrial.loop.random_states import restore_random_states
+from dstrial.loop.reducers import restore_reducer
+from dstrial.loop.saving import rank_state_name
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
 
 
-def rank_state_name(rank: int) -> str:
-    """Return the file name of one rank's trial state."""
-    return f"dstrial_rank{rank}.pt"
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of this process and of its device. Ranks: any; no communication."""
-    algorithm, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (
-            algorithm,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            position,
-            has_gauss,
-            cached,
-        ),
-        "torch": torch.random.get_rng_state(),
-    }
-    if device.type != "cpu":
-        states["device"] = _accelerator().get_rng_state(device.index)
-    return states
-
-
-def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Put this process's random states back. Ranks: any; no communication."""
-    random.setstate(states["python"])
-    algorithm, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.random.set_rng_state(states["torch"])
-    if device.type != "cpu" and "device" in states:
-        _accelerator().set_rng_state(states["device"], device.index)
-
-
-def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()
-
-
-class _LeaveAtOnce(BaseException):
-    """Passes through the store without waiting for other ranks, which wait inside DeepSpeed's own barriers.
-
-    This rank then exits with the error it carries as its cause, the launcher ends the others, and the
-    directory, which has no completion mark, is removed at the next start.
-    """
-
-
 class Checkpointing:
-    """Saves and restores one trial with everything the loop needs to go on exactly.
+    """Restores one trial with everything the loop needs to go on exactly; ``Saving`` wrote it.
 
     Args:
         trial: the user's trial.
@@ -113,137 +63,19 @@ class Checkpointing:
         self._progress = progress
         self._window = window
         self._trial_id = trial_id
-        self._reports = ReportsUnderway(context._core.train)
         self._layouts: list[dict[str, Any]] | None = None
         self._pending_random_states: Mapping[str, Any] | None = None
 
-    def save(self, loop_state: Mapping[str, Any]) -> str:
-        """Write a checkpoint of now. Ranks: all, collectively.
-
-        Args:
-            loop_state: what the loop wants back at a resume, besides counters and window; per rank.
-
-        Returns:
-            The checkpoint's uuid.
-
-        Raises:
-            CheckpointError: it cannot be written; the checkpoints before it stay as they are.
-        """
-        context, progress = self._context, self._progress
-        metadata = {
-            "steps_completed": progress.batches_trained,
-            "determined_version": det.__version__,
-            "dstrial_version": dstrial.__version__,
-            "framework": f"torch-{torch.__version__}",
-            "format": "dstrial",
-        }
-        if context.distributed.rank == 0:
-            self._reports.wait()
-        previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
-        try:
-            with context._core.checkpoint.store_path(metadata, shard=True) as (path, uuid):
-                self._write_rank_states_together(pathlib.Path(path), loop_state)
-                try:
-                    self._write_engines(pathlib.Path(path))
-                except Exception as error:
-                    if context.distributed.size > 1:
-                        raise _LeaveAtOnce from error
-                    raise
-        except _LeaveAtOnce as left:
-            raise self._cannot_write(path, left.__cause__) from left.__cause__
-        except BaseException:
-            progress.last_checkpoint = previous
-            raise
-        self._callbacks.call("on_checkpoint_upload_end", uuid=uuid)
-        return str(uuid)
-
-    def _cannot_write(self, path: pathlib.Path, cause: BaseException | None) -> BaseException:
-        if cause is not None and not isinstance(cause, OSError):
-            return cause
-        return CheckpointError(
-            f"checkpoint {path} at batch {self._progress.batches_trained} cannot be written by rank "
-            f"{self._context.distributed.rank}: {cause}; expected a writable directory with enough room. Make room, then "
-            "resume: the checkpoints before it are complete."
-        )
-
-    def _write_rank_states_together(self, path: pathlib.Path, loop_state: Mapping[str, Any]) -> None:
-        """Write this rank's own state; the failure of one rank is the failure of all. Ranks: all, collectively."""
-        distributed = self._context.distributed
-        error: Exception | None = None
-        try:
-            self._write_rank_state(path, loop_state)
-        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
-            error = caught
-        failures = distributed.allgather(None if error is None else str(error))
-        if error is not None:
-            raise error
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise CheckpointError(
-                    f"checkpoint {path} cannot be written by rank {rank}: {failure}; expected a writable directory with "
-                    "enough room. Make room, then resume: the checkpoints before it are complete."
-                )
-
-    def _write_rank_state(self, path: pathlib.Path, loop_state: Mapping[str, Any]) -> None:
-        context = self._context
-        path.mkdir(parents=True, exist_ok=True)
-        state = {
-            "trial_id": self._trial_id,
-            "progress": self._progress.state_dict(),
-            "window": self._window.state_dict(),
-            "loop": dict(loop_state),
-            "reducers": [reducer_state(wrapped.reducer) for wrapped in context._wrapped_reducers],
-            "callbacks": self._callbacks.state_dict(),
-            "engines": [engine_extra_state(engine) for engine in context.models],
-            "random_states": random_states(context.device),
-        }
-        self._callbacks.call("on_checkpoint_save_start", state)
-        # Through a Python file: torch's own writer hides why a write failed.
-        with (path / rank_state_name(context.distributed.rank)).open("wb") as file:
-            torch.save(state, file)
-
-    def _write_engines(self, path: pathlib.Path) -> None:
-        """Write the engines and the manifest over everything. Ranks: all, collectively."""
-        context = self._context
-        self._trial.save(context, path)
-        if context.distributed.rank == 0:
-            self._write_configuration(path)
-        layouts = self._current_layouts()
-        self._callbacks.call("on_checkpoint_end", str(path))
-        self._callbacks.call("on_checkpoint_write_end", str(path))
-        context.distributed.allgather(None)
-        mine = share_of(_files_in(path), context.distributed.local_rank, context.distributed.local_size)
-        gathered = context.distributed.gather((hash_files(path, mine), self._files_i_read()))
-        if gathered is not None:
-            files = {name: entry for part, _ in gathered for name, entry in part.items()}
-            readers: dict[str, list[int]] = {}
-            for reader, (_, names) in enumerate(gathered):
-                for name in names:
-                    readers.setdefault(name, []).append(reader)
-            batches_trained = self._progress.batches_trained
-            manifest = Manifest.build(
-                steps_completed=batches_trained, layouts=layouts, files=files, readers=readers
-            )
-            write_manifest(path, manifest)
-
-    def _write_configuration(self, path: pathlib.Path) -> None:
-        context = self._context
-        load_data = {
-            "trial_type": "DeepSpeedTrial",
-            "experiment_config": context._exp_conf,
-            "hparams": context._hparams,
-        }
-        (path / "load_data.json").write_text(json.dumps(load_data, default=str))
-        if context._core.info is not None and pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY).is_dir():
-            det.util.write_user_code(path, True)
-
-    def _current_layouts(self) -> list[dict[str, Any]]:
+    def current_layouts(self) -> list[dict[str, Any]]:
+        """Return the layout of every engine as JSON values. Ranks: all, collectively at the first call."""
         if self._layouts is None:
             gather = self._context.distributed.allgather
             self._layouts = [adapter.layout(gather).to_json() for adapter in self._context._adapters]
         return self._layouts
 
-    def restore(self, uuid: str, expected_epoch_length: int | None) -> tuple[dict[str, Any], bool]:
+    def restore(
+        self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None
+    ) -> tuple[dict[str, Any], bool]:
         """Load a checkpoint. Ranks: all, collectively.
 
         Random states are not touched: call :meth:`restore_random_states` as the last thing before training.
@@ -251,9 +83,10 @@ class Checkpointing:
         Args:
             uuid: the checkpoint's uuid, or its directory off a cluster.
             expected_epoch_length: batches per epoch of the loader in use.
+            expected_records: records that the loaders of all ranks read for a batch; None where they do not say.
 
         Returns:
-            The loop's own state as given to :meth:`save`, and whether the run itself is continued; False
+            The loop's own state as given to ``Saving.save``, and whether the run itself is continued; False
             means another trial's weights were taken over and counting starts at 0.
 
         Raises:
@@ -266,39 +99,40 @@ class Checkpointing:
         with context._core.checkpoint.restore_path(uuid) as restored:
             path = pathlib.Path(restored)
             manifest = self._read_verified(path)
-            problems = [
-                f"engine {idx}: {problem}"
-                for idx, (saved, now) in enumerate(
-                    zip(manifest.layouts, self._current_layouts(), strict=False)
-                )
-                for problem in compatible(saved, now)
+            saved = [layout_of(values, path) for values in manifest.layouts]
+            now = [Layout.from_json(values) for values in self.current_layouts()]
+            saved_size = saved[0].world_size if saved else context.distributed.size
+            missing = [
+                rank_state_name(rank)
+                for rank in range(saved_size)
+                if rank_state_name(rank) not in manifest.files
             ]
-            if len(manifest.layouts) != len(self._current_layouts()):
-                problems.append(
-                    f"it holds {len(manifest.layouts)} engines, the trial wraps {len(self._current_layouts())}"
-                )
-            if problems:
-                raise CheckpointLayoutError(
-                    f"checkpoint {path} was written for another layout: {'; '.join(problems)}. Resume it with the layout it "
-                    "was written for."
-                )
-            needed = [rank_state_name(rank) for rank in range(context.distributed.size)]
-            missing = [name for name in needed if name not in manifest.files]
             if missing:
-                raise CheckpointLayoutError(
-                    f"checkpoint {path} has no {missing[0]}; expected the state of {len(needed)} ranks, and it holds "
-                    f"{sum(name.startswith('dstrial_rank') for name in manifest.files)}. Resume it with as many ranks as it was "
-                    "written with."
+                raise CheckpointDamagedError(
+                    f"checkpoint {path} has no {missing[0]}; expected the state of {saved_size} ranks. Resume from another "
+                    "checkpoint."
                 )
-            state = torch.load(
-                path / needed[context.distributed.rank], map_location=self._place, weights_only=False
+            state = self._load_rank_state(path, context.distributed.rank % saved_size)
+            continues = state["trial_id"] == self._trial_id
+            if continues:
+                require_same_batch(path, saved, now)
+            is_reshaped = self._must_reshape(path, saved, now)
+            if is_reshaped:
+                self._reshape_rank_state(path, state, saved_size)
+            state["loop"] = _recounted(state["loop"], saved, now)
+            state["window"] = weighed_window(
+                state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
             )
             self._callbacks.call("on_checkpoint_load_start", state)
-            self._trial.load(context, path)
-            for engine, extra in zip(context.models, state["engines"], strict=True):
-                restore_engine_extra_state(engine, extra)
+            if is_reshaped:
+                self._load_reshaped(path, state["all_engines"], saved, now)
+            else:
+                self._trial.load(context, path)
+            for engine_idx, engine in enumerate(context.models):
+                restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
+                if not is_reshaped:
+                    recount_micro_batches(engine, saved[engine_idx], now[engine_idx])
         self._callbacks.load_state_dict(state["callbacks"])
-        continues = state["trial_id"] == self._trial_id
         self._pending_random_states = state["random_states"] if continues else None
         if not continues:
             logger.info(
@@ -306,6 +140,13 @@ class Checkpointing:
                 uuid,
             )
             return {}, False
+        saved_records = state["loop"].get("records_per_batch", expected_records)
+        if expected_records is not None and saved_records != expected_records:
+            raise CheckpointError(
+                f"checkpoint {uuid} was written with {saved_records} records in a batch, and the training loader now reads "
+                f"{expected_records}; expected the same. Build the loader with "
+                "batch_size=context.get_train_micro_batch_size_per_gpu()."
+            )
         saved_epoch_length = state["progress"]["epoch_length"]
         if saved_epoch_length != expected_epoch_length:
             raise CheckpointError(
@@ -317,6 +158,105 @@ class Checkpointing:
         for wrapped, saved in zip(context._wrapped_reducers, state["reducers"], strict=False):
             restore_reducer(wrapped.reducer, saved)
         return dict(state["loop"]), True
+
+    def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
+        """Say whether the checkpoint is of another layout; refuse what cannot be loaded in this one."""
+        if len(saved) != len(now):
+            raise CheckpointLayoutError(
+                f"checkpoint {path} holds {len(saved)} engines, the trial wraps {len(now)}; expected the same engines. Resume "
+                "it with the trial that wrote it."
+            )
+        differences = [
+            f"engine {idx}: {difference}"
+            for idx, (before, after) in enumerate(zip(saved, now, strict=True))
+            for difference in compatible(before, after)
+        ]
+        if not differences:
+            return False
+        problems = [
+            f"engine {idx}: {problem}"
+            for idx, (before, after) in enumerate(zip(saved, now, strict=True))
+            for problem in reshape_problems(before, after)
+        ]
+        problems += [
+            f"engine {idx}: its experts are spread over the ranks that wrote it: set the layout back"
+            for idx, engine in enumerate(self._context.models)
+            if engine.has_moe_layers
+        ]
+        trial_class = type(self._trial)
+        if trial_class.save is not DeepSpeedTrial.save or trial_class.load is not DeepSpeedTrial.load:
+            problems.append(
+                f"{trial_class.__name__} writes its checkpoints itself: resume it with the layout it was written for"
+            )
+        if problems:
+            raise CheckpointLayoutError(
+                f"checkpoint {path} was written for another layout ({'; '.join(differences)}), and it cannot be brought into "
+                f"this one: {'; '.join(problems)}."
+            )
+        if self._context.distributed.rank == 0:
+            logger.info("checkpoint %s is brought into another layout: %s", path.name, "; ".join(differences))
+        return True
+
+    def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
+        """Return how often all replicas together report the metrics of a batch."""
+        first = layouts[0]
+        is_whole = first.engine_kind == "pipeline" or self._context._manual_grad_accumulation
+        return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
+
+    def _load_rank_state(self, path: pathlib.Path, rank: int) -> dict[str, Any]:
+        state: dict[str, Any] = torch.load(
+            path / rank_state_name(rank), map_location=self._place, weights_only=False
+        )
+        return state
+
+    def _reshape_rank_state(
+        self,
+        path: pathlib.Path,
+        state: dict[str, Any],
+        saved_size: int,
+    ) -> None:
+        """Make this rank's state, in place, one of the ranks that run now. Ranks: all, collectively."""
+        context = self._context
+        states = [self._load_rank_state(path, rank) for rank in range(saved_size)]
+        reporting = context.distributed.allgather(context._mpu.should_report_metrics)
+        reporters = [rank for rank, reports in enumerate(reporting) if reports]
+        windows = [one["window"] for one in states if one["window"]["num_calls"]]
+        rank = context.distributed.rank
+        mine = windows[reporters.index(rank) :: len(reporters)] if rank in reporters else []
+        state["window"] = merge_windows(mine)
+        state["all_engines"] = [one["engines"] for one in states]
+        if rank >= saved_size:
+            # There was no such rank: it keeps the random states that its own seed gave it.
+            state["random_states"] = None
+        if any(one["reducers"] for one in states) and saved_size > context.distributed.size and rank == 0:
+            logger.warning(
+                "the metric reducers of ranks %d to %d are left out: what they have collected since the last report is lost",
+                context.distributed.size,
+                saved_size - 1,
+            )
+
+    def _load_reshaped(
+        self,
+        path: pathlib.Path,
+        extras: list[list[Mapping[str, Any]]],
+        saved: list[Layout],
+        now: list[Layout],
+    ) -> None:
+        for engine_idx, engine in enumerate(self._context.models):
+            tied: dict[str, Any] = {}
+            for of_rank in extras:
+                tied.update(of_rank[engine_idx].get("tied_modules", {}))
+            saved_engine = SavedEngine(path, f"model{engine_idx}", saved[engine_idx], tied)
+            load_reshaped(engine, saved_engine, now[engine_idx])
+
+    def _extra_state(
+        self, state: Mapping[str, Any], engine_idx: int, saved: list[Layout], now: list[Layout]
+    ) -> Mapping[str, Any]:
+        if "all_engines" not in state:
+            own: Mapping[str, Any] = state["engines"][engine_idx]
+            return own
+        extras = [engines[engine_idx] for engines in state["all_engines"]]
+        return extra_state_for(self._context.models[engine_idx], saved[engine_idx], now[engine_idx], extras)
 
     def _place(self, storage: Any, location: str) -> Any:
         """Put what was on an accelerator on this rank's, and leave the rest on the CPU, for ``torch.load``."""
@@ -330,13 +270,6 @@ class Checkpointing:
         if self._pending_random_states is not None:
             restore_random_states(self._pending_random_states, self._context.device)
             self._pending_random_states = None
-
-    def _files_i_read(self) -> list[str]:
-        """Return the files of a checkpoint that this rank reads back in the same layout."""
-        names = [rank_state_name(self._context.distributed.rank)]
-        for engine_idx, engine in enumerate(self._context.models):
-            names += engine_files(engine, f"model{engine_idx}").read
-        return names
 
     def _read_verified(self, path: pathlib.Path) -> Manifest:
         """Read the manifest and compare every file with it, each rank its share. Ranks: all, collectively."""
@@ -359,7 +292,43 @@ class Checkpointing:
         return manifest
 
 
-def _files_in(path: pathlib.Path) -> list[str]:
-    return sorted(
-        str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and not p.name.endswith(".tmp")
-    )
+def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
+    """Refuse to go on with a run whose batches have become larger or smaller.
+
+    Raises:
+        CheckpointLayoutError: an engine has another ``train_batch_size`` than it had.
+
+    Ranks: any; no communication.
+    """
+    for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
+        if before.train_batch_size != after.train_batch_size:
+            raise CheckpointLayoutError(
+                f"engine {idx}: train_batch_size is {after.train_batch_size}; expected {before.train_batch_size}, the batch of "
+                f"checkpoint {path}, in which its progress, schedule and order of records are counted. Set it back, or name "
+                "the checkpoint in dstrial.init(latest_checkpoint=...), which keeps the batch on any number of ranks."
+            )
+
+
+def _recounted(
+    loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
+) -> dict[str, Any]:
+    """Return the loop's state with its micro batches counted as the first engine counts them now."""
+    if not saved:
+        return dict(loop_state)
+    batches = int(loop_state.get("micro_batches_drawn", 0)) // saved[0].micro_batches_per_batch
+    return {**loop_state, "micro_batches_drawn": batches * now[0].micro_batches_per_batch}
+
+
+def layout_of(values: Mapping[str, Any], path: pathlib.Path) -> Layout:
+    """Read one engine's layout out of a manifest.
+
+    Raises:
+        CheckpointError: another release of dstrial wrote it.
+    """
+    try:
+        return Layout.from_json(values)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} describes its layout in another form ({error}); expected that of dstrial "
+            f"{dstrial.__version__}. Resume it with the release that wrote it."
+        ) from error

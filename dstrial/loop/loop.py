@@ -19,6 +19,7 @@ from dstrial.loop.checkpointing import Checkpointing
 from dstrial.loop.events import EventFiles
 from dstrial.loop.metrics import MetricWindow, as_mapping, combine
 from dstrial.loop.progress import Progress
+from dstrial.loop.saving import Saving
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.validation import Validation
@@ -80,6 +81,16 @@ class TrainingLoop:
         self._checkpointing = Checkpointing(
             trial, context, self._callbacks, self._progress, self._window, settings.trial_id
         )
+        self._saving = Saving(
+            trial,
+            context,
+            self._callbacks,
+            self._progress,
+            self._window,
+            settings.trial_id,
+            self._checkpointing.current_layouts,
+            in_background=settings.saves_in_background,
+        )
         self._stream: TrainingStream | None = None
         self._validation: Validation | None = None
         self._iterator: CountingIterator | None = None
@@ -99,6 +110,7 @@ class TrainingLoop:
         with contextlib.ExitStack() as stack:
             callbacks.call("on_trial_startup", self._context.get_initial_batch(), settings.latest_checkpoint)
             stack.callback(callbacks.call, "on_trial_shutdown")
+            stack.callback(self._saving.close)
             stack.callback(self._close_iterator)
             self._build_loaders()
             self._batches_total = total_batches(settings.max_length, progress.epoch_length)
@@ -108,6 +120,8 @@ class TrainingLoop:
             drawn = int(loop_state.get("micro_batches_drawn", 0))
             assert self._stream is not None
             self._iterator = self._stream.open(drawn)
+            if settings.is_rewrite:
+                return self._rewrite()
             for adapter in self._context._adapters:
                 adapter.bind_training_iterator(self._iterator)
                 adapter.set_training(True)
@@ -119,8 +133,16 @@ class TrainingLoop:
             if settings.step_zero_validation and is_fresh:
                 self._validate()
             stopped = self._train()
+            self._saving.finish()
             self._events.upload()
         return FitResult(progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid)
+
+    def _rewrite(self) -> FitResult:
+        """Save what was restored, in the layout that runs, and nothing else. Ranks: all, collectively."""
+        self._checkpointing.restore_random_states()
+        self._checkpoint()
+        self._saving.finish()
+        return FitResult(self._progress.batches_trained, self._batches_total, None, self._checkpoint_uuid)
 
     def _require_epoch_length(self) -> None:
         """Refuse periods that could never fall due.
@@ -143,7 +165,8 @@ class TrainingLoop:
         latest = self._settings.latest_checkpoint
         if latest is None:
             return {}
-        loop_state, continues = self._checkpointing.restore(latest, self._progress.epoch_length)
+        records = self._stream.records_per_batch if self._stream is not None else None
+        loop_state, continues = self._checkpointing.restore(latest, self._progress.epoch_length, records)
         if continues and self._is_chief:
             logger.info("resumed from checkpoint %s at batch %d", latest, self._progress.batches_trained)
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
@@ -252,13 +275,15 @@ class TrainingLoop:
     # ---- reports -------------------------------------------------------------------------------------
 
     def _exchange(self, reports: bool) -> StopReason | None:
-        """Agree on stopping, and in the same exchange combine and report the training metrics."""
+        """Agree on stopping, and in the same exchange report the training metrics and hear of the save under way."""
         batches = self._progress.batches_trained
         share = self._window.totals() if reports and self._reports_metrics else None
         self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._agreements.agree(batches, share)
+        agreement = self._agreements.agree(batches, (share, self._saving.status()))
+        self._saving.settle([status for _, status in agreement.shares])
+        self._saving.prepare()
         if reports:
-            self._report(combine(agreement.shares, "train_batch"))
+            self._report(combine([share for share, _ in agreement.shares], "train_batch"))
         if self._is_chief:
             self._on_progress(batches, self._batches_total)
         self._mark_s = time.monotonic()
@@ -350,7 +375,7 @@ class TrainingLoop:
         return bool(now < best_before if settings.smaller_is_better else now > best_before)
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint. Ranks: all, collectively."""
+        """Copy the state of now, to be written behind the loop. Ranks: all, collectively."""
         if self._is_chief:
             self._core.train.set_status("checkpointing")
         loop_state = {
@@ -358,7 +383,9 @@ class TrainingLoop:
             "window_seconds": self._window_seconds,
             "window_start": self._window_start,
         }
-        self._checkpoint_uuid = self._checkpointing.save(loop_state)
+        if self._stream is not None and self._stream.records_per_batch is not None:
+            loop_state["records_per_batch"] = self._stream.records_per_batch
+        self._checkpoint_uuid = self._saving.save(loop_state)
         self._mark_s = time.monotonic()
         if self._is_chief:
             self._core.train.set_status("training")

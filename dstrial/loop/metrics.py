@@ -223,6 +223,43 @@ class MetricWindow:
         self._batches = list(state["batches"])
 
 
+def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put the open windows of several ranks into one, so that the next report is that of all of them.
+
+    Args:
+        states: what ``state_dict`` of windows of averages returned; none makes an empty window.
+    """
+    totals: dict[str, Any] = {}
+    filled = [state for state in states if state["num_calls"]]
+    for state in filled:
+        for name, held in state["totals"].items():
+            if name not in totals:
+                totals[name] = held
+            elif held is None or totals[name] is None:
+                totals[name] = None
+            else:
+                totals[name] = totals[name] + held
+    return {
+        "totals": totals,
+        "weight": sum(float(state["weight"]) for state in filled),
+        "num_calls": max((int(state["num_calls"]) for state in filled), default=0),
+        "batches": [],
+    }
+
+
+def weighed_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return an open window of averages whose sets count for more or less.
+
+    A batch consists of other micro batches after a resume on other replicas, and what it counts in a report stays the same.
+
+    Args:
+        state: what ``state_dict`` of a window of averages returned.
+        factor: sets per batch now, for each that a batch had.
+    """
+    totals = {name: None if held is None else held * factor for name, held in state["totals"].items()}
+    return {**state, "totals": totals, "weight": float(state["weight"]) * factor}
+
+
 def combine(
     shares: Sequence[MetricTotals | None],
     where: str,

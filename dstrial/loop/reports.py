@@ -41,13 +41,19 @@ class ReportsUnderway:
 
             shipper._post_metrics = post_and_count
 
-    def wait(self, deadline_s: float = _DEADLINE_S) -> bool:
-        """Wait until the master has taken what was reported until now. Ranks: the one that reports.
+    def num_reported(self) -> int:
+        """Return how many reports were handed to the client until now. Ranks: the one that reports."""
+        # The client never marks a task as done, so that this is how many were ever put in.
+        return 0 if self._shipper is None else int(self._shipper._queue.unfinished_tasks) - self._num_before
+
+    def wait(self, deadline_s: float = _DEADLINE_S, *, up_to: int | None = None) -> bool:
+        """Wait until the master has taken what was reported until now. Ranks: the one that reports; any thread.
 
         A master that is away is waited for, as the client itself does.
 
         Args:
             deadline_s: seconds after which a warning is logged and the wait is given up.
+            up_to: how many reports to wait for, from ``num_reported``; None for all until now.
 
         Returns:
             Whether the master has everything.
@@ -55,8 +61,7 @@ class ReportsUnderway:
         shipper = self._shipper
         if shipper is None:
             return True
-        # The client never marks a task as done, so that this is how many were ever put in.
-        wanted = shipper._queue.unfinished_tasks - self._num_before
+        wanted = self.num_reported() if up_to is None else up_to
         give_up_at_s = time.monotonic() + deadline_s
         while self._num_posted < wanted:
             if not shipper.is_alive():

@@ -28,6 +28,9 @@ class LoopSettings:
         data_seed: decides the order of records.
         trial_id: number of the trial, 0 off a cluster.
         max_validation_rounds: evaluate at most this many rounds per validation; None for all.
+        is_rewrite: whether to save ``latest_checkpoint`` again as soon as it is restored, in the layout that runs, and to
+            end before the first batch.
+        saves_in_background: whether checkpoints are written behind the loop, which is held while state is copied.
     """
 
     max_length: pytorch.TrainUnit
@@ -42,6 +45,8 @@ class LoopSettings:
     data_seed: int
     trial_id: int
     max_validation_rounds: int | None = None
+    is_rewrite: bool = False
+    saves_in_background: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

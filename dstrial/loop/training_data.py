@@ -145,6 +145,13 @@ class TrainingStream:
                 f"{tail} {unit} at the end of every epoch do not fill a batch of {size} and are not trained"
             )
 
+    @property
+    def records_per_batch(self) -> int | None:
+        """Records that all replicas read for a full batch; None where a loader of the user's own decides."""
+        if self._batches is None or self._loader.batch_size is None:
+            return None
+        return self._batches.geometry.train_batch_size
+
     def count_records(self, first_batch: int, end_batch: int) -> int:
         """Return the records of a stretch of global batches; for loaders of the user's own, if all are full."""
         if self._batches is not None and self._loader.batch_size is not None:

@@ -35,6 +35,9 @@ _SHORT_PAYLOAD_BYTES = _SHORT_MESSAGE_BYTES - _LENGTH_BYTES
 # A rank that has waited this long says in the store that it is waiting; before, nothing is stored.
 _QUIET_WAIT_S = 5.0
 
+# Key in a lane's store under which a rank says that it takes part no more.
+_LEFT = "left"
+
 _channel_numbers = itertools.count()
 
 
@@ -144,6 +147,19 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         """Return what the first rank of this machine passed. Ranks: a machine's, collectively."""
         return stuff if self._local_lane is None else self._local_lane.broadcast(stuff, "broadcast_local")
 
+    def leave(self, reason: str) -> None:
+        """Take part no more: ranks that wait for this one fail with ``reason`` within seconds.
+
+        The channel is of no use to anybody afterwards.
+
+        Args:
+            reason: what happened here, for the error of the others.
+
+        Ranks: each its own; no communication.
+        """
+        if self._lane is not None:
+            self._lane.leave(reason)
+
     def close(self) -> None:
         """Give up the channel's groups; safe to call again. Ranks: each its own; no communication."""
         if self._is_closed:
@@ -245,6 +261,15 @@ class _Lane:
             self._wait(self._group.broadcast([long_message]), operation)
         return value if is_source else _unpickle(view[:length])
 
+    def leave(self, reason: str) -> None:
+        self._store.set(_LEFT, f"rank {self._rank}: {reason}")
+
+    def _require_all(self, operation: _Operation) -> None:
+        if self._store.check([_LEFT]):
+            raise RankError(
+                f"{operation.name} is without a rank that takes part no more; {self._store.get(_LEFT).decode()}"
+            )
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -266,6 +291,7 @@ class _Lane:
                 if not has_said:
                     self._say_waiting(operation)
                     has_said = True
+                self._require_all(operation)
                 failure = self._timeout_error(operation) if is_over else None
             except RuntimeError as error:
                 raise self._peer_error(operation, error) from error

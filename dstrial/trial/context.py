@@ -6,16 +6,27 @@ import copy
 import logging
 import pathlib
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from determined import core, pytorch, util
 
-from dstrial.config import ParallelSizes, check_deepspeed, overwrite_deepspeed_config, resolve_batch
-from dstrial.engine.adapt import adapt
+from dstrial.config import (
+    ParallelSizes,
+    SavedEngine,
+    SavedRun,
+    check_deepspeed,
+    overwrite_deepspeed_config,
+    resolve_batch,
+)
+from dstrial.config.saved_run import given_settings, run_metadata
+from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
+from dstrial.engine.batch_sizes import config_of
 from dstrial.errors import ConfigError, TrialContractError
 from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
+from dstrial.trial.resumed import ResumedRun
 
 logger = logging.getLogger("dstrial.trial")
 
@@ -38,6 +49,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         steps_completed: batches trained before this allocation.
         enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
         device: the device of this rank; None takes the accelerator's current one.
+        resumed: the checkpoint that this run goes on from, whose batch it keeps; None for a new run.
+
+    Raises:
+        ConfigError: the hyperparameters ask for another batch than the checkpoint's, or the replicas that there are
+            cannot share it evenly.
 
     Source: the public surface of ``determined.pytorch.deepspeed.DeepSpeedTrialContext`` 0.38.1.
     """
@@ -53,12 +69,19 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         steps_completed: int,
         enable_tensorboard_logging: bool = True,
         device: torch.device | None = None,
+        resumed: SavedRun | None = None,
     ) -> None:
         self._core = core_context
         self.distributed = core_context.distributed
         super().__init__(self.distributed.allgather)
-        self._hparams = copy.deepcopy(hparams)
+        self._hparams = self._given_hparams = copy.deepcopy(hparams)
         self._exp_conf = copy.deepcopy(exp_conf)
+        self._resumed: ResumedRun | None = None
+        if resumed is not None and resumed.engines:
+            data_config = (exp_conf or {}).get("data") or {}
+            self._resumed = ResumedRun(resumed, self.distributed.size, data_config)
+            if self._hparams is not None:
+                self._hparams = self._resumed.hyperparameters(self._hparams)
         self._num_gpus = num_gpus
         self._trial_seed = trial_seed
         self._steps_completed = steps_completed
@@ -73,6 +96,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         self.models: list[Any] = []
         self.profiler: Any = None
         self._adapters: list[EngineAdapter] = []
+        self._given_settings: list[dict[str, Any]] = []
         self._mpu = make_data_parallel_mpu(self.distributed)
         self._called_set_mpu = False
         self._use_pipeline_parallel = False
@@ -92,7 +116,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         """Register a DeepSpeed engine for training and checkpoints, and check its configuration for real.
 
         The whole configuration check is repeated with the true sizes. The first engine decides the batch
-        sizes and, if it is a pipeline, who reads records and who reports.
+        sizes and, if it is a pipeline, who reads records and who reports. In a run that goes on from a checkpoint an engine
+        keeps its ``train_batch_size``: micro batch and accumulation are changed where its config came to another one.
 
         Args:
             model: what ``deepspeed.initialize`` returned first.
@@ -106,6 +131,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
         Ranks: all, with the engines in the same order.
         """
+        require_engine(model)
+        given = self._fit_to_checkpoint(model)
         adapter = adapt(model)
         is_pipeline = _is_pipeline(model)
         self._check_config(model, adapter, is_pipeline)
@@ -126,7 +153,37 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             )
         self.models.append(model)
         self._adapters.append(adapter)
+        self._given_settings.append(given)
         return model
+
+    def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
+        """Let an engine keep the batch of the run that goes on; returns what its config said when the run began."""
+        if self._resumed is None:
+            return given_settings(config_of(engine))
+        return self._resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
+
+    def _checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
+        """Return the metadata of a checkpoint, with which a config is compared before a run goes on from it.
+
+        Args:
+            layouts: of the engines, as JSON values.
+            trial_id: number of the trial.
+
+        Ranks: any; no communication.
+        """
+        saved = self._resumed.saved.engines if self._resumed is not None else ()
+        engines = []
+        for idx, (layout, given) in enumerate(zip(layouts, self._given_settings, strict=True)):
+            limit = given.get("train_micro_batch_size_per_gpu")
+            if limit is None and idx < len(saved):
+                limit = saved[idx].micro_batch_limit
+            more = {
+                "has_experts": bool(self.models[idx].has_moe_layers),
+                "given": given,
+                "micro_batch_limit": limit,
+            }
+            engines.append(SavedEngine.from_layout(layout, more))
+        return run_metadata(engines, trial_id)
 
     def _check_config(self, engine: Any, adapter: EngineAdapter, is_pipeline: bool) -> None:
         world_size = self.distributed.size
@@ -321,7 +378,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         """Return a DeepSpeed config ready for ``deepspeed.initialize``: read, overwritten, batch sizes solved.
 
         Unlike ``overwrite_deepspeed_config`` alone, every batch size left out or ``"auto"`` becomes a number,
-        for the replicas that run now.
+        for the replicas that run now. A run that goes on from a checkpoint keeps its ``train_batch_size``.
 
         Args:
             name: hyperparameter that holds the path of the JSON, or the config itself.
@@ -338,7 +395,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Ranks: any; no communication. Not in Determined.
         """
         merged = overwrite_deepspeed_config(self.get_hparam(name), self.get_hparams().get(overwrite) or {})
-        return resolve_batch(merged, self.distributed.size // model_parallel_size)
+        data_parallel_size = self.distributed.size // model_parallel_size
+        kept = None if self._resumed is None else self._resumed.resolve(merged, data_parallel_size)
+        return resolve_batch(merged, data_parallel_size) if kept is None else kept
 
     def get_global_batch_size(self) -> int:
         """Return the ``global_batch_size`` hyperparameter, rounded down to a multiple of the slots.

@@ -34,10 +34,13 @@ IMPORTED_AHEAD = (
 class RunningProgram:
     """A program in a process of its own, whose ``main`` yields ``(name, result)`` one after the other.
 
-    Use as a context manager; the process and all its ranks are ended at the latest on leaving.
+    ``folders`` are further places to import from. Use as a context manager; the process and all its ranks are ended at the
+    latest on leaving.
     """
 
-    def __init__(self, module: str, argument: dict[str, Any], scratch: pathlib.Path) -> None:
+    def __init__(
+        self, module: str, argument: dict[str, Any], scratch: pathlib.Path, *folders: pathlib.Path
+    ) -> None:
         self._scratch = scratch
         self._log = (scratch / "program.log").open("w")
         env = {
@@ -45,7 +48,7 @@ class RunningProgram:
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(pathlib.Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join(map(str, (pathlib.Path(__file__).parent, *folders))),
             "PYTHONWARNINGS": "ignore",
         }
         self._process = subprocess.Popen(

@@ -17,9 +17,9 @@ from deepspeed import comm
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
+from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.engine.adapt import adapt
 from dstrial.engine.files import engine_files, expected_files
-from dstrial.engine.layout import Layout, compatible
 from dstrial.engine.state import load_engine, save_engine
 
 

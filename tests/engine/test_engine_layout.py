@@ -5,7 +5,7 @@ from typing import Any
 import forked_ranks
 import pytest
 
-from dstrial.engine.layout import FlatBuffer, Layout, ParameterPlace, compatible
+from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, compatible
 
 CASES = [
     "zero 0",

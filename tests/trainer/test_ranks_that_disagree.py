@@ -23,14 +23,3 @@ def test_disagreement_is_an_error_that_names_the_ranks(tmp_path, trial, message)
     assert run.returncode not in (0, 137), run.output
     assert message in run.output
     assert run.output.rstrip().splitlines()[-1].startswith("dstrial.errors."), run.output
-
-
-def test_resuming_on_another_number_of_ranks_names_both_numbers(tmp_path):
-    config = experiment({"deepspeed_config": deepspeed_config(1), "num_records": 64}, batches=4)
-    two = train(tmp_path, "DataParallelTrial", config, ranks=2)
-    assert two.returncode == 0, two.output
-    config["searcher"]["max_length"] = {"batches": 8}
-    one = train(tmp_path, "DataParallelTrial", config, ranks=1, run=two)
-    assert one.returncode not in (0, 137)
-    assert "CheckpointLayoutError" in one.output
-    assert "was 2, is 1" in one.output

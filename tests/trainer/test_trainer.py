@@ -400,11 +400,23 @@ def test_asked_to_resume_without_a_checkpoint_fails(tmp_path):
         fit(run_dir=done.directory.path, latest_checkpoint="latest")
 
 
-def test_another_zero_stage_is_refused_with_both_stages():
+def test_a_run_goes_on_in_another_zero_stage():
     done = fit()
-    with pytest.raises(CheckpointLayoutError, match="ZeRO stage was 0, is 1"):
+    again = fit(
+        hparams={"deepspeed_config": deepspeed_config(1)},
+        run_dir=done.directory.path,
+        latest_checkpoint="latest",
+        max_length=Batch(8),
+    )
+    assert again.result.batches_trained == 8
+
+
+def test_another_optimizer_is_refused_with_both_names():
+    done = fit()
+    optimizer = {"type": "Adagrad", "params": {"lr": 0.01}}
+    with pytest.raises(CheckpointLayoutError, match=r"optimizer was AdamW, is .*set it back"):
         fit(
-            hparams={"deepspeed_config": deepspeed_config(1)},
+            hparams={"deepspeed_config": deepspeed_config(0, optimizer=optimizer)},
             run_dir=done.directory.path,
             latest_checkpoint="latest",
         )

@@ -12,9 +12,10 @@ from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config import SavedRun
 from dstrial.config.submission import Submission, check_submission, merge_override
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError, RequestError
-from dstrial.master import checkpoint_gc
+from dstrial.master import checkpoint_gc, resumption
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
@@ -28,6 +29,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings
+from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.metrics import as_number, metric_names
 from dstrial.master.store.tokens import User
@@ -36,8 +38,14 @@ _MAX_SUBMISSION_BYTES = 130 * 2**20
 _ANY_STATE = "STATE_"
 
 
-def checked(services: Services, config: str, tgz: bytes) -> Submission:
+def checked(services: Services, config: str, tgz: bytes, resumed: SavedRun | None = None) -> Submission:
     """Check a config with its model definition; takes long enough to be done in a thread.
+
+    Args:
+        services: of the running master.
+        config: YAML.
+        tgz: the model definition.
+        resumed: the checkpoint that its trial goes on from, if it does.
 
     Raises:
         ConfigError: with every problem.
@@ -52,6 +60,7 @@ def checked(services: Services, config: str, tgz: bytes) -> Submission:
                 context_dir=context_dir,
                 defaults=services.settings.defaults(services.state_dir),
                 num_slots=len(services.slots),
+                resumed=resumed,
             )
         except ConfigError as error:
             raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
@@ -103,7 +112,8 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
         config = config or parent["original_config"]
         if not tgz:
             tgz = await services.read(_model_definition, parent_id)
-    submission = await services.run(lambda: checked(services, config, tgz))
+    resumed = await services.read(resumption.of_submission, config)
+    submission = await services.run(lambda: checked(services, config, tgz, resumed))
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else []
     if body.flag("validateOnly"):
         return message(
@@ -293,6 +303,12 @@ def _bulk(
     return handle
 
 
+def _resumed_by(connection: sqlite3.Connection, experiment_id: int) -> SavedRun | None:
+    """Return the checkpoint from which the trial of a single searcher goes on; None if it would start anew."""
+    trials = trial_rows.of_experiment(connection, experiment_id)
+    return resumption.of_trial(connection, trials[0]) if len(trials) == 1 else None
+
+
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     """``POST experiments/continue``: let one that has ended go on, perhaps with another config."""
     body, services = request.body(), request.services
@@ -303,7 +319,8 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
         row = await services.read(experiment_rows.require, experiment_id)
         tgz = await services.read(_model_definition, experiment_id)
         merged = merge_override(row["original_config"], override)
-        submission = await services.run(lambda: checked(services, merged, tgz))
+        resumed = await services.read(_resumed_by, experiment_id)
+        submission = await services.run(lambda: checked(services, merged, tgz, resumed))
     await services.write(lambda tx: experiments.continue_(tx, experiment_id, submission))
     return message(
         bindings.v1ContinueExperimentResponse, experiment=await _shown(services, experiment_id), warnings=[]

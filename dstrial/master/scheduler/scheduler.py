@@ -18,10 +18,10 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import DstrialError
-from dstrial.master import launcher
+from dstrial.master import launcher, resumption
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import allocations, ending
 from dstrial.master.launcher import AllocationExit, AllocationRequest, SupervisorHandle
@@ -52,7 +52,7 @@ _LOOK_AGAIN_S = 1.0
 _REST_OF_OUTPUT_S = 15.0
 
 _WAITING = (
-    "SELECT trials.id, trials.experiment_id, experiments.slots_per_trial, experiments.max_slots FROM trials "
+    "SELECT trials.*, experiments.slots_per_trial, experiments.max_slots, experiments.config FROM trials "
     "JOIN experiments ON experiments.id = trials.experiment_id "
     "WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND experiments.unmanaged = 0 "
     "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')"
@@ -77,6 +77,8 @@ class Scheduler:
         self._killed_s: dict[str, float] = {}
         self._troubled_s: dict[str, float] = {}
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
+        self._told: dict[int, tuple[int, int]] = {}
+        self._fitting: dict[int, tuple[tuple[int, int, int], int | None]] = {}
         self._is_draining = False
         self._is_stopping = False
         self._is_killing = False
@@ -95,23 +97,55 @@ class Scheduler:
                 if row["state"] == "ASSIGNED":
                     self._started(row["id"], handle)
         self._remove_left_over({row["id"] for row in live})
-        self._database.write(self._tell_who_cannot_fit)
+        with self._database.read() as connection:
+            rows = connection.execute(f"{_WAITING} {_ORDER}").fetchall()
+            self._waiting(connection, rows, len(self._services.slots))
         self._janitor.start()
         self._thread.start()
 
-    def _tell_who_cannot_fit(self, tx: Transaction) -> None:
-        """Say in their logs which trials need more slots than this master has, though an earlier one had them."""
-        num_slots = len(self._services.slots)
-        for row in tx.execute(
-            f"{_WAITING} AND experiments.slots_per_trial > ? {_ORDER}", (num_slots,)
-        ).fetchall():
-            task_id = trial_rows.require(tx.connection, row["id"])["task_id"]
-            text = (
-                f"the trial needs {row['slots_per_trial']} slots and waits; this master has {num_slots}. Start it again "
-                f"with at least {row['slots_per_trial']} (`dstrial up --slots`)"
-            )
-            logger.warning("trial %d: %s", row["id"], text)
-            add_master_line(tx, task_id, row["id"], text, level="WARNING")
+    def _waiting(
+        self, connection: sqlite3.Connection, rows: list[sqlite3.Row], num_enabled: int
+    ) -> list[Waiting]:
+        """Return who waits for how many slots; a trial that can go on with fewer than it asks for waits for those."""
+        waiting = []
+        for row in rows:
+            wanted, most = row["slots_per_trial"], row["max_slots"]
+            available = num_enabled if most is None else min(num_enabled, most)
+            num_slots = wanted
+            if wanted > available:
+                config = json.loads(row["config"])
+                fitting = self._slots_to_go_on_with(connection, row, config, available)
+                if fitting is not None:
+                    num_slots = fitting
+                elif wanted > num_enabled and self._told.get(row["id"]) != (wanted, num_enabled):
+                    self._told[row["id"]] = (wanted, num_enabled)
+                    why = resumption.why_it_waits(connection, row, config, available)
+                    self._tell_it_waits(row, num_enabled, why)
+            waiting.append(Waiting(row["id"], row["experiment_id"], num_slots, most))
+        return waiting
+
+    def _slots_to_go_on_with(
+        self, connection: sqlite3.Connection, row: sqlite3.Row, config: dict[str, Any], available: int
+    ) -> int | None:
+        """Return what ``resumption`` says, which is asked again only when something has changed."""
+        known_for = (row["run_id"], available, hash(row["config"]))
+        known = self._fitting.get(row["id"])
+        if known is None or known[0] != known_for:
+            known = known_for, resumption.slots_to_go_on_with(connection, row, config, available)
+            self._fitting[row["id"]] = known
+        return known[1]
+
+    def _tell_it_waits(self, row: sqlite3.Row, num_slots: int, why: str | None) -> None:
+        """Say in its log that a trial needs more slots than there are."""
+        wanted = row["slots_per_trial"]
+        text = (
+            f"the trial needs {wanted} slots and waits; this master has {num_slots}. Start it again with at least {wanted} "
+            "(`dstrial up --slots`)"
+        )
+        if why is not None:
+            text += f", for its checkpoint cannot go on with fewer: {why}"
+        logger.warning("trial %d: %s", row["id"], text)
+        self._database.write(lambda tx: add_master_line(tx, row["task_id"], row["id"], text, level="WARNING"))
 
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
         """Free all slots and end; experiments stay as they are and go on at the next start.
@@ -275,29 +309,30 @@ class Scheduler:
             rows = connection.execute(f"{_WAITING} {_ORDER}").fetchall()
             live = allocation_rows.all_live(connection) if rows else []
             off = disabled(connection, {slot.id for slot in self._services.slots}) if rows else {}
+            enabled = {slot.id for slot in self._services.slots if slot.id not in off}
+            waiting = self._waiting(connection, rows, len(enabled))
         if not rows:
             return []
-        enabled = {slot.id for slot in self._services.slots if slot.id not in off}
         in_use: set[int] = set()
         used_by: dict[int, int] = {}
         for row in live:
             slots = json.loads(row["slots"])
             in_use.update(slots)
             used_by[row["experiment_id"]] = used_by.get(row["experiment_id"], 0) + len(slots)
-        waiting = [
-            Waiting(row["id"], row["experiment_id"], row["slots_per_trial"], row["max_slots"]) for row in rows
-        ]
+        wanted = {row["id"]: row["slots_per_trial"] for row in rows}
         ports = {port for row in live for port in json.loads(row["ports"]).values()}
         begun = []
         for trial_id, slots in assignments(waiting, enabled - in_use, len(enabled), used_by):
-            allocation = self._begin(trial_id, slots, ports)
+            allocation = self._begin(trial_id, slots, wanted[trial_id], ports)
             if allocation is not None:
                 ports |= set(json.loads(allocation["ports"]).values())
                 begun.append(allocation)
         return begun
 
-    def _begin(self, trial_id: int, slots: list[int], used_ports: Iterable[int]) -> sqlite3.Row | None:
-        """Give a trial slots and start its processes."""
+    def _begin(
+        self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
+    ) -> sqlite3.Row | None:
+        """Give a trial slots, perhaps fewer than its config asks for, and start its processes."""
         ports = launcher.choose_ports(set(used_ports))
         tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
         hashes = {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
@@ -306,7 +341,7 @@ class Scheduler:
             # In the transaction, so that `_release_all` sees either the allocation or that there will be none.
             if self._is_draining:
                 return None
-            return allocations.assign(
+            allocation = allocations.assign(
                 tx,
                 trial_id,
                 slots=slots,
@@ -315,6 +350,20 @@ class Scheduler:
                 directory=str(self._directory),
                 token_hashes=hashes,
             )
+            if allocation is not None and len(slots) < num_wanted:
+                text = (
+                    f"the trial asks for {num_wanted} slots and goes on from its checkpoint with {len(slots)}, the most that "
+                    "there are for it and that share its batch, which stays as it was"
+                )
+                add_master_line(
+                    tx,
+                    allocation["task_id"],
+                    trial_id,
+                    text,
+                    level="WARNING",
+                    allocation_id=allocation["id"],
+                )
+            return allocation
 
         row = self._database.write(assign)
         if row is None:

@@ -14,10 +14,20 @@ from torch import nn
 from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback, overwrite_deepspeed_config
 
 
+def wait_until_saved(deadline_s=60):
+    """Wait until no checkpoint is being written, so that which ones a killed run leaves does not depend on time."""
+    checkpoints = pathlib.Path(os.environ["DSTRIAL_RUN_DIR"]) / "checkpoints"
+    give_up_at_s = time.monotonic() + deadline_s
+    while list(checkpoints.glob("*.saving")):
+        assert time.monotonic() < give_up_at_s, "a checkpoint is never completed"
+        time.sleep(0.01)
+
+
 def kill_if_asked(rank, batch_idx):
-    """End this rank with SIGKILL at the batch named in KILL_AT, once, where KILL_ONCE says it has not been done."""
+    """End this rank with SIGKILL at the batch named in KILL_AT, once, where KILL_MARKER says it has not been done."""
     marker = pathlib.Path(os.environ.get("KILL_MARKER", "/nonexistent"))
     if os.environ.get("KILL_AT") == f"{rank}:{batch_idx}" and not marker.exists():
+        wait_until_saved()
         marker.write_text("killed")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -85,7 +95,8 @@ class Common(DeepSpeedTrial):
 class DataParallelTrial(Common):
     def build_engine(self):
         torch.manual_seed(11)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 4))
+        dropout = nn.Dropout(self.hparams.get("dropout", 0.2))
+        model = nn.Sequential(nn.Linear(8, 16), dropout, nn.Tanh(), nn.Linear(16, 4))
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=self.ds_config()
         )

@@ -52,7 +52,8 @@ class ParameterPlace:
         is_cut: whether its own elements are cut over the replicas (ZeRO 3).
         buffer_idx: ``FlatBuffer.index`` of the buffer that it lies in; None if in none (no ZeRO).
         offset: elements before it: in the whole buffer for ZeRO 1 and 2, where partition p holds elements
-            ``[p * partition_numel, (p + 1) * partition_numel)``; within every rank's partition for ZeRO 3.
+            ``[p * partition_numel, (p + 1) * partition_numel)``; within every rank's partition for ZeRO 3; in its
+            parameter group where there is no buffer, which gives the optimizer's order of parameters.
         partition_numel: elements of one rank's piece, its padding included (ZeRO 3); rank p's piece begins
             at element ``p * partition_numel`` of the flattened parameter. None if it is not cut.
     """

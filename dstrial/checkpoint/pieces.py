@@ -1,0 +1,124 @@
+"""Where the elements of a parameter lie in the files of a checkpoint, and in the memory of a rank; pure.
+
+A parameter is a row of elements. Every layout cuts it into pieces, each within one replica's partition of a flat buffer
+(or, where there is no flat buffer, whole). Reading a checkpoint in another layout is then copying intervals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Some neighbouring elements of a parameter in one replica's partition.
+
+    Attributes:
+        replica: whose partition.
+        begin: first element within the partition of the buffer; within the parameter where there is no buffer.
+        parameter_begin: first element within the flattened parameter.
+        numel: how many elements.
+    """
+
+    replica: int
+    begin: int
+    parameter_begin: int
+    numel: int
+
+    @property
+    def parameter_end(self) -> int:
+        """One past its last element within the flattened parameter."""
+        return self.parameter_begin + self.numel
+
+
+class Pieces:
+    """The pieces of every parameter of a layout.
+
+    Args:
+        layout: of a checkpoint, or of a live engine.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._buffers = {(buffer.model_part, buffer.index): buffer for buffer in layout.buffers}
+
+    def buffer(self, place: ParameterPlace) -> FlatBuffer | None:
+        """Return the flat buffer that a parameter lies in, None if in none."""
+        if place.buffer_idx is None:
+            return None
+        return self._buffers[place.model_part, place.buffer_idx]
+
+    def of(self, place: ParameterPlace) -> list[Piece]:
+        """Return the pieces of a parameter that the optimizer owns, in the order of its elements."""
+        numel = math.prod(place.shape)
+        buffer = self.buffer(place)
+        if buffer is None or place.offset is None:
+            return [Piece(0, 0, 0, numel)] if numel else []
+        if place.is_cut:
+            assert place.partition_numel is not None
+            return list(_cut_pieces(numel, place.partition_numel, buffer.num_partitions, place.offset))
+        return list(_flat_pieces(numel, place.offset, buffer))
+
+    def on(self, place: ParameterPlace, replica: int) -> list[Piece]:
+        """Return the pieces in one replica's partition; all of them where the buffer is not cut."""
+        buffer = self.buffer(place)
+        if buffer is None or buffer.num_partitions == 1:
+            return self.of(place)
+        return [piece for piece in self.of(place) if piece.replica == replica]
+
+
+def own_piece(place: ParameterPlace, replica: int) -> Piece | None:
+    """Return which elements of a cut parameter (ZeRO 3) a replica holds itself; None if only padding."""
+    assert place.partition_numel is not None
+    begin = replica * place.partition_numel
+    numel = min(place.partition_numel, math.prod(place.shape) - begin)
+    return Piece(replica, 0, begin, numel) if numel > 0 else None
+
+
+def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int, int]]:
+    """Return for each parameter that an optimizer owns without flat buffers its group and its position in that group.
+
+    Args:
+        places: the parameters of one part of a model.
+    """
+    owned = [
+        (place.group_idx, place.offset, place.name)
+        for place in places
+        if place.group_idx is not None and place.offset is not None and place.tied_to in (None, place.name)
+    ]
+    positions: dict[str, tuple[int, int]] = {}
+    num_of_group: dict[int, int] = {}
+    for group_idx, _, name in sorted(owned):
+        positions[name] = (group_idx, num_of_group.setdefault(group_idx, 0))
+        num_of_group[group_idx] += 1
+    return positions
+
+
+def overlaps(pieces: Iterable[Piece], begin: int, numel: int) -> Iterator[tuple[Piece, int, int, int]]:
+    """Yield (piece, offset within the piece, offset within the interval, elements) for an interval of a parameter."""
+    end = begin + numel
+    for piece in pieces:
+        low, high = max(piece.parameter_begin, begin), min(piece.parameter_end, end)
+        if low < high:
+            yield piece, low - piece.parameter_begin, low - begin, high - low
+
+
+def _cut_pieces(numel: int, partition_numel: int, num_partitions: int, offset: int) -> Iterator[Piece]:
+    for replica in range(num_partitions):
+        begin = replica * partition_numel
+        length = min(partition_numel, numel - begin)
+        if length > 0:
+            yield Piece(replica, offset, begin, length)
+
+
+def _flat_pieces(numel: int, offset: int, buffer: FlatBuffer) -> Iterator[Piece]:
+    done = 0
+    while done < numel:
+        at = offset + done
+        replica, begin = divmod(at, buffer.partition_numel)
+        length = min(buffer.partition_numel - begin, numel - done)
+        yield Piece(replica, begin, done, length)
+        done += length

@@ -1,0 +1,111 @@
+"""What a checkpoint holds, from its manifest alone: sizes by kind and by rank, parameters by engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dstrial.checkpoint.file_roles import KINDS, role_of
+from dstrial.checkpoint.layout import Layout, ParameterPlace
+from dstrial.checkpoint.manifest import Manifest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """The parameters of one engine; one that is tied to another is counted with that one.
+
+    Attributes:
+        num_parameters: parameters.
+        num_elements: their elements.
+        num_frozen: parameters that require no gradient.
+        num_frozen_elements: their elements.
+        num_not_optimized: parameters that require a gradient and that no optimizer owns.
+        tied: name -> name of the parameter that it is, for each name beyond a parameter's first.
+    """
+
+    num_parameters: int
+    num_elements: int
+    num_frozen: int
+    num_frozen_elements: int
+    num_not_optimized: int
+    tied: Mapping[str, str]
+
+
+def own_places(layout: Layout) -> Iterator[ParameterPlace]:
+    """Yield every parameter once: without further names of it, and without copies on later pipeline stages.
+
+    Of a parameter that is cut over a model-parallel axis every slice is yielded.
+    """
+    seen = set()
+    for place in layout.parameters:
+        key = (place.name, place.model_part if layout.model_parallel_size > 1 else 0)
+        if place.tied_to is None and key not in seen:
+            seen.add(key)
+            yield place
+
+
+def tied_names(layout: Layout) -> dict[str, str]:
+    """Return for each further name of a parameter its first name; empty where no two names share a storage."""
+    return {
+        place.name: place.tied_to
+        for place in layout.parameters
+        if place.tied_to is not None and place.tied_to != place.name
+    }
+
+
+def count_parameters(layout: Layout) -> ParameterCounts:
+    """Count one engine's parameters."""
+    places = list(own_places(layout))
+    frozen = [place for place in places if not place.trainable]
+    return ParameterCounts(
+        num_parameters=len(places),
+        num_elements=sum(math.prod(place.shape) for place in places),
+        num_frozen=len(frozen),
+        num_frozen_elements=sum(math.prod(place.shape) for place in frozen),
+        num_not_optimized=sum(place.trainable and place.group_idx is None for place in places),
+        tied=tied_names(layout),
+    )
+
+
+def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
+    """Return kind of file -> ``files`` and ``bytes``, in the order of ``KINDS``; kinds without a file are left out."""
+    sizes: dict[str, dict[str, int]] = {}
+    for kind in KINDS:
+        of_kind = [
+            entry.num_bytes for path, entry in manifest.files.items() if role_of(path, layouts).kind == kind
+        ]
+        if of_kind:
+            sizes[kind] = {"files": len(of_kind), "bytes": sum(of_kind)}
+    return sizes
+
+
+def size_by_rank(manifest: Manifest, layouts: Sequence[Layout]) -> dict[int, int]:
+    """Return rank -> bytes of the files that it wrote; files of which that is not known are left out."""
+    sizes: dict[int, int] = {}
+    for path, entry in manifest.files.items():
+        rank = role_of(path, layouts).writer_rank
+        if rank is not None:
+            sizes[rank] = sizes.get(rank, 0) + entry.num_bytes
+    return dict(sorted(sizes.items()))
+
+
+def layout_fields(layout: Layout) -> dict[str, Any]:
+    """Return how an engine was arranged as plain JSON values, without its parameters and buffers."""
+    return {
+        field.name: dict(layout.versions) if field.name == "versions" else getattr(layout, field.name)
+        for field in dataclasses.fields(layout)
+        if field.name not in ("parameters", "buffers")
+    }
+
+
+def configuration_of(root: str | pathlib.Path) -> dict[str, Any]:
+    """Return the configuration that a checkpoint carries: ``experiment_config`` and ``hparams``; empty if it has none."""
+    try:
+        values = json.loads((pathlib.Path(root) / "load_data.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,277 @@
+"""``dstrial checkpoint diff``: how two checkpoints differ."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dstrial.checkpoint.differences import Difference, compare, compare_layouts, compare_parameters
+from dstrial.checkpoint.file_roles import layouts_of
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import Manifest, read_manifest
+from dstrial.checkpoint.summary import configuration_of, own_places
+from dstrial.cli.bytes_bar import BytesBar
+from dstrial.cli.checkpoint_source import (
+    CheckpointSource,
+    add_checkpoint_argument,
+    add_place_arguments,
+    find_checkpoint,
+)
+from dstrial.cli.text_table import text_table
+from dstrial.errors import CheckpointError, DstrialError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from dstrial.engine.saved_engine import SavedEngine
+    from dstrial.engine.weight_differences import WeightDifference
+
+_SECTIONS = ("config", "layout", "progress", "weights")
+
+_EPILOG = """\
+config:   hyperparameters, experiment config, DeepSpeed config
+layout:   ranks, ZeRO stage, precision, batch sizes, versions
+progress: batches, steps, learning rates, scheduler, loss scale
+weights:  which parameters there are, and how far their weights (with --optimizer also the optimizer's moments) are apart
+
+exit status: 0 if they are the same, 1 if they differ, 2 for trouble
+
+examples:
+  dstrial checkpoint diff BEFORE AFTER
+  dstrial checkpoint diff 8-slots 6-slots --only weights --optimizer --top 20
+"""
+
+
+def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the action and its arguments."""
+    parser = actions.add_parser(
+        "diff",
+        help="compare two checkpoints of any two layouts",
+        description="Compare two checkpoints, of any two layouts: what was configured, how far they are, and how far the "
+        "weights are apart. Norms are Euclidean; relative ones are over the larger norm of the two.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_checkpoint_argument(parser, "a", "A")
+    add_checkpoint_argument(parser, "b", "B")
+    parser.add_argument(
+        "--only", choices=_SECTIONS, action="append", help="compare this section only; repeatable"
+    )
+    parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's moments too")
+    parser.add_argument(
+        "--top",
+        type=_count_argument,
+        default=10,
+        metavar="N",
+        help="list the N largest (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
+    parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
+    add_place_arguments(parser)
+
+
+def _count_argument(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; expected a number from 0")
+    return int(text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Side:
+    source: CheckpointSource
+    manifest: Manifest
+    layouts: tuple[Layout, ...]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Compare and print; return 0 if nothing differs, 1 if something does, 2 for trouble."""
+    try:
+        report = _compare(args)
+    except DstrialError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if args.as_json:
+        sys.stdout.write(json.dumps(report, indent=2, default=str) + "\n")
+    else:
+        sys.stdout.write(_text(report, args.top))
+    return 0 if report["is_same"] else 1
+
+
+def _compare(args: argparse.Namespace) -> dict[str, Any]:
+    sections = args.only or _SECTIONS
+    a, b = (_side(asked, args) for asked in (args.a, args.b))
+    differences: dict[str, list[Difference]] = {}
+    if len(a.layouts) != len(b.layouts):
+        differences["engines"] = [Difference("number of engines", len(a.layouts), len(b.layouts))]
+    if "config" in sections:
+        ours, theirs = (configuration_of(side.source.path) for side in (a, b))
+        differences |= {
+            "hyperparameters": compare(ours.get("hparams") or {}, theirs.get("hparams") or {}),
+            "experiment": compare(_experiment(ours), _experiment(theirs)),
+        }
+    if "progress" in sections:
+        steps = [{"steps_completed": side.manifest.steps_completed} for side in (a, b)]
+        differences["progress"] = compare(*steps)
+    weights: list[dict[str, Any]] = []
+    for engine_idx, (layout_a, layout_b) in enumerate(zip(a.layouts, b.layouts, strict=False)):
+        name = f"engine {engine_idx}"
+        if "layout" in sections:
+            differences[f"layout of {name}"] = compare_layouts(layout_a, layout_b)
+        if "weights" in sections:
+            differences[f"parameters of {name}"] = compare_parameters(layout_a, layout_b)
+        if {"config", "progress", "weights"} & set(sections):
+            weights.append(_compare_state(args, sections, engine_idx, a, b, differences))
+    differing = {name: found for name, found in differences.items() if found}
+    return {
+        "a": str(a.source.path),
+        "b": str(b.source.path),
+        "is_same": not differing and not any(part.get("num_differing") for part in weights),
+        "differences": {
+            name: [dataclasses.asdict(difference) for difference in found]
+            for name, found in differing.items()
+        },
+        "weights": [part for part in weights if part],
+    }
+
+
+def _side(asked: str, args: argparse.Namespace) -> _Side:
+    source = find_checkpoint(asked, runs_dir=args.runs_dir, state_dir=args.state_dir)
+    manifest = read_manifest(source.path)
+    return _Side(source, manifest, layouts_of(manifest, source.path))
+
+
+def _experiment(configuration: dict[str, Any]) -> dict[str, Any]:
+    config = configuration.get("experiment_config") or {}
+    return {key: value for key, value in config.items() if key != "hyperparameters"}
+
+
+def _compare_state(
+    args: argparse.Namespace,
+    sections: Sequence[str],
+    engine_idx: int,
+    a: _Side,
+    b: _Side,
+    differences: dict[str, list[Difference]],
+) -> dict[str, Any]:
+    """Compare what only the engines' own files say; adds to ``differences``, returns the summary of the weights."""
+    from dstrial.engine.open_saved import open_saved_engine, optimizer_summary, plain
+
+    saved_a, saved_b = (
+        open_saved_engine(side.source.path, engine_idx, side.layouts[engine_idx]) for side in (a, b)
+    )
+    name = f"engine {engine_idx}"
+    if "config" in sections:
+        configs = [plain(saved.deepspeed_config()) for saved in (saved_a, saved_b)]
+        differences[f"DeepSpeed config of {name}"] = compare(*configs)
+    if "progress" in sections:
+        summaries = [optimizer_summary(saved) for saved in (saved_a, saved_b)]
+        differences[f"optimizer of {name}"] = compare(*summaries)
+    if "weights" not in sections:
+        return {}
+    return _compare_weights(args, engine_idx, saved_a, saved_b)
+
+
+def _compare_weights(
+    args: argparse.Namespace, engine_idx: int, a: SavedEngine, b: SavedEngine
+) -> dict[str, Any]:
+    from dstrial.engine.weight_differences import comparable, weight_differences
+
+    if max(a.layout.model_parallel_size, b.layout.model_parallel_size) > 1:
+        raise CheckpointError(
+            f"engine {engine_idx} is cut over a model-parallel axis; expected whole layers, for only the model knows how it is "
+            "cut. Compare the rest with --only config --only layout --only progress."
+        )
+    numels = {place.name: math.prod(place.shape) for place in own_places(a.layout)}
+    names = comparable(a, b)
+    total = sum(
+        numels[name] * 16 * (1 + (len(a.state_keys(name)) if args.optimizer else 0)) for name in names
+    )
+    with BytesBar("comparing", total, is_plain=args.no_progress or args.as_json) as bar:
+        found = list(weight_differences(a, b, with_optimizer=args.optimizer, on_bytes=bar.advance))
+    differing = sorted((one for one in found if one.num_differing), key=_rank)
+    norms = [
+        math.sqrt(sum(getattr(one, field) ** 2 for one in found if one.key == "master"))
+        for field in ("norm_a", "norm_b", "norm_difference")
+    ]
+    larger = max(norms[:2])
+    return {
+        "engine": engine_idx,
+        "num_compared": len(found),
+        "num_differing": len(differing),
+        "num_elements": sum(one.numel for one in found),
+        "num_elements_differing": sum(one.num_differing for one in found),
+        "norm_a": _number(norms[0]),
+        "norm_b": _number(norms[1]),
+        "norm_difference": _number(norms[2]),
+        "relative": _number(norms[2] / larger if larger else 0.0),
+        "largest": [
+            {
+                "name": one.name,
+                "key": one.key,
+                "numel": one.numel,
+                "num_differing": one.num_differing,
+                "norm_a": _number(one.norm_a),
+                "norm_b": _number(one.norm_b),
+                "norm_difference": _number(one.norm_difference),
+                "relative": _number(one.relative),
+                "max_difference": _number(one.max_difference),
+            }
+            for one in differing[: args.top]
+        ],
+    }
+
+
+def _rank(difference: WeightDifference) -> float:
+    """Sort key: what is not a number first, then the largest relative difference."""
+    return -math.inf if math.isnan(difference.relative) else -difference.relative
+
+
+def _number(value: float) -> float | None:
+    """JSON has no word for what is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def _text(report: dict[str, Any], top: int) -> str:
+    parts = [f"A: {report['a']}\nB: {report['b']}\n"]
+    for name, found in report["differences"].items():
+        lines = "".join(f"  {Difference(**difference)}\n" for difference in found)
+        parts.append(f"{name}:\n{lines}")
+    for weights in report["weights"]:
+        parts.append(_weights_text(weights, top))
+    if report["is_same"]:
+        parts.append("the two are the same\n")
+    return "\n".join(parts)
+
+
+def _weights_text(weights: dict[str, Any], top: int) -> str:
+    name = f"weights of engine {weights['engine']}"
+    if not weights["num_differing"]:
+        return f"{name}: all {weights['num_compared']} tensors are equal\n"
+    head = (
+        f"{name}: {weights['num_differing']} of {weights['num_compared']} tensors differ, in "
+        f"{weights['num_elements_differing']:,} of {weights['num_elements']:,} elements\n"
+        f"norm of A {_shown(weights['norm_a'])}, of B {_shown(weights['norm_b'])}, of the difference "
+        f"{_shown(weights['norm_difference'])} (relative {_shown(weights['relative'])})\n"
+    )
+    rows = [
+        [
+            one["name"] if one["key"] == "master" else f"{one['name']} ({one['key']})",
+            f"{one['num_differing']:,} of {one['numel']:,}",
+            *(_shown(one[key]) for key in ("norm_a", "norm_difference", "relative", "max_difference")),
+        ]
+        for one in weights["largest"]
+    ]
+    if not rows:
+        return head
+    header = ["parameter", "elements", "norm of A", "difference", "relative", "largest"]
+    shown = f"the {len(rows)} largest:\n" if weights["num_differing"] > top else ""
+    return head + shown + text_table(header, rows, right=(1, 2, 3, 4, 5))
+
+
+def _shown(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"

@@ -1,0 +1,277 @@
+"""``dstrial checkpoint export``: the weights of a checkpoint as one model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.checkpoint.file_roles import layouts_of, role_of
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import Manifest, read_manifest
+from dstrial.checkpoint.model_files import find_model_files
+from dstrial.checkpoint.verify import damaged_error, verify_files
+from dstrial.cli.bytes_bar import BytesBar, size_text
+from dstrial.cli.checkpoint_source import (
+    CheckpointSource,
+    add_checkpoint_argument,
+    add_place_arguments,
+    find_checkpoint,
+)
+from dstrial.errors import CheckpointError, CheckpointLayoutError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from dstrial.engine.export import ModelWeights
+
+_DTYPES = {
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16",
+    "fp16": "float16", "float64": "float64", "module": None,
+}  # fmt: skip
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+_DEFAULT_SHARD = "5GB"
+
+_EPILOG = """\
+safetensors writes one file, torch one file with a state_dict, hf a directory with sharded safetensors, an index, and
+config.json and tokenizer files where they are found: in --files-from, the run's model definition, or the checkpoint.
+Names are those of the module's state_dict, persistent buffers included. Weights that are tied are written once; their
+further names stand in the metadata of the safetensors file, and share the storage in torch's.
+Memory does not grow with the model; torch needs room for a second file while it writes.
+
+examples:
+  dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
+  dstrial checkpoint export CHECKPOINT weights.pt --format torch --dtype module
+  dstrial checkpoint export 6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11 my-model --format hf --dtype bf16 --max-shard-size 2GB
+"""
+
+
+def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the action and its arguments."""
+    parser = actions.add_parser(
+        "export",
+        help="write the consolidated weights as safetensors, for torch.load, or as a Hugging Face model",
+        description="Write the weights of a checkpoint as one model, whatever ZeRO stage or pipeline wrote it. What is read "
+        "is verified first. OUTPUT must not exist; it appears when it is complete.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_checkpoint_argument(parser)
+    parser.add_argument("output", metavar="OUTPUT", help="file to write; for hf a directory")
+    parser.add_argument("--format", choices=("safetensors", "torch", "hf"), default="safetensors")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(_DTYPES),
+        default="float32",
+        help="type of floating-point weights, module for that in which the model was trained (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engine", type=_engine_argument, metavar="N", help="which of several engines, from 0"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=size_argument,
+        metavar="SIZE",
+        help=f"most bytes of weights in a file of hf, such as 500MB (default: {_DEFAULT_SHARD})",
+    )
+    parser.add_argument(
+        "--files-from", metavar="DIR", help="directory with config.json and tokenizer files for hf"
+    )
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compare the files with their checksums first"
+    )
+    parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
+    add_place_arguments(parser)
+
+
+def size_argument(text: str) -> int:
+    """Read a size such as ``5GB``, ``500MiB`` or ``1000`` (bytes).
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or less than a byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected for example 5GB or 500MiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _engine_argument(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no engine; expected a number from 0")
+    return int(text)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Export; return 0, or 2 for options that do not go together.
+
+    Raises:
+        DstrialError: the checkpoint cannot be found, is damaged or cannot be exported.
+    """
+    for option, value in (("--max-shard-size", args.max_shard_size), ("--files-from", args.files_from)):
+        if value is not None and args.format != "hf":
+            sys.stderr.write(f"{option} is given with --format {args.format}; expected --format hf.\n")
+            return 2
+    output = Path(args.output).absolute()
+    source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
+    require_new(output)
+    manifest = read_manifest(source.path)
+    layouts = layouts_of(manifest, source.path)
+    engine_idx = _engine_idx(source, layouts, args.engine)
+    _require_engine_files(source, manifest, layouts, engine_idx)
+    if not args.no_verify:
+        _verify(source, manifest, layouts, engine_idx, is_plain=args.no_progress)
+    weights = _weights(source, engine_idx, layouts[engine_idx], args.dtype)
+    if weights.unequal:
+        sys.stderr.write(
+            f"warning: the copies of {', '.join(weights.unequal)} on the pipeline's stages differ, because its layers tie only "
+            "what tied_weight_attr names; those of the first stage are exported\n"
+        )
+    _write(args, source, weights, output)
+    note = f"; tied: {', '.join(weights.aliases)}" if weights.aliases else ""
+    sys.stdout.write(
+        f"{output}: {len(weights.specs)} tensors, {size_text(weights.num_bytes)}, of batch {manifest.steps_completed}{note}\n"
+    )
+    return 0
+
+
+def require_new(output: Path) -> None:
+    """Refuse an output that exists, or that has no directory to lie in.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if output.exists() or output.is_symlink():
+        raise CheckpointError(
+            f"OUTPUT is {str(output)!r}, which exists; expected a path where nothing is. Name another one."
+        )
+    if not output.parent.is_dir():
+        raise CheckpointError(
+            f"OUTPUT is {str(output)!r}, and {output.parent} is no directory; expected one to write into. Make it."
+        )
+
+
+def _engine_idx(source: CheckpointSource, layouts: tuple[Layout, ...], asked: int | None) -> int:
+    count = len(layouts)
+    if asked is None and count == 1:
+        return 0
+    if asked is None or asked >= count:
+        got = "not given" if asked is None else str(asked)
+        raise CheckpointError(
+            f"--engine is {got}, and checkpoint {source.path} holds {count} {'engine' if count == 1 else 'engines'}; expected "
+            f"one of 0 to {count - 1}. Name one."
+        )
+    return asked
+
+
+def _require_engine_files(
+    source: CheckpointSource, manifest: Manifest, layouts: tuple[Layout, ...], engine_idx: int
+) -> None:
+    """Refuse a checkpoint that a trial has written in a form of its own.
+
+    Raises:
+        CheckpointLayoutError: it holds no files of DeepSpeed's for the engine.
+    """
+    roles = [role_of(path, layouts) for path in manifest.files]
+    if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles):
+        raise CheckpointLayoutError(
+            f"checkpoint {source.path} holds no weights of engine {engine_idx} in DeepSpeed's form, because its trial writes its "
+            "checkpoints itself; expected what DeepSpeedTrial.save writes. Export them with the trial's own code."
+        )
+
+
+def _verify(
+    source: CheckpointSource,
+    manifest: Manifest,
+    layouts: tuple[Layout, ...],
+    engine_idx: int,
+    *,
+    is_plain: bool,
+) -> None:
+    """Compare what an export reads with its checksums.
+
+    Raises:
+        CheckpointDamagedError: a file is damaged.
+    """
+    names = [
+        path
+        for path in manifest.files
+        if role_of(path, layouts).engine_idx == engine_idx or role_of(path, layouts).kind == "rank state"
+    ]
+    total = sum(manifest.files[name].num_bytes for name in names)
+    with BytesBar("verifying", total, is_plain=is_plain) as bar:
+        damages = verify_files(source.path, manifest, names, bar.advance)
+    if damages:
+        raise damaged_error(source.path, damages)
+
+
+def _weights(source: CheckpointSource, engine_idx: int, layout: Layout, dtype: str) -> ModelWeights:
+    import torch
+
+    from dstrial.engine.export import ModelWeights
+    from dstrial.engine.open_saved import open_saved_engine
+
+    name = _DTYPES[dtype]
+    saved = open_saved_engine(source.path, engine_idx, layout)
+    return ModelWeights(saved, None if name is None else getattr(torch, name))
+
+
+def _write(args: argparse.Namespace, source: CheckpointSource, weights: ModelWeights, output: Path) -> None:
+    from dstrial.engine import export
+
+    with (
+        _appearing(output) as temporary,
+        BytesBar("writing", weights.num_bytes, is_plain=args.no_progress) as bar,
+    ):
+        if args.format == "safetensors":
+            export.write_safetensors(weights, temporary, on_bytes=bar.advance)
+        elif args.format == "torch":
+            export.write_torch(weights, temporary, on_bytes=bar.advance)
+        else:
+            export.write_hugging_face(
+                weights,
+                temporary,
+                max_shard_bytes=args.max_shard_size or size_argument(_DEFAULT_SHARD),
+                files=find_model_files(_places_of_files(args.files_from, source)),
+                on_bytes=bar.advance,
+            )
+
+
+def _places_of_files(asked: str | None, source: CheckpointSource) -> Iterator[Path]:
+    if asked is not None:
+        yield Path(asked)
+    if source.run_directory is not None:
+        yield Path(source.run_directory.read_record().context_dir)
+    yield source.path / "code"
+    yield source.path
+
+
+@contextlib.contextmanager
+def _appearing(output: Path) -> Iterator[Path]:
+    """Give a path to write to; what is there at the end of the block gets its name, and nothing is left of a failure.
+
+    Raises:
+        CheckpointError: it cannot be written, or something has appeared under the name meanwhile.
+    """
+    temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.writing")
+    try:
+        yield temporary
+        require_new(output)
+        temporary.rename(output)
+    except OSError as error:
+        raise CheckpointError(
+            f"{output} cannot be written ({error.strerror or error}); expected room for it in a directory of your own. Make "
+            "room, or name another OUTPUT."
+        ) from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)

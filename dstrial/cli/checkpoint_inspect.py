@@ -1,0 +1,261 @@
+"""``dstrial checkpoint inspect``: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dstrial.checkpoint.file_roles import layouts_of
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import read_manifest
+from dstrial.checkpoint.mark import is_complete
+from dstrial.checkpoint.summary import (
+    configuration_of,
+    count_parameters,
+    layout_fields,
+    size_by_kind,
+    size_by_rank,
+)
+from dstrial.cli.bytes_bar import size_text
+from dstrial.cli.checkpoint_source import (
+    CheckpointSource,
+    add_checkpoint_argument,
+    add_place_arguments,
+    find_checkpoint,
+)
+from dstrial.cli.text_table import field_lines, text_table
+from dstrial.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_EPILOG = """\
+Files are not verified; `dstrial checkpoint verify` does that.
+
+examples:
+  dstrial checkpoint inspect runs/gpt2/20260101T120000Z-1a2b3c
+  dstrial checkpoint inspect 6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11 --parameters
+  dstrial checkpoint inspect CHECKPOINT --json | jq .engines[0].zero_stage
+"""
+
+
+def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the action and its arguments."""
+    parser = actions.add_parser(
+        "inspect",
+        help="show layout, steps, sizes, versions and parameters",
+        description="Show what a checkpoint holds: when and by which trial it was saved, how the state lay over ranks, sizes, "
+        "versions, parameters, and the optimizer's settings and step.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_checkpoint_argument(parser)
+    parser.add_argument(
+        "--parameters", action="store_true", help="list every parameter with shape, dtype, group and stage"
+    )
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
+    add_place_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print what the checkpoint holds; return 0.
+
+    Raises:
+        DstrialError: there is no such checkpoint, or its manifest cannot be read.
+    """
+    source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
+    contents = _contents(source, with_parameters=args.parameters)
+    sys.stdout.write(json.dumps(contents, indent=2) + "\n" if args.as_json else _text(contents))
+    return 0
+
+
+def _contents(source: CheckpointSource, *, with_parameters: bool) -> dict[str, Any]:
+    manifest = read_manifest(source.path)
+    layouts = layouts_of(manifest, source.path)
+    configuration = configuration_of(source.path)
+    training: Mapping[str, Any] = (source.record or {}).get("training") or {}
+    engines = []
+    for engine_idx, layout in enumerate(layouts):
+        engine = {
+            **layout_fields(layout),
+            "parameters": _counts(layout),
+            "optimizer_state": _optimizer(source, engine_idx, layout),
+        }
+        if with_parameters:
+            engine["parameter_table"] = _parameter_table(layout)
+        engines.append(engine)
+    return {
+        "path": str(source.path),
+        "uuid": manifest.uuid or (source.record or {}).get("uuid") or source.path.name,
+        "is_complete": is_complete(source.path) or not source.needs_mark,
+        "created": manifest.created,
+        "steps_completed": manifest.steps_completed,
+        "experiment": (configuration.get("experiment_config") or {}).get("name"),
+        "experiment_id": training.get("experimentId"),
+        "trial_id": training.get("trialId"),
+        "run_directory": None if source.run_directory is None else str(source.run_directory.path),
+        "num_files": len(manifest.files),
+        "num_bytes": sum(entry.num_bytes for entry in manifest.files.values()),
+        "bytes_by_kind": size_by_kind(manifest, layouts),
+        "bytes_by_rank": {str(rank): size for rank, size in size_by_rank(manifest, layouts).items()},
+        "hyperparameters": configuration.get("hparams"),
+        "engines": engines,
+    }
+
+
+def _counts(layout: Layout) -> dict[str, Any]:
+    counts = count_parameters(layout)
+    return {
+        "parameters": counts.num_parameters,
+        "elements": counts.num_elements,
+        "frozen_parameters": counts.num_frozen,
+        "frozen_elements": counts.num_frozen_elements,
+        "not_optimized": counts.num_not_optimized,
+        "tied": dict(counts.tied),
+    }
+
+
+def _optimizer(source: CheckpointSource, engine_idx: int, layout: Layout) -> dict[str, Any]:
+    """The optimizer's settings and counters, or why they cannot be read, which is no reason to show nothing else."""
+    from dstrial.engine.open_saved import open_saved_engine, optimizer_summary
+
+    try:
+        return optimizer_summary(open_saved_engine(source.path, engine_idx, layout))
+    except CheckpointError as error:
+        return {"problem": str(error)}
+
+
+def _parameter_table(layout: Layout) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": place.name,
+            "shape": list(place.shape),
+            "dtype": place.dtype,
+            "elements": math.prod(place.shape),
+            "group": place.group_idx,
+            "stage": place.stage,
+            "trainable": place.trainable,
+            "tied_to": place.tied_to,
+        }
+        for place in layout.parameters
+    ]
+
+
+def _text(contents: Mapping[str, Any]) -> str:
+    experiment = contents["experiment"]
+    if contents["experiment_id"] is not None:
+        experiment = f"{contents['experiment_id']} ({experiment}), trial {contents['trial_id']}"
+    steps = contents["steps_completed"]
+    parts = [
+        field_lines(
+            [
+                ("checkpoint", contents["uuid"]),
+                ("directory", contents["path"]),
+                ("run", contents["run_directory"]),
+                ("experiment", experiment),
+                ("saved", f"{contents['created']} after {steps} {'batch' if steps == 1 else 'batches'}"),
+                ("complete", None if contents["is_complete"] else "no: it has no completion mark"),
+                ("size", f"{size_text(contents['num_bytes'])} in {contents['num_files']} files"),
+            ]
+        )
+    ]
+    for engine_idx, engine in enumerate(contents["engines"]):
+        parts.append(_engine_text(engine_idx, engine))
+    kinds = contents["bytes_by_kind"]
+    parts.append(
+        text_table(
+            ["kind", "files", "size"],
+            [[kind, sizes["files"], size_text(sizes["bytes"])] for kind, sizes in kinds.items()],
+            right=(1, 2),
+        )
+    )
+    ranks = contents["bytes_by_rank"]
+    if ranks:
+        rows = [[rank, size_text(num_bytes)] for rank, num_bytes in ranks.items()]
+        parts.append(text_table(["rank", "wrote"], rows, right=(0, 1)))
+    for engine_idx, engine in enumerate(contents["engines"]):
+        if "parameter_table" in engine:
+            parts.append(_table_text(engine_idx, engine["parameter_table"]))
+    return "\n".join(parts)
+
+
+def _engine_text(engine_idx: int, engine: Mapping[str, Any]) -> str:
+    ranks = f"{engine['world_size']} ({engine['data_parallel_size']} data-parallel"
+    if engine["pipeline_stages"] > 1:
+        ranks += f" x {engine['pipeline_stages']} pipeline stages"
+    if engine["model_parallel_size"] > 1:
+        ranks += f" x {engine['model_parallel_size']} model-parallel"
+    offloads = [
+        f"{what} on {engine[key]}"
+        for what, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_parameters"))
+        if engine[key] != "none"
+    ]
+    counts = engine["parameters"]
+    parameters = f"{counts['parameters']:,} with {counts['elements']:,} elements"
+    if counts["frozen_parameters"]:
+        parameters += f"; frozen: {counts['frozen_parameters']:,} with {counts['frozen_elements']:,}"
+    if counts["not_optimized"]:
+        parameters += f"; without an optimizer: {counts['not_optimized']:,}"
+    tied = ", ".join(f"{name} = {of}" for name, of in counts["tied"].items())
+    wrapper = f" in {engine['wrapper']}" if engine["wrapper"] else ""
+    batch = (
+        f"{engine['train_batch_size']} = {engine['micro_batch_size']} x {engine['micro_batches_per_batch']} "
+        f"micro batches x {engine['data_parallel_size']} replicas"
+    )
+    kind = "pipeline" if engine["engine_kind"] == "pipeline" else "data-parallel"
+    return field_lines(
+        [
+            ("engine", f"{engine_idx}, {kind}, ZeRO stage {engine['zero_stage']}, {engine['precision']}"),
+            ("  ranks", f"{ranks})"),
+            ("  offload", ", ".join(offloads) or None),
+            ("  batch", batch),
+            ("  parameters", parameters),
+            ("  tied", tied or None),
+            ("  optimizer", (engine["optimizer"] or "none") + wrapper),
+            *_optimizer_fields(engine["optimizer_state"]),
+            ("  scheduler", engine["lr_scheduler"] or "none"),
+            ("  versions", ", ".join(f"{name} {version}" for name, version in engine["versions"].items())),
+        ]
+    )
+
+
+def _optimizer_fields(state: Mapping[str, Any]) -> list[tuple[str, object]]:
+    if "problem" in state:
+        return [("  state", f"cannot be read: {state['problem']}")]
+    rates = [f"{group['lr']:.6g}" for group in state["groups"] if isinstance(group.get("lr"), int | float)]
+    steps = ", ".join(map(str, state["steps"]))
+    counters = (
+        f"{state['global_steps']} ({state['skipped_steps']} skipped), {state['global_samples']} records"
+    )
+    return [
+        ("  learning rate", ", ".join(rates) or None),
+        ("  step", steps or None),
+        ("  engine steps", counters),
+        ("  state", ", ".join(state["state"]) or None),
+        ("  loss scale", state["loss_scale"]),
+    ]
+
+
+def _table_text(engine_idx: int, table: list[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            row["name"],
+            "x".join(map(str, row["shape"])) or "scalar",
+            row["dtype"],
+            f"{row['elements']:,}",
+            row["group"],
+            row["stage"],
+            "yes" if row["trainable"] else "frozen",
+            row["tied_to"],
+        ]
+        for row in table
+    ]
+    header = [
+        f"parameter of engine {engine_idx}",
+        *("shape", "dtype", "elements", "group", "stage", "trained", "tied to"),
+    ]
+    return text_table(header, rows, right=(3,))

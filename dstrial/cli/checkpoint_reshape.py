@@ -1,0 +1,307 @@
+"""``dstrial checkpoint reshape``: bring a checkpoint into another layout ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import copy
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from dstrial.checkpoint.file_roles import layouts_of
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import read_manifest
+from dstrial.checkpoint.saved_run import read_saved_run
+from dstrial.checkpoint.summary import configuration_of
+from dstrial.cli.checkpoint_export import require_new
+from dstrial.cli.checkpoint_source import (
+    CheckpointSource,
+    add_checkpoint_argument,
+    add_place_arguments,
+    find_checkpoint,
+)
+from dstrial.cli.run_entrypoint import parse_entrypoint
+from dstrial.cli.run_outcome import failure_text
+from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
+from dstrial.errors import CheckpointError, CheckpointLayoutError, LaunchError
+from dstrial.launch.arguments import slots_argument
+from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.run_directory import REWRITE_VARIABLE, RunDirectory
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_OWN_VARIABLES = ("DSTRIAL_", "DET_")
+
+_EPILOG = """\
+Ranks are started on the CPUs of this machine with the trial's own model definition. They restore the checkpoint, which
+brings it into their layout and compares every value bit by bit, save it again as OUTPUT and end before the first batch.
+The model definition is taken from --context, else from the run, the checkpoint or the master that has it.
+OUTPUT is an ordinary checkpoint: `dstrial run EXP.yaml --resume OUTPUT --slots N` goes on without reshaping.
+
+examples:
+  dstrial checkpoint reshape CHECKPOINT for-6-slots --slots 6
+  dstrial checkpoint reshape 6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11 zero3 --slots 4 --zero-stage 3 --context model_defs/gpt2
+"""
+
+
+def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the action and its arguments."""
+    parser = actions.add_parser(
+        "reshape",
+        help="write a checkpoint again for another number of slots or another ZeRO stage",
+        description="Write a checkpoint again, in the layout of another number of slots or another ZeRO stage. A run that "
+        "resumes does this by itself; here it is done ahead of time. OUTPUT must not exist.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_checkpoint_argument(parser)
+    parser.add_argument("output", metavar="OUTPUT", help="directory to write")
+    parser.add_argument("--slots", type=slots_argument, metavar="N", required=True, help="number of ranks")
+    parser.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=(0, 1, 2, 3),
+        metavar="S",
+        help="ZeRO stage, 0 to 3 (default: that of the checkpoint)",
+    )
+    parser.add_argument("--context", metavar="DIR", help="directory of the model definition")
+    add_place_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Reshape; return 0.
+
+    Raises:
+        DstrialError: the checkpoint cannot be found, or cannot be brought into this layout.
+    """
+    output = Path(args.output).absolute()
+    source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
+    require_new(output)
+    layouts = layouts_of(read_manifest(source.path), source.path)
+    _require_possible(source, layouts)
+    with _workspace(output) as workspace:
+        context_dir = _context_dir(args.context, source, workspace)
+        experiment = _experiment(source, context_dir, workspace, args.slots, args.zero_stage)
+        written = _rewrite(source, experiment, workspace, args.slots)
+        _require_layout(written, layouts, args.slots, args.zero_stage)
+        require_new(output)
+        written.rename(output)
+    stage = layouts_of(read_manifest(output), output)[0].zero_stage
+    sys.stdout.write(
+        f"{output}: {source.path.name} for {args.slots} {'slot' if args.slots == 1 else 'slots'}, ZeRO stage {stage}\n"
+    )
+    return 0
+
+
+def _require_possible(source: CheckpointSource, layouts: tuple[Layout, ...]) -> None:
+    """Refuse what CPU ranks cannot restore, before any is started.
+
+    Raises:
+        CheckpointLayoutError: they cannot.
+    """
+    for engine_idx, layout in enumerate(layouts):
+        if layout.precision == "fp16":
+            raise CheckpointLayoutError(
+                f"engine {engine_idx} of checkpoint {source.path} computes in fp16; expected fp32 or bf16, for DeepSpeed has no "
+                "fp16 on CPUs. Resume the run on the new number of slots: it is reshaped then."
+            )
+
+
+@contextlib.contextmanager
+def _workspace(output: Path) -> Iterator[Path]:
+    """Make a directory beside the output, on the same disk, and remove it with what is left in it."""
+    workspace = output.with_name(f".{output.name}.{secrets.token_hex(4)}.reshaping")
+    try:
+        workspace.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"OUTPUT is {str(output)!r}, where nothing can be written ({error.strerror}); expected a directory of your own. "
+            "Name another one."
+        ) from error
+    try:
+        yield workspace
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+
+
+def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path) -> Path:
+    """Return the directory of the trial's model definition.
+
+    Raises:
+        CheckpointError: nobody has it.
+    """
+    if asked is not None:
+        if not Path(asked).is_dir():
+            raise CheckpointError(
+                f"--context is {asked!r}; expected the directory of the model definition. Correct the path."
+            )
+        return Path(asked).resolve()
+    if source.run_directory is not None:
+        of_run = Path(source.run_directory.read_record().context_dir)
+        if of_run.is_dir():
+            return of_run
+    if (source.path / "code").is_dir():
+        return source.path / "code"
+    if source.client is not None and source.record is not None:
+        from dstrial.master.model_definition import unpack
+
+        experiment_id = source.record["training"]["experimentId"]
+        answer = source.client.get(f"/api/v1/experiments/{experiment_id}/model_def")
+        directory = workspace / "model_def"
+        directory.mkdir()
+        unpack(base64.b64decode(answer["b64Tgz"]), directory)
+        return directory
+    raise CheckpointError(
+        f"checkpoint {source.path} has no model definition beside it; expected the trial's own, which makes the engines. Name "
+        "its directory with --context."
+    )
+
+
+def _experiment(
+    source: CheckpointSource, context_dir: Path, workspace: Path, num_slots: int, zero_stage: int | None
+) -> ExperimentConfig:
+    """Return the experiment of the checkpoint for another layout, written down and checked.
+
+    Raises:
+        CheckpointError: the checkpoint does not say how its trial was configured.
+        ConfigError: the checkpoint cannot go on in this layout.
+    """
+    saved = configuration_of(source.path)
+    config, hparams = saved.get("experiment_config"), saved.get("hparams")
+    if not isinstance(config, Mapping) or not isinstance(hparams, Mapping):
+        raise CheckpointError(
+            f"{source.path / 'load_data.json'} has no experiment_config and hparams; expected the trial's configuration, as "
+            "`dstrial run` keeps it. Resume the run on the new number of slots: it is reshaped then."
+        )
+    path = workspace / "experiment.yaml"
+    steps = read_manifest(source.path).steps_completed
+    values = _config_for(config, hparams, num_slots, zero_stage, steps)
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return load_experiment(
+        path,
+        context_dir,
+        require_entrypoint=True,
+        slots=num_slots,
+        resumed=read_saved_run(source.path),
+    )
+
+
+def _config_for(
+    config: Mapping[str, Any],
+    hparams: Mapping[str, Any],
+    num_slots: int,
+    zero_stage: int | None,
+    steps_completed: int,
+) -> dict[str, Any]:
+    """Return the experiment config for ranks that restore and save again; neither argument is changed."""
+    hyperparameters = copy.deepcopy(dict(hparams))
+    if zero_stage is not None:
+        asked = {"zero_optimization": {"stage": zero_stage}}
+        overwrite = hyperparameters.get("overwrite_deepspeed_args") or {}
+        hyperparameters["overwrite_deepspeed_args"] = merge_deepspeed(overwrite, asked)
+        for key, value in hyperparameters.items():
+            if (key == "deepspeed_config" or key.endswith("_deepspeed_config")) and isinstance(
+                value, Mapping
+            ):
+                hyperparameters[key] = merge_deepspeed(value, asked)
+    searcher = config.get("searcher") or {}
+    if searcher.get("name") != "single" or searcher.get("max_length") is None:
+        kept = {
+            key: searcher[key] for key in ("metric", "smaller_is_better") if searcher.get(key) is not None
+        }
+        searcher = {"name": "single", **kept, "max_length": {"batches": steps_completed + 1}}
+    values = {
+        key: copy.deepcopy(value)
+        for key, value in config.items()
+        if value is not None and key not in ("checkpoint_storage", "bind_mounts", "profiling")
+    }
+    return {
+        **values,
+        "hyperparameters": hyperparameters,
+        "resources": {"slots_per_trial": num_slots},
+        "searcher": copy.deepcopy(dict(searcher)),
+    }
+
+
+def _rewrite(source: CheckpointSource, experiment: ExperimentConfig, workspace: Path, num_slots: int) -> Path:
+    """Let ranks restore the checkpoint and save it again; return where they did.
+
+    Raises:
+        CheckpointError: the trial is a script, which cannot be told to end at once.
+        LaunchError: the ranks failed, or were stopped.
+    """
+    from dstrial.engine.open_saved import read_rank_state
+    from dstrial.launch import run_ranks, trial_command
+
+    entrypoint = parse_entrypoint(experiment.entrypoint, str(source.path / "load_data.json"))
+    if entrypoint.trial is None:
+        raise CheckpointError(
+            f"the trial's entrypoint is the command {' '.join(entrypoint.words)!r}; expected a trial class (module:Class), "
+            "which can be told to end before the first batch. Resume the run on the new number of slots: it is reshaped then."
+        )
+    run_directory = RunDirectory.create(
+        workspace / "runs",
+        name=experiment.name,
+        context_dir=experiment.context_dir,
+        command=sys.argv,
+        config=experiment.raw,
+    )
+    command = trial_command(
+        entrypoint.trial,
+        context_dir=experiment.context_dir,
+        config=experiment.path,
+        run_dir=run_directory.path,
+        resume=str(source.path),
+    )
+    variables = {
+        name: value
+        for name, value in experiment.environment_variables.items()
+        if not name.startswith(_OWN_VARIABLES)
+    }
+    trial_id = int(read_rank_state(source.path, 0)["trial_id"])
+    outcome = run_ranks(
+        command,
+        num_ranks=num_slots,
+        env={
+            **variables,
+            REWRITE_VARIABLE: str(trial_id),
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        log_dir=run_directory.begin_logs(),
+    )
+    newest = newest_checkpoint(run_directory.checkpoints_path)
+    if outcome.exit_code != 0 or newest is None:
+        stopped = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed"
+        raise LaunchError(
+            f"the ranks that were to reshape {source.path} {stopped}; nothing is written.\n{failure_text(outcome).strip()}"
+        )
+    return newest.path
+
+
+def _require_layout(
+    written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None
+) -> None:
+    """Make sure that the trial came out in the layout that was asked for.
+
+    Raises:
+        CheckpointLayoutError: it did not; its model definition does not take the settings.
+    """
+    for engine_idx, (was, is_) in enumerate(
+        zip(before, layouts_of(read_manifest(written), written), strict=True)
+    ):
+        wanted = was.zero_stage if zero_stage is None else zero_stage
+        if (is_.world_size, is_.zero_stage) != (num_slots, wanted):
+            raise CheckpointLayoutError(
+                f"engine {engine_idx} came out with {is_.world_size} ranks and ZeRO stage {is_.zero_stage}; expected {num_slots} "
+                f"and {wanted}. Let the trial read its DeepSpeed config with context.get_deepspeed_config(), or merge "
+                "hyperparameters.overwrite_deepspeed_args into it."
+            )

@@ -1,0 +1,150 @@
+"""Which checkpoint a command means: a directory, a run, or a UUID of the running master or of a local run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.checkpoint.manifest import MANIFEST_NAME
+from dstrial.checkpoint.mark import MARK_NAME
+from dstrial.cli.up import add_state_dir_argument
+from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
+from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.run_directory import RunDirectory, default_runs_dir
+from dstrial.master.checkpoint_gc import checkpoint_directory
+from dstrial.master.client import Client
+from dstrial.master.state_directory import StateDirectory
+
+_TRACES = (MANIFEST_NAME, MARK_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """A checkpoint and who knows it.
+
+    Attributes:
+        path: its directory, absolute.
+        run_directory: the local run that it belongs to; None if to none.
+        record: what the master answers about it, a ``v1Checkpoint``; None if the master was not asked.
+        client: asks that master; None if it was not asked.
+    """
+
+    path: Path
+    run_directory: RunDirectory | None = None
+    record: Mapping[str, Any] | None = None
+    client: Client | None = None
+
+    @property
+    def needs_mark(self) -> bool:
+        """Whether only a completion mark makes it a checkpoint: in the storage of a cluster there are none."""
+        return self.run_directory is not None
+
+
+def add_checkpoint_argument(
+    parser: argparse.ArgumentParser, dest: str = "checkpoint", metavar: str = "CHECKPOINT"
+) -> None:
+    """Add the argument that names a checkpoint."""
+    parser.add_argument(dest, metavar=metavar, help="directory of a checkpoint or of a run, or a UUID")
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--runs-dir`` and ``--state-dir``, where UUIDs are looked for."""
+    parser.add_argument(
+        "--runs-dir",
+        metavar="DIR",
+        help="directory of all runs, where a UUID is looked for first (default: $DSTRIAL_RUNS_DIR or ./runs)",
+    )
+    add_state_dir_argument(parser)
+
+
+def find_checkpoint(
+    asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
+) -> CheckpointSource:
+    """Find what the user named; whether it is whole is not looked at.
+
+    Args:
+        asked: a checkpoint's directory, a run directory (its newest complete checkpoint), or a UUID.
+        runs_dir: directory of all runs; None for the default one.
+        state_dir: of the master; None for the default one.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        MasterError: the master knows it, and its files are not on this machine.
+    """
+    path = Path(asked)
+    if path.is_dir():
+        return _in_directory(path.resolve(), asked)
+    if not _is_uuid(asked):
+        got = "no directory" if not path.exists() else "a file"
+        raise CheckpointNotFoundError(
+            f"checkpoint is {asked!r}, {got}; expected the directory of a checkpoint or of a run, or a checkpoint's UUID. "
+            "Name one that a run has printed."
+        )
+    runs = default_runs_dir(runs_dir)
+    for found in sorted(runs.glob(f"*/*/checkpoints/{asked}")):
+        return _in_directory(found.resolve(), asked)
+    return _of_master(asked, StateDirectory.choose(state_dir), runs)
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        return str(uuid.UUID(text)) == text.lower()
+    except ValueError:
+        return False
+
+
+def _in_directory(path: Path, asked: str) -> CheckpointSource:
+    if RunDirectory(path).record_path.is_file():
+        newest = newest_checkpoint(RunDirectory(path).checkpoints_path)
+        if newest is None:
+            raise CheckpointNotFoundError(
+                f"the run {path} has no complete checkpoint; expected one. Name another run, or the directory of a checkpoint."
+            )
+        return CheckpointSource(newest.path, RunDirectory(path))
+    if not any((path / name).exists() for name in _TRACES):
+        raise CheckpointNotFoundError(
+            f"checkpoint is {asked!r}, a directory without {MANIFEST_NAME}; expected the directory of a checkpoint that dstrial "
+            "wrote, or of a run. Name one that a run has printed."
+        )
+    owner = RunDirectory(path.parent.parent)
+    is_of_run = owner.record_path.is_file() and owner.checkpoints_path == path.parent
+    return CheckpointSource(path, owner if is_of_run else None)
+
+
+def _of_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSource:
+    from dstrial.master.login import session
+
+    record = state.running()
+    if record is None:
+        raise CheckpointNotFoundError(
+            f"checkpoint {asked} is in no run of {runs}, and no master runs with state directory {state.path}; expected one of "
+            "them to know it. Start the master with `dstrial up`, or name the checkpoint's directory."
+        )
+    client = session(state, record)
+    try:
+        answer = client.get(f"/api/v1/checkpoints/{asked}")["checkpoint"]
+    except RequestError as error:
+        raise CheckpointNotFoundError(
+            f"checkpoint {asked} is in no run of {runs}, and the master at {record.address} does not know it ({error}); expected "
+            "a checkpoint's UUID. Look for it with `det experiment list-checkpoints EXPERIMENT`."
+        ) from error
+    storage = answer["training"]["experimentConfig"].get("checkpoint_storage") or {}
+    try:
+        path = checkpoint_directory(storage, asked)
+    except MasterError as error:
+        raise CheckpointError(
+            f"checkpoint {asked} is stored in {storage.get('type')!r}; expected a directory of this machine. Fetch it with "
+            f"`det checkpoint download {asked}`, and name the directory."
+        ) from error
+    if not path.is_dir():
+        state_of = str(answer.get("state", "")).removeprefix("STATE_").lower()
+        raise CheckpointNotFoundError(
+            f"checkpoint {asked} of the master at {record.address} is {state_of}, and {path} is no directory; expected its "
+            "files. Name a checkpoint that is not deleted."
+        )
+    found = _in_directory(path.resolve(), asked)
+    return dataclasses.replace(found, record=answer, client=client)

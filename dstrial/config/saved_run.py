@@ -1,0 +1,177 @@
+"""What a checkpoint says of the run that wrote it, as far as a config can be compared with it; plain values, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.config.batch import BATCH_KEYS
+
+RESUME_VARIABLE = "DSTRIAL_RESUME"
+"""Environment variable with the checkpoint that a run goes on from: a directory, a uuid, or ``latest``."""
+
+CHECKPOINT_FORMAT = "dstrial"
+"""The value of ``format`` in the metadata of checkpoints of ours."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedEngine:
+    """How one engine was arranged when a checkpoint was written.
+
+    The fields up to ``micro_batches_per_batch`` are those of the checkpoint's layout of the same name.
+
+    Attributes:
+        engine_kind: ``data_parallel`` or ``pipeline``.
+        world_size: ranks of the job.
+        data_parallel_size: replicas.
+        pipeline_stages: stages of a pipeline, 1 without.
+        model_parallel_size: ranks that one layer is cut over, pipeline stages not counted.
+        zero_stage: 0 to 3.
+        offload_optimizer: ``none``, ``cpu`` or ``nvme``.
+        offload_parameters: ``none``, ``cpu`` or ``nvme``.
+        optimizer: class of the optimizer, without DeepSpeed's wrapper; empty if none.
+        wrapper: class of DeepSpeed's wrapper around it; empty if none.
+        lr_scheduler: class of the learning-rate scheduler; empty if none.
+        train_batch_size: records of one optimizer step over all replicas.
+        micro_batch_size: records of one forward pass of one replica.
+        micro_batches_per_batch: forward passes of one replica in one optimizer step.
+        has_experts: whether there are experts, which DeepSpeed spreads over ranks.
+        given: what the DeepSpeed config of the run said when it began: the three batch sizes (missing where they were not
+            given), ``optimizer`` and ``scheduler`` (their types); empty if that is not known.
+        micro_batch_limit: the micro batch with which the run began, and which is known to fit into memory.
+    """
+
+    engine_kind: str
+    world_size: int
+    data_parallel_size: int
+    pipeline_stages: int
+    model_parallel_size: int
+    zero_stage: int
+    offload_optimizer: str
+    offload_parameters: str
+    optimizer: str
+    wrapper: str
+    lr_scheduler: str
+    train_batch_size: int
+    micro_batch_size: int
+    micro_batches_per_batch: int
+    has_experts: bool = False
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    micro_batch_limit: int = 0
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one replica of the model together."""
+        return self.pipeline_stages * self.model_parallel_size
+
+    @classmethod
+    def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> SavedEngine:
+        """Read an engine from its layout in a manifest, or from what :meth:`to_json` returned.
+
+        Args:
+            layout: JSON values; fields of no interest here are left aside.
+            more: JSON values for the fields that a layout does not have.
+
+        Raises:
+            KeyError: a value is missing.
+        """
+        whole = {**layout, **(more or {})}
+        required = [
+            field.name
+            for field in dataclasses.fields(cls)
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        ]
+        return cls(
+            **{name: whole[name] for name in required},
+            has_experts=bool(whole.get("has_experts", False)),
+            given=dict(whole.get("given") or {}),
+            micro_batch_limit=int(whole.get("micro_batch_limit") or whole["micro_batch_size"]),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as plain JSON values."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**values, "given": dict(self.given)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A checkpoint and the run that wrote it.
+
+    Attributes:
+        checkpoint: how messages call the checkpoint: its uuid or its directory.
+        steps_completed: batches trained.
+        trial_id: number of the trial; None if it is not known.
+        engines: in the order in which the trial wraps them.
+        keeps_batch: whether the run itself goes on, with its batches counted; False for one that only takes the weights over.
+    """
+
+    checkpoint: str
+    steps_completed: int
+    trial_id: int | None
+    engines: tuple[SavedEngine, ...]
+    keeps_batch: bool = True
+
+    @classmethod
+    def from_metadata(cls, checkpoint: str, metadata: Mapping[str, Any]) -> SavedRun | None:
+        """Read what the metadata of a checkpoint says; None if it says nothing of this kind.
+
+        Args:
+            checkpoint: how messages call it.
+            metadata: as ``core_context.checkpoint.get_metadata`` returns it, or a master keeps it.
+        """
+        engines = metadata.get("engines")
+        if metadata.get("format") != CHECKPOINT_FORMAT or not isinstance(engines, Sequence):
+            return None
+        try:
+            # Determined keeps metadata as JSON of JavaScript's kind, in which a whole number may come back as 2.0.
+            read = tuple(SavedEngine.from_layout(_whole_numbers(values)) for values in engines)
+        except (KeyError, TypeError):
+            return None
+        trial_id = metadata.get("trial_id")
+        return cls(
+            checkpoint=checkpoint,
+            steps_completed=int(metadata.get("steps_completed") or 0),
+            trial_id=None if trial_id is None else int(trial_id),
+            engines=read,
+        )
+
+    def of_trial(self, trial_id: int) -> SavedRun:
+        """Return the same as a trial sees it: it keeps the batch of its own checkpoints, and takes weights from others."""
+        return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
+
+
+def run_metadata(engines: Sequence[SavedEngine], trial_id: int) -> dict[str, Any]:
+    """Return the metadata of a checkpoint from which :meth:`SavedRun.from_metadata` reads."""
+    return {
+        "format": CHECKPOINT_FORMAT,
+        "trial_id": trial_id,
+        "engines": [engine.to_json() for engine in engines],
+    }
+
+
+def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``SavedEngine.given`` keeps of a DeepSpeed config: batch sizes, types of optimizer and scheduler."""
+    given = {key: config[key] for key in BATCH_KEYS if isinstance(config.get(key), int)}
+    for section in ("optimizer", "scheduler"):
+        value = config.get(section)
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if isinstance(kind, str):
+            given[section] = kind
+    return given
+
+
+def given_sizes(given: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
+    """Return the three batch sizes of a DeepSpeed config or of ``SavedEngine.given``, None for what is left to solve."""
+    total, micro, steps = (
+        value if isinstance(value := given.get(key), int) and not isinstance(value, bool) else None
+        for key in BATCH_KEYS
+    )
+    return total, micro, steps
+
+
+def _whole_numbers(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {key: _whole_numbers(value) for key, value in values.items()}
+    return int(values) if isinstance(values, float) and values.is_integer() else values

@@ -1,0 +1,82 @@
+"""Give a running engine other batch sizes than its config came to, between two optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.errors import ConfigError, ConfigProblem
+
+
+def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
+    """Return the DeepSpeed config that an engine was made from, whether that was a dictionary or a file."""
+    config: Mapping[str, Any] = engine._config._param_dict
+    return config
+
+
+def set_batch_sizes(
+    engine: DeepSpeedEngine, *, micro_batch_size: int, micro_batches_per_batch: int, name: str
+) -> None:
+    """Change the micro batch and the accumulation of an engine.
+
+    DeepSpeed's own two setters change its config. What its parts have copied from there is changed as well: the schedule
+    of a pipeline, the optimizer's accumulation, and the records that the throughput timer counts.
+
+    Args:
+        engine: an engine that has trained nothing since its last optimizer step.
+        micro_batch_size: records of one forward pass of one replica.
+        micro_batches_per_batch: forward passes of one replica in one optimizer step.
+        name: how messages call the engine.
+
+    Raises:
+        ConfigError: DeepSpeed has made the training loader, with the old micro batch.
+
+    Ranks: all; no communication.
+    Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``, ``set_train_batch_size``,
+        ``set_train_micro_batch_size``; ``gradient_accumulation_steps`` of ``runtime/zero/stage_1_and_2.py`` and
+        ``stage3.py``.
+    """
+    before = int(engine.train_micro_batch_size_per_gpu())
+    if engine.training_dataloader is not None and before != micro_batch_size:
+        problem = ConfigProblem(
+            f"{name}: train_micro_batch_size_per_gpu",
+            f"{before}, with which DeepSpeed has made a loader of the training_data given to deepspeed.initialize",
+            f"{micro_batch_size}, with which this run goes on",
+            f"Set train_micro_batch_size_per_gpu to {micro_batch_size} and gradient_accumulation_steps to "
+            f"{micro_batches_per_batch}, or return the loader from build_training_data_loader instead.",
+        )
+        raise ConfigError([problem])
+    unit = int(engine.train_batch_size()) // (before * int(engine.gradient_accumulation_steps()))
+    engine.set_train_micro_batch_size(micro_batch_size)
+    engine.set_train_batch_size(micro_batch_size * micro_batches_per_batch * int(engine.dp_world_size))
+    # Where ranks share a sequence, dp_world_size is not the number that the config's equation has.
+    engine._config.train_batch_size = micro_batch_size * micro_batches_per_batch * unit
+    engine.tput_timer.batch_size = engine.train_batch_size()
+    if isinstance(engine, PipelineEngine):
+        engine.micro_batch_size = micro_batch_size
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = micro_batches_per_batch
+
+
+def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
+    """Let an engine that DeepSpeed has loaded in the layout that wrote it count its micro batches in those of now.
+
+    Its boundaries between optimizer steps are at multiples of the accumulation.
+
+    Args:
+        engine: loaded from a checkpoint.
+        saved: the layout of the checkpoint.
+        now: that of the engine.
+
+    Ranks: any; no communication.
+    """
+    if saved.micro_batches_per_batch == now.micro_batches_per_batch:
+        return
+    engine.micro_steps = int(engine.global_steps) * now.micro_batches_per_batch
+    if isinstance(engine, PipelineEngine):
+        batches = int(engine.module.micro_offset) // saved.micro_batches_per_batch
+        engine.module.micro_offset = batches * now.micro_batches_per_batch

@@ -1,0 +1,77 @@
+"""How much memory of this machine a process may still take, its control groups included."""
+
+from __future__ import annotations
+
+import pathlib
+
+_MEMINFO = pathlib.Path("/proc/meminfo")
+_OWN_CGROUPS = pathlib.Path("/proc/self/cgroup")
+_CGROUP_ROOT = pathlib.Path("/sys/fs/cgroup")
+_UNLIMITED_BYTES = 1 << 60
+
+
+def available_bytes(
+    meminfo: pathlib.Path = _MEMINFO,
+    own_cgroups: pathlib.Path = _OWN_CGROUPS,
+    cgroup_root: pathlib.Path = _CGROUP_ROOT,
+) -> int | None:
+    """Return what can still be allocated without swapping or being killed; None where the system does not say.
+
+    The least of the kernel's own estimate for the machine and of what is left in each control group that this process is
+    in, the page cache of the group counted as free.
+
+    Args:
+        meminfo: the kernel's table of the machine's memory.
+        own_cgroups: the control groups of this process.
+        cgroup_root: where control groups are mounted.
+
+    Ranks: any; no communication.
+    Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2 and of the memory controller of v1.
+    """
+    found = [_of_machine(meminfo), *(_left_in(group) for group in _groups(own_cgroups, cgroup_root))]
+    known = [value for value in found if value is not None]
+    return max(min(known), 0) if known else None
+
+
+def _of_machine(meminfo: pathlib.Path) -> int | None:
+    for line in _lines(meminfo):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _groups(own_cgroups: pathlib.Path, root: pathlib.Path) -> list[pathlib.Path]:
+    """Return the directories of this process's memory groups, ancestors included."""
+    groups = []
+    for line in _lines(own_cgroups):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "memory" if controllers else root
+        own = mount / path.strip().lstrip("/")
+        groups += [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
+    return groups
+
+
+def _left_in(group: pathlib.Path) -> int | None:
+    for limit_name, used_name, cache_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _number(group / limit_name), _number(group / used_name)
+        if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
+            counts = dict(line.split() for line in _lines(group / "memory.stat"))
+            return limit - used + int(counts.get(cache_key, 0))
+    return None
+
+
+def _number(path: pathlib.Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,109 @@
+"""Open the engines of a checkpoint for reading, and what a checkpoint says of them besides their weights."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.saved_engine import SavedEngine
+from dstrial.errors import CheckpointDamagedError, CheckpointError
+
+_TIED_PREFIX = "tied_modules."
+
+
+def open_saved_engine(root: str | pathlib.Path, engine_idx: int, layout: Layout) -> SavedEngine:
+    """Open one engine of a checkpoint that ``DeepSpeedTrial.save`` wrote.
+
+    Args:
+        root: the checkpoint's directory.
+        engine_idx: which of the trial's engines, 0-based.
+        layout: that engine's.
+
+    Raises:
+        CheckpointLayoutError: its state cannot be read by parameter.
+        CheckpointDamagedError: a file is missing or cannot be read.
+
+    Ranks: any; no communication.
+    """
+    path = pathlib.Path(root)
+    tied: dict[str, Mapping[str, torch.Tensor]] = {}
+    if any(place.name.startswith(_TIED_PREFIX) for place in layout.parameters):
+        for rank in range(layout.world_size):
+            state = read_rank_state(path, rank)
+            for key, of_layer in state["engines"][engine_idx].get("tied_modules", {}).items():
+                tied.setdefault(key, of_layer)  # ranks of the first stage come first
+    return SavedEngine(path, f"model{engine_idx}", layout, tied)
+
+
+def read_rank_state(root: str | pathlib.Path, rank: int) -> dict[str, Any]:
+    """Return what the trial saved on one rank beside the engines, its tensors mapped from the file.
+
+    Raises:
+        CheckpointDamagedError: the file is missing or cannot be read.
+        CheckpointError: it holds objects of classes that cannot be imported here.
+    """
+    path = pathlib.Path(root) / f"dstrial_rank{rank}.pt"
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(
+            f"{path} is missing; expected the state of rank {rank}. Restore it, or use another checkpoint."
+        ) from None
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} holds objects of the trial's own classes, which cannot be imported here ({error}); expected the model "
+            "definition on the import path. Set PYTHONPATH to its directory."
+        ) from error
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise CheckpointDamagedError(
+            f"{path} cannot be read ({error}); expected a file that torch has written. Use another checkpoint."
+        ) from error
+    return state
+
+
+def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
+    """Return the optimizer's settings and counters as plain JSON values.
+
+    Returns:
+        ``groups`` (settings of each parameter group), ``steps`` (the different values of the optimizer's step over its
+        parameters, ascending), ``state`` (keys with a value per element), ``global_steps``, ``global_samples``,
+        ``skipped_steps``, ``loss_scale`` (None but for fp16), ``lr_scheduler`` (its plain values).
+
+    Raises:
+        CheckpointDamagedError: a file is missing or cannot be read.
+    """
+    counters = saved.engine_state()
+    scale = saved.loss_scale_state()
+    scaler = scale.get("loss_scaler")
+    loss_scale = scale.get("cur_scale", getattr(scaler, "cur_scale", None))
+    if saved.layout.precision != "fp16":
+        loss_scale = None  # a constant 1 in some wrappers
+    owned = [name for name in saved.places if saved.is_optimized(name)]
+    steps = {float(saved.scalars(name)["step"]) for name in owned if "step" in saved.scalars(name)}
+    scheduler = counters["lr_scheduler"]
+    return {
+        "groups": [plain(group) for group in saved.group_settings()],
+        "steps": sorted(int(step) if step.is_integer() else step for step in steps),
+        "state": saved.state_keys(owned[0]) if owned else [],
+        "global_steps": counters["global_steps"],
+        "global_samples": counters["global_samples"],
+        "skipped_steps": counters["skipped_steps"],
+        "loss_scale": None if loss_scale is None else float(loss_scale),
+        "lr_scheduler": plain(scheduler) if isinstance(scheduler, Mapping) else None,
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: small tensors become numbers, what is neither becomes text."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() <= 16 else f"tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,438 @@
+"""Load a checkpoint into an engine of another layout: another number of ranks, ZeRO stage, offload or pipeline split.
+
+Every rank copies what it owns straight from the mapped files into the tensors that it trains with, parameter by parameter,
+and never takes more memory than one piece of a parameter. Afterwards everything is read again and compared bit
+by bit, before the first step is made with it.
+
+Source: which tensors DeepSpeed 0.19.8 trains with, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
+``runtime/bf16_optimizer.py``, ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from dstrial.checkpoint.layout import Layout, ParameterPlace
+from dstrial.checkpoint.pieces import Piece, Pieces, own_piece, positions_in_groups
+from dstrial.engine.files import describe_rank
+from dstrial.engine.saved_engine import MASTER, SavedEngine
+from dstrial.errors import CheckpointError, CheckpointLayoutError
+
+_SCRATCH_NUMEL = 1 << 20
+# The same algorithm and state under several names; which one DeepSpeed takes depends on offload and device.
+_SAME_OPTIMIZERS = (
+    frozenset({"Adam", "FusedAdam", "DeepSpeedCPUAdam"}),
+    frozenset({"AdamW", "FusedAdam", "DeepSpeedCPUAdam"}),
+    frozenset({"FusedLion", "DeepSpeedCPULion"}),
+)
+# How a step is computed, not what it computes; each implementation keeps its own.
+_IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "step"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Target:
+    """Elements of one parameter that this rank trains.
+
+    Attributes:
+        name: of the parameter.
+        begin: first element within the flattened parameter.
+        numel: how many.
+        master: the tensor that the optimizer updates, flat, that holds them.
+        offset: where in it they begin.
+        owner: the tensor under which the base optimizer keeps its state of them.
+    """
+
+    name: str
+    begin: int
+    numel: int
+    master: torch.Tensor
+    offset: int
+    owner: torch.Tensor
+
+
+def reshape_problems(saved: Layout, now: Layout) -> list[str]:
+    """Say what keeps a checkpoint from being loaded in another layout, in words; pure.
+
+    Args:
+        saved: the layout of the checkpoint.
+        now: the layout of the engine that is to load it.
+
+    Returns:
+        One reason per entry; empty if it can be loaded.
+    """
+    problems = []
+    if saved.model_parallel_size != now.model_parallel_size:
+        problems.append(
+            f"model-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
+        )
+    for field, what in (("optimizer", "optimizer"), ("lr_scheduler", "learning-rate scheduler")):
+        was, is_ = getattr(saved, field), getattr(now, field)
+        if was != is_ and not any({was, is_} <= names for names in _SAME_OPTIMIZERS):
+            problems.append(f"{what} was {was or 'none'}, is {is_ or 'none'}: set it back")
+    if "nvme" in (
+        saved.offload_optimizer,
+        saved.offload_parameters,
+        now.offload_optimizer,
+        now.offload_parameters,
+    ):
+        problems.append("offload to NVMe: set the offload device to cpu or none on both sides")
+    before, after = _by_name(saved), _by_name(now)
+    for name in sorted(before.keys() | after.keys()):
+        was_place, is_place = before.get(name), after.get(name)
+        if was_place is None or is_place is None:
+            problems.append(
+                f"parameter {name} is {'new' if was_place is None else 'gone'}: use the same model"
+            )
+        elif was_place.shape != is_place.shape:
+            problems.append(
+                f"parameter {name} had shape {was_place.shape}, has {is_place.shape}: use the same model"
+            )
+        elif (was_place.group_idx is None) != (is_place.group_idx is None):
+            state = "frozen" if is_place.group_idx is None else "trained"
+            problems.append(f"parameter {name} is {state} now and was not: use the same model")
+    return problems
+
+
+def _by_name(layout: Layout) -> dict[str, ParameterPlace]:
+    places: dict[str, ParameterPlace] = {}
+    for place in layout.parameters:
+        places.setdefault(place.name, place)
+    return places
+
+
+def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
+    """Put the state of a checkpoint of another layout into an engine, and compare it with the checkpoint.
+
+    Args:
+        engine: a freshly initialised engine.
+        saved: the checkpoint's.
+        now: how this engine lies over the ranks that run.
+
+    Raises:
+        CheckpointLayoutError: the checkpoint cannot be loaded in this layout.
+        CheckpointDamagedError: the checkpoint's files are not as its manifest says.
+        CheckpointError: after loading, a value is not the checkpoint's.
+
+    Ranks: all, collectively (ZeRO 3 gathers the small parameters that it keeps whole; else no communication).
+    """
+    problems = reshape_problems(saved.layout, now)
+    groups = _base_groups(engine)
+    settings = [_settings_for(engine, saved, values) for values in saved.group_settings()]
+    if len(settings) != len(groups):
+        problems.append(
+            f"{len(settings)} parameter groups were saved, there are {len(groups)}: use the same groups"
+        )
+    unequal = saved.unequal_copies()
+    if unequal:
+        problems.append(
+            f"the tied parameters {', '.join(unequal)} differ between the pipeline's stages: keep the stages, or name them in "
+            "tied_weight_attr of the TiedLayerSpec in a new run"
+        )
+    if problems:
+        raise CheckpointLayoutError(
+            f"the checkpoint was written for another layout, and this one cannot take it: {'; '.join(problems)}."
+        )
+    live = _Live(engine, now)
+    with torch.no_grad():
+        targets = list(live.targets())
+        for target in targets:
+            saved.copy(
+                target.name, MASTER, target.begin, target.master[target.offset : target.offset + target.numel]
+            )
+        _load_base_state(engine, saved, targets)
+        _load_module(saved, live)
+        _gather_persistent(engine)
+    for group, values in zip(groups, settings, strict=True):
+        group.update(copy.deepcopy(values))
+    _load_counters(engine, saved)
+    _load_loss_scale(engine, saved)
+    _verify(engine, saved, targets, settings)
+
+
+def extra_state_for(
+    engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return for this rank, from what every rank of another layout saved, what ``restore_engine_extra_state`` takes.
+
+    A replica takes over the buffers of the replica of its own number, or where there were fewer, of one of those that
+    there were; a pipeline stage those of the layers that it has.
+
+    Args:
+        engine: the engine to be restored.
+        saved: the layout that was saved.
+        now: that of ``engine``.
+        extras: what ``engine_extra_state`` returned, by rank of the saved layout.
+
+    Raises:
+        CheckpointLayoutError: no saved rank has a buffer that this one needs.
+
+    Ranks: any; no communication.
+    """
+    replica = comm.get_rank(group=engine.seq_data_parallel_group) % saved.data_parallel_size
+    parts = [
+        extras[part * saved.data_parallel_size + replica]
+        for part in range(len(extras) // saved.data_parallel_size)
+    ]
+    buffers: dict[str, torch.Tensor] = {}
+    tied: dict[str, Any] = {}
+    for extra in parts:
+        buffers.update(extra["buffers"])
+        tied.update(extra.get("tied_modules", {}))
+    wanted = [name for name, _ in engine.module.named_buffers()]
+    missing = [name for name in wanted if name not in buffers]
+    if missing:
+        raise CheckpointLayoutError(
+            f"the checkpoint has no buffers {', '.join(missing)}; expected those of the model. Use the same model."
+        )
+    first = parts[0]
+    state = {
+        **first,
+        "micro_steps": engine.global_steps * now.micro_batches_per_batch,
+        "buffers": {name: buffers[name] for name in wanted},
+        "tied_modules": tied,
+    }
+    if "micro_offset" in first:
+        forwards = int(first["micro_offset"])
+        state["micro_offset"] = forwards // saved.micro_batches_per_batch * now.micro_batches_per_batch
+    elif now.engine_kind == "pipeline":
+        state["micro_offset"] = engine.global_steps * now.micro_batches_per_batch
+    return state
+
+
+class _Live:
+    """The tensors of a running engine, by parameter."""
+
+    def __init__(self, engine: DeepSpeedEngine, now: Layout) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._pieces = Pieces(now)
+        part = int(engine.checkpoint_mp_rank)
+        self.places = {place.name: place for place in now.parameters if place.model_part == part}
+        self.replica = comm.get_rank(group=engine.seq_data_parallel_group)
+        self.parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+
+    def targets(self) -> Iterator[_Target]:
+        """Yield what this rank's optimizer updates; every element once."""
+        masters = _flat_masters(self._optimizer)
+        own_masters = _own_masters(self._optimizer, self.places)
+        for name, place in self.places.items():
+            if place.group_idx is None or (place.tied_to is not None and place.tied_to in self.places
+                                           and place.tied_to != name):  # fmt: skip
+                continue
+            if place.buffer_idx is None:
+                own = own_masters[name] if own_masters else self.parameters[name]
+                yield _Target(name, 0, own.numel(), own.data.view(-1), 0, own)
+                continue
+            assert masters is not None
+            owner = masters[place.buffer_idx]
+            for piece in self._pieces.on(place, self.replica):
+                yield _Target(
+                    name, piece.parameter_begin, piece.numel, owner.data.view(-1), piece.begin, owner
+                )
+
+    def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Piece]]:
+        """Yield the elements of each parameter that the module of this rank computes with."""
+        for name, parameter in self.parameters.items():
+            place = self.places[name]
+            if place.is_cut:
+                piece = own_piece(place, self.replica)
+                if piece is not None:
+                    yield name, parameter.ds_tensor.data.view(-1), piece
+            else:
+                yield name, parameter.data.view(-1), Piece(self.replica, 0, 0, parameter.numel())
+
+
+def _flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
+    """Return this rank's flat buffers of master weights by ``FlatBuffer.index``; None where there are none."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        masters: list[torch.Tensor] = optimizer.fp32_partitioned_groups_flat
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        masters = optimizer.single_partition_of_fp32_groups
+    elif isinstance(optimizer, BF16_Optimizer):
+        masters = optimizer.fp32_groups_flat_partition
+    elif isinstance(optimizer, FP16_Optimizer):
+        masters = optimizer.fp32_groups_flat
+    else:
+        return None
+    return masters
+
+
+def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
+    """Return the master weights that a wrapper keeps one by one, by name of the parameter; none for other wrappers."""
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return {}
+    return {
+        name: optimizer.fp32_groups[group_idx][position]
+        for name, (group_idx, position) in positions_in_groups(places.values()).items()
+    }
+
+
+def _base_optimizer(engine: DeepSpeedEngine) -> Any:
+    optimizer = engine.optimizer
+    is_wrapper = isinstance(optimizer, FP16_UnfusedOptimizer) or _flat_masters(optimizer) is not None
+    return optimizer.optimizer if is_wrapper else optimizer
+
+
+def _base_groups(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
+    optimizer = _base_optimizer(engine)
+    return [] if optimizer is None else list(optimizer.param_groups)
+
+
+def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
+    return type(_base_optimizer(engine)).__name__ == saved.layout.optimizer
+
+
+def _settings_for(engine: DeepSpeedEngine, saved: SavedEngine, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a saved parameter group that this engine's optimizer has, all of them if it is the same class."""
+    if _is_same_class(engine, saved):
+        return dict(values)
+    known = set(_base_optimizer(engine).param_groups[0]) - _IMPLEMENTATION_KEYS
+    return {key: value for key, value in values.items() if key in known}
+
+
+def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict[str, Any]:
+    """Return a parameter's scalars as this engine's optimizer keeps them: DeepSpeed counts steps in an int, torch in a tensor."""
+    values = saved.scalars(name)
+    if "step" not in values or _is_same_class(engine, saved):
+        return values
+    is_torch = type(_base_optimizer(engine)).__module__.startswith("torch.")
+    num_steps = float(values["step"])
+    return {**values, "step": torch.tensor(num_steps) if is_torch else int(num_steps)}
+
+
+def _load_base_state(engine: DeepSpeedEngine, saved: SavedEngine, targets: list[_Target]) -> None:
+    """Put the optimizer's own state in: values by element into tensors, and the scalars of the parameters."""
+    optimizer = _base_optimizer(engine)
+    if optimizer is None:
+        return
+    scalars: dict[int, tuple[str, dict[str, Any]]] = {}
+    optimizer.state.clear()
+    for target in targets:
+        keys = saved.state_keys(target.name)
+        values = _scalars_for(engine, saved, target.name)
+        if not keys and not values:
+            continue
+        before = scalars.setdefault(id(target.owner), (target.name, values))
+        if not _equal(before[1], values):
+            raise CheckpointLayoutError(
+                f"parameters {before[0]!r} and {target.name!r} come into one flat buffer, and the optimizer's "
+                f"{sorted(values)} of them differ; expected the same, since a flat buffer has one. Resume with ZeRO stage 0."
+            )
+        state = optimizer.state[target.owner]
+        for key in keys:
+            if key not in state:
+                dtype = saved.dtype(target.name, key)
+                state[key] = torch.zeros_like(target.owner, dtype=dtype, requires_grad=False)
+            flat = state[key].view(-1)
+            saved.copy(target.name, key, target.begin, flat[target.offset : target.offset + target.numel])
+        for key, value in values.items():
+            state[key] = copy.deepcopy(value)
+
+
+def _load_module(saved: SavedEngine, live: _Live) -> None:
+    """Put the weights in that the module computes with, frozen ones included; those of the optimizer are rounded masters."""
+    for name, tensor, piece in live.module_tensors():
+        # Where the module computes with the master itself it is there already; copying it again changes nothing.
+        saved.copy(name, MASTER, piece.parameter_begin, tensor[piece.begin : piece.begin + piece.numel])
+
+
+def _gather_persistent(engine: DeepSpeedEngine) -> None:
+    """Let ZeRO 3 put its small parameters, which it keeps whole, together again from the pieces. Ranks: all."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
+    state = saved.engine_state()
+    engine.global_steps = int(state["global_steps"])
+    engine.global_samples = int(state["global_samples"])
+    engine.skipped_steps = int(state["skipped_steps"])
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    if engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+
+def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
+    """Let a dynamic loss scale go on where it was; how it moves is the configuration's, as is a static one."""
+    state = saved.loss_scale_state()
+    optimizer = engine.optimizer
+    holder = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    is_dynamic = getattr(holder, "dynamic", False) or getattr(holder, "dynamic_loss_scale", False)
+    if not (is_dynamic and state.get("dynamic_loss_scale")):
+        return
+    for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+        if key in state and hasattr(holder, key):
+            setattr(holder, key, state[key])
+
+
+def _verify(
+    engine: DeepSpeedEngine, saved: SavedEngine, targets: list[_Target], settings: Sequence[Mapping[str, Any]]
+) -> None:
+    """Read everything again and compare it bit by bit with what the engine now holds."""
+    wrong = []
+    optimizer = _base_optimizer(engine)
+    for target in targets:
+        held: list[tuple[str, torch.Tensor]] = [(MASTER, target.master)]
+        if optimizer is not None:
+            state = optimizer.state.get(target.owner, {})
+            held += [(key, state[key].view(-1)) for key in saved.state_keys(target.name)]
+            scalars = _scalars_for(engine, saved, target.name)
+            wrong += [
+                f"{key} of {target.name}"
+                for key, value in scalars.items()
+                if key not in state or not _equal(state[key], value)
+            ]
+        for key, tensor in held:
+            if not _is_same(saved, target, key, tensor):
+                wrong.append(f"{key} of {target.name}")
+    for idx, (group, values) in enumerate(zip(_base_groups(engine), settings, strict=True)):
+        wrong += [f"{key} of parameter group {idx}" for key in values if not _equal(group[key], values[key])]
+    if wrong:
+        raise CheckpointError(
+            f"after loading, {describe_rank(engine)} holds other values than the checkpoint for {', '.join(wrong[:5])}"
+            f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}; expected the same bits. Report this as a defect of "
+            "dstrial, and resume with the layout that wrote the checkpoint."
+        )
+
+
+def _is_same(saved: SavedEngine, target: _Target, key: str, tensor: torch.Tensor) -> bool:
+    for begin in range(0, target.numel, _SCRATCH_NUMEL):
+        numel = min(_SCRATCH_NUMEL, target.numel - begin)
+        held = tensor[target.offset + begin : target.offset + begin + numel]
+        wanted = torch.empty_like(held)
+        saved.copy(target.name, key, target.begin + begin, wanted)
+        if not torch.equal(_bits(held), _bits(wanted)):
+            return False
+    return True
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view in which NaN equals itself."""
+    kinds: dict[int, Callable[[], torch.dtype]] = {
+        1: lambda: torch.uint8, 2: lambda: torch.int16, 4: lambda: torch.int32, 8: lambda: torch.int64,
+    }  # fmt: skip
+    return tensor.detach().contiguous().view(kinds[tensor.element_size()]())
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(left).cpu(), torch.as_tensor(right).cpu()))
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right)

@@ -1,0 +1,117 @@
+"""How far two saved engines are apart, parameter by parameter, whatever layouts wrote them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from dstrial.engine.saved_engine import MASTER, SavedEngine
+
+_PIECE_NUMEL = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightDifference:
+    """One parameter's weights, or one of its optimizer's states, in two checkpoints.
+
+    Attributes:
+        name: of the parameter.
+        key: ``master`` for the weights as the optimizer updates them, else the optimizer's own key.
+        numel: elements.
+        num_differing: elements that are not equal; NaN equals NaN.
+        norm_a: Euclidean norm of the first one's.
+        norm_b: of the second one's.
+        norm_difference: of the difference.
+        max_difference: largest absolute value of the difference.
+    """
+
+    name: str
+    key: str
+    numel: int
+    num_differing: int
+    norm_a: float
+    norm_b: float
+    norm_difference: float
+    max_difference: float
+
+    @property
+    def relative(self) -> float:
+        """Norm of the difference over the larger norm of the two; 0 where both are."""
+        larger = max(self.norm_a, self.norm_b)
+        return self.norm_difference / larger if larger else 0.0
+
+
+def comparable(a: SavedEngine, b: SavedEngine) -> list[str]:
+    """Return the parameters that both have in the same shape, each storage once, in the order of the first."""
+    return [
+        name
+        for name, place in a.places.items()
+        if place.tied_to is None and name in b.places and b.places[name].shape == place.shape
+    ]
+
+
+def weight_differences(
+    a: SavedEngine,
+    b: SavedEngine,
+    *,
+    with_optimizer: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Iterator[WeightDifference]:
+    """Compare two engines and yield every parameter, equal ones too. Memory holds pieces of ``_PIECE_NUMEL`` elements.
+
+    Args:
+        a: the first engine.
+        b: the second one.
+        with_optimizer: whether the optimizer's state by element is compared, too, where both have it.
+        on_bytes: told how many more bytes were compared, in double precision.
+
+    Raises:
+        CheckpointDamagedError: a file is missing or too short.
+
+    Ranks: any; no communication.
+    """
+    for name in comparable(a, b):
+        keys = [MASTER]
+        if with_optimizer:
+            theirs = b.state_keys(name)
+            keys += [key for key in a.state_keys(name) if key in theirs]
+        for key in keys:
+            yield _difference(a, b, name, key, on_bytes)
+
+
+def _difference(
+    a: SavedEngine, b: SavedEngine, name: str, key: str, on_bytes: Callable[[int], None] | None
+) -> WeightDifference:
+    numel = math.prod(a.place(name).shape)
+    squares_a = squares_b = squares = largest = 0.0
+    num_differing = 0
+    for begin in range(0, numel, _PIECE_NUMEL):
+        left = torch.empty(min(_PIECE_NUMEL, numel - begin), dtype=torch.float64)
+        right = torch.empty_like(left)
+        a.copy(name, key, begin, left)
+        b.copy(name, key, begin, right)
+        squares_a += float(left.square().sum())
+        squares_b += float(right.square().sum())
+        is_other = (left != right) & ~(left.isnan() & right.isnan())
+        count = int(is_other.sum())
+        if count:
+            num_differing += count
+            difference = torch.where(is_other, left - right, 0.0)
+            squares += float(difference.square().sum())
+            highest = float(difference.abs().max())
+            largest = highest if math.isnan(highest) or highest > largest else largest
+        if on_bytes is not None:
+            on_bytes(left.numel() * 2 * left.element_size())
+    return WeightDifference(
+        name=name,
+        key=key,
+        numel=numel,
+        num_differing=num_differing,
+        norm_a=math.sqrt(squares_a),
+        norm_b=math.sqrt(squares_b),
+        norm_difference=math.sqrt(squares),
+        max_difference=largest,
+    )

@@ -1,0 +1,113 @@
+import dataclasses
+
+import pytest
+
+from dstrial.checkpoint.file_roles import FileRole, layouts_of, role_of
+from dstrial.checkpoint.layout import Layout, ParameterPlace
+from dstrial.checkpoint.manifest import FileEntry, Manifest
+from dstrial.checkpoint.summary import count_parameters, own_places, size_by_kind, size_by_rank, tied_names
+from dstrial.errors import CheckpointError
+
+
+def place(name: str, **changes: object) -> ParameterPlace:
+    plain = ParameterPlace(name, (3, 2), "float32", True, 0, None, 0, 0, False, None, 0, None)
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def layout(*places: ParameterPlace, **changes: object) -> Layout:
+    plain = Layout(
+        engine_kind="data_parallel",
+        world_size=4,
+        data_parallel_size=4,
+        pipeline_stages=1,
+        model_parallel_size=1,
+        zero_stage=1,
+        offload_optimizer="none",
+        offload_parameters="none",
+        precision="fp32",
+        optimizer="Adam",
+        wrapper="",
+        lr_scheduler="",
+        train_batch_size=8,
+        micro_batch_size=2,
+        micro_batches_per_batch=1,
+        versions={},
+        buffers=(),
+        parameters=places,
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+PIPELINE = layout(
+    place("0.weight"),
+    place("3.weight", stage=1, model_part=1),
+    engine_kind="pipeline",
+    data_parallel_size=2,
+    pipeline_stages=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "role"),
+    [
+        ("dstrial_rank3.pt", FileRole("rank state", None, 3)),
+        ("load_data.json", FileRole("configuration")),
+        ("code/model_def.py", FileRole("code")),
+        ("model0/mp_rank_00_model_states.pt", FileRole("weights", 0, 0)),
+        ("model0/zero_pp_rank_2_mp_rank_00_optim_states.pt", FileRole("optimizer", 0, 2)),
+        ("model0/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", FileRole("optimizer", 0, 3)),
+        ("model0/zero_pp_rank_1_mp_rank_00_model_states.pt", FileRole("weights", 0, 1)),
+        ("model1/zero_pp_rank_1_mp_rank_01_optim_states.pt", FileRole("optimizer", 1, 3)),
+        ("model1/mp_rank_01_model_states.pt", FileRole("weights", 1, 2)),
+        ("model1/layer_00-model_states.pt", FileRole("weights", 1, 0)),
+        ("model1/layer_03-model_00-model_states.pt", FileRole("weights", 1, 2)),
+        ("model1/layer_02-model_states.pt", FileRole("weights", 1, None)),
+        ("model2/mp_rank_00_model_states.pt", FileRole("weights", 2, None)),
+        ("model0/own.bin", FileRole("other", 0, None)),
+        ("zero_to_fp32.py", FileRole("other")),
+    ],
+)
+def test_a_file_is_known_by_its_name(path: str, role: FileRole) -> None:
+    assert role_of(path, [layout(), PIPELINE]) == role
+
+
+def test_sizes_are_added_up_by_kind_and_by_rank() -> None:
+    sizes = {
+        "dstrial_rank0.pt": 1,
+        "dstrial_rank1.pt": 2,
+        "model0/mp_rank_00_model_states.pt": 4,
+        "latest": 8,
+    }
+    manifest = Manifest(1, "", (), {path: FileEntry(size, "") for path, size in sizes.items()})
+    assert size_by_kind(manifest, [layout()]) == {
+        "weights": {"files": 1, "bytes": 4},
+        "rank state": {"files": 2, "bytes": 3},
+        "other": {"files": 1, "bytes": 8},
+    }
+    assert size_by_rank(manifest, [layout()]) == {0: 5, 1: 2}
+
+
+def test_a_parameter_counts_once_whatever_it_is_called() -> None:
+    tied = layout(
+        place("embed"),
+        place("head", tied_to="embed"),
+        place("frozen", trainable=False, group_idx=None),
+        place("left.out", group_idx=None),
+        place("embed", tied_to="embed", stage=1, model_part=1),
+    )
+    counts = count_parameters(tied)
+    assert [one.name for one in own_places(tied)] == ["embed", "frozen", "left.out"]
+    assert (counts.num_parameters, counts.num_elements) == (3, 18)
+    assert (counts.num_frozen, counts.num_frozen_elements, counts.num_not_optimized) == (1, 6, 1)
+    assert counts.tied == tied_names(tied) == {"head": "embed"}
+
+
+def test_slices_of_a_model_parallel_layer_all_count() -> None:
+    cut = layout(place("w"), place("w", model_part=1), model_parallel_size=2)
+    assert count_parameters(cut).num_elements == 12
+
+
+def test_a_layout_of_another_release_is_an_error_that_names_the_checkpoint() -> None:
+    manifest = Manifest(1, "", ({"zero_stage": 1},), {})
+    with pytest.raises(CheckpointError, match="checkpoint somewhere describes its layout in another form"):
+        layouts_of(manifest, "somewhere")

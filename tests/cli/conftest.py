@@ -1,0 +1,75 @@
+"""Checkpoints for the tests of ``dstrial checkpoint``, made once."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dstrial.testing.master import MasterForTest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Real checkpoints of two ranks by kind of layout, see ``checkpoint_maker``."""
+    from checkpoint_maker import make_checkpoints
+
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def dstrial_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Call the command line in this process: exit status, standard output, standard error."""
+    from dstrial.cli.app import main
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            exit_code = main([str(word) for word in words])
+        except SystemExit as exit_:
+            exit_code = int(exit_.code or 0)
+        printed = capsys.readouterr()
+        return exit_code, printed.out, printed.err
+
+    return call
+
+
+CORE_API_SCRIPT = """
+import json, pathlib, shutil, sys
+from determined import core
+
+metadata = json.loads(pathlib.Path(sys.argv[1], "metadata.json").read_text())
+with core.init() as context:
+    with context.checkpoint.store_path(metadata) as (path, uuid):
+        shutil.copytree(sys.argv[1], path, dirs_exist_ok=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def reported_checkpoint(
+    checkpoints: dict, shared_master: MasterForTest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, int]:
+    """UUID and experiment of a checkpoint that the master knows and that carries no model definition itself."""
+    from checkpoint_maker import DEFINITIONS
+
+    scratch = tmp_path_factory.mktemp("reported")
+    context = scratch / "context"
+    shutil.copytree(DEFINITIONS, context)
+    (context / "train.py").write_text(CORE_API_SCRIPT)
+    (scratch / "experiment.yaml").write_text(
+        f"name: reported\nentrypoint: python3 train.py {checkpoints['pipeline'].latest}\n"
+        "resources: {slots_per_trial: 1}\nmax_restarts: 0\n"
+        "searcher: {name: single, metric: loss, max_length: {batches: 3}}\n"
+    )
+    created = shared_master.det("e", "create", str(scratch / "experiment.yaml"), str(context), "-f")
+    assert created.returncode == 0, created.stdout + created.stderr
+    client = shared_master.client()
+    experiments = client.get("/api/v1/experiments")["experiments"]
+    experiment_id = max(row["id"] for row in experiments if row["name"] == "reported")
+    (reported,) = client.get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+    return reported["uuid"], experiment_id

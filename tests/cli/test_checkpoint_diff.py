@@ -1,0 +1,133 @@
+"""``dstrial checkpoint diff`` on real checkpoints of different steps and layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.ranks
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def compared(command: Command, *words: object) -> tuple[int, dict[str, Any]]:
+    exit_code, out, err = command("checkpoint", "diff", *words, "--json")
+    assert err == ""
+    return exit_code, json.loads(out)
+
+
+@pytest.mark.parametrize("case", ["zero 3", "two engines", "pipeline"])
+def test_a_checkpoint_is_the_same_as_itself(checkpoints: Any, dstrial_command: Command, case: str) -> None:
+    path = checkpoints[case].latest
+    exit_code, report = compared(dstrial_command, path, path, "--optimizer")
+    assert (exit_code, report["is_same"], report["differences"]) == (0, True, {})
+    assert [part["num_differing"] for part in report["weights"]] == [0] * len(report["weights"])
+    assert dstrial_command("checkpoint", "diff", path, path)[1].endswith("the two are the same\n")
+
+
+def test_the_same_run_in_two_layouts_differs_in_layout_and_config_alone(
+    checkpoints: Any, dstrial_command: Command
+) -> None:
+    a, b = checkpoints["zero 0"].latest, checkpoints["zero 3"].latest
+    exit_code, report = compared(dstrial_command, a, b)
+    assert exit_code == 1
+    assert report["differences"]["hyperparameters"] == [
+        {"key": "deepspeed_config.zero_optimization.stage", "a": 0, "b": 3}
+    ]
+    assert {"key": "zero_stage", "a": 0, "b": 3} in report["differences"]["layout of engine 0"]
+    assert not {"progress", "optimizer of engine 0", "parameters of engine 0"} & report["differences"].keys()
+
+
+def test_layouts_do_not_matter_where_only_weights_are_compared(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    a, b = checkpoints["zero 2"], checkpoints["zero 3"]
+    exit_code, report = compared(dstrial_command, a.latest, b.latest, "--only", "weights", "--optimizer")
+    differing = report["weights"][0]["num_elements_differing"]
+    equal = all(torch.equal(a.live[0][name], b.live[0][name]) for name in a.live[0] if "norm" not in name)
+    assert (exit_code == 0) == (differing == 0)
+    assert differing == 0 or not equal
+    assert report["weights"][0]["relative"] < 1e-6
+
+
+def test_norms_are_those_of_the_live_weights(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    made = checkpoints["zero 3"]
+    earlier, latest = tmp_path / "earlier.pt", tmp_path / "latest.pt"
+    for path, output in ((made.earlier, earlier), (made.latest, latest)):
+        assert dstrial_command("checkpoint", "export", path, output, "--format", "torch")[0] == 0
+    a, b = torch.load(earlier), torch.load(latest)
+    exit_code, report = compared(dstrial_command, made.earlier, made.latest, "--top", "100")
+    assert exit_code == 1
+    (weights,) = report["weights"]
+    rows = {row["name"]: row for row in weights["largest"]}
+    changed = {
+        name
+        for name in a
+        if a[name].is_floating_point() and not torch.equal(a[name], b[name]) and "norm" not in name
+    }
+    assert rows.keys() == changed - {"unembed.weight"}
+    for name, row in rows.items():
+        difference = (a[name].double() - b[name].double()).norm().item()
+        assert row["norm_difference"] == pytest.approx(difference, rel=1e-12)
+        assert row["norm_a"] == pytest.approx(a[name].double().norm().item(), rel=1e-12)
+        assert row["relative"] == pytest.approx(difference / max(row["norm_a"], row["norm_b"]), rel=1e-12)
+        assert row["num_differing"] == int((a[name] != b[name]).sum())
+    total = math.sqrt(sum(row["norm_difference"] ** 2 for row in rows.values()))
+    assert weights["norm_difference"] == pytest.approx(total, rel=1e-9)
+    relatives = [row["relative"] for row in weights["largest"]]
+    assert relatives == sorted(relatives, reverse=True)
+
+
+def test_progress_is_compared_with_learning_rates_and_steps(
+    checkpoints: Any, dstrial_command: Command
+) -> None:
+    made = checkpoints["pipeline"]
+    exit_code, report = compared(dstrial_command, made.earlier, made.latest, "--only", "progress")
+    assert exit_code == 1
+    assert report["differences"]["progress"] == [{"key": "steps_completed", "a": 2, "b": 3}]
+    keys = {entry["key"] for entry in report["differences"]["optimizer of engine 0"]}
+    assert {"steps", "global_steps", "groups.0.lr", "lr_scheduler.last_batch_iteration"} <= keys
+    assert report["weights"] == []
+
+
+def test_moments_are_compared_only_when_asked_for(checkpoints: Any, dstrial_command: Command) -> None:
+    made = checkpoints["bf16"]
+    plain = compared(dstrial_command, made.earlier, made.latest)[1]["weights"][0]
+    more = compared(dstrial_command, made.earlier, made.latest, "--optimizer", "--top", "99")[1]["weights"][0]
+    assert (plain["num_compared"], more["num_compared"]) == (7, 7 + 2 * 5)
+    assert {row["key"] for row in more["largest"]} == {"master", "exp_avg", "exp_avg_sq"}
+    assert more["norm_difference"] == plain["norm_difference"], "of weights alone"
+
+
+def test_another_model_is_a_difference_and_no_error(checkpoints: Any, dstrial_command: Command) -> None:
+    exit_code, report = compared(
+        dstrial_command, checkpoints["zero 2"].latest, checkpoints["pipeline"].latest
+    )
+    assert exit_code == 1
+    gone = {"key": "head.weight", "a": "4x13 float32", "b": "absent"}
+    assert gone in report["differences"]["parameters of engine 0"]
+    assert report["weights"][0]["num_compared"] == 0
+
+
+def test_the_text_lists_the_largest(checkpoints: Any, dstrial_command: Command) -> None:
+    made = checkpoints["zero 2"]
+    exit_code, out, _ = dstrial_command("checkpoint", "diff", made.earlier, made.latest, "--top", "2")
+    assert exit_code == 1
+    assert "steps_completed: 2 -> 3" in out
+    assert "weights of engine 0: 5 of 7 tensors differ, in 272 of 454 elements" in out
+    assert "the 2 largest:" in out
+    assert len(out.split("the 2 largest:\n")[1].splitlines()) == 3
+
+
+def test_trouble_exits_with_2(checkpoints: Any, dstrial_command: Command, tmp_path: Path) -> None:
+    exit_code, out, err = dstrial_command("checkpoint", "diff", checkpoints["zero 2"].latest, tmp_path / "no")
+    assert (exit_code, out) == (2, "")
+    assert "expected the directory of a checkpoint" in err

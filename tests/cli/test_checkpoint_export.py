@@ -1,0 +1,250 @@
+"""``dstrial checkpoint export``: the weights of real checkpoints against those that were live when they were saved."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrial.checkpoint.manifest import read_manifest, write_manifest
+from dstrial.cli.checkpoint_export import size_argument
+
+pytestmark = pytest.mark.ranks
+
+Command = Callable[..., tuple[int, str, str]]
+LAYOUTS = ["zero 0", "zero 2", "zero 3", "bf16", "pipeline"]
+TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Read a file by the format's description alone; every byte has to belong to one tensor."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    body = content[8 + length :]
+    tensors = {}
+    covered = 0
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        assert begin == covered
+        covered = end
+        dtype = TYPES[entry["dtype"]]
+        assert end - begin == math.prod(entry["shape"]) * dtype.itemsize
+        assert (8 + length + begin) % dtype.itemsize == 0
+        tensors[name] = torch.frombuffer(bytearray(body[begin:end]), dtype=dtype).reshape(entry["shape"])
+    assert covered == len(body)
+    return tensors, metadata
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_torch_loads_the_state_dict_that_was_live(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path, case: str
+) -> None:
+    made = checkpoints[case]
+    output = tmp_path / "weights.pt"
+    exit_code, out, err = dstrial_command(
+        "checkpoint", "export", made.latest, output, "--format", "torch", "--dtype", "module"
+    )
+    assert (exit_code, err) == (0, "")
+    exported = torch.load(output, weights_only=True)
+    (live,) = made.live
+    assert exported.keys() == live.keys()
+    assert [name for name in live if not same(exported[name], live[name])] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["weights.pt"]
+    if case != "pipeline":
+        assert exported["unembed.weight"].data_ptr() == exported["embed.weight"].data_ptr()
+        assert "tied: unembed.weight" in out
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_safetensors_hold_the_master_weights_and_every_storage_once(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path, case: str
+) -> None:
+    made = checkpoints[case]
+    output = tmp_path / "model.safetensors"
+    assert dstrial_command("checkpoint", "export", made.run_path, output)[0] == 0
+    tensors, metadata = read_safetensors(output)
+    (live,) = made.live
+    aliases = {} if case == "pipeline" else {"unembed.weight": "embed.weight"}
+    assert metadata == {"format": "pt", **aliases}
+    assert tensors.keys() == live.keys() - aliases.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == (torch.float32 if live[name].is_floating_point() else live[name].dtype)
+        assert torch.equal(tensor.to(live[name].dtype), live[name]), name
+    if case == "bf16":
+        assert not torch.equal(tensors["head.weight"], live["head.weight"].float()), "only the rounded ones"
+
+
+def test_the_safetensors_library_reads_the_file(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    output = tmp_path / "model.safetensors"
+    assert dstrial_command("checkpoint", "export", checkpoints["zero 3"].latest, output)[0] == 0
+    read = library.load_file(output)
+    tensors, _ = read_safetensors(output)
+    assert read.keys() == tensors.keys()
+    assert all(same(read[name], tensors[name]) for name in tensors)
+
+
+def test_a_hugging_face_model_has_shards_an_index_and_the_files_of_the_definition(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "config.json").write_text('{"model_type": "wide"}')
+    (files / "tokenizer.json").write_text("{}")
+    (files / "notes.txt").write_text("not the model's")
+    output = tmp_path / "model"
+    exit_code, _, err = dstrial_command(
+        *("checkpoint", "export", checkpoints["zero 2"].latest, output, "--format", "hf"),
+        *("--dtype", "bf16", "--max-shard-size", "500B", "--files-from", files),
+    )
+    assert (exit_code, err) == (0, "")
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in output.glob("*.safetensors"))
+    assert shards == [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    assert len(shards) > 1
+    (live,) = checkpoints["zero 2"].live
+    assert index["weight_map"].keys() == live.keys() - {"unembed.weight"}
+    total = 0
+    for shard in shards:
+        tensors, metadata = read_safetensors(output / shard)
+        size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+        assert size <= 500 or len(tensors) == 1
+        total += size
+        assert metadata.get("unembed.weight") == ("embed.weight" if "embed.weight" in tensors else None)
+        for name, tensor in tensors.items():
+            assert index["weight_map"][name] == shard
+            wanted = live[name].bfloat16() if live[name].is_floating_point() else live[name]
+            assert same(tensor, wanted), name
+    assert index["metadata"]["total_size"] == total
+    others = {path.name for path in output.iterdir()} - set(shards)
+    assert others == {"model.safetensors.index.json", "config.json", "tokenizer.json"}
+
+
+def test_a_small_hugging_face_model_is_one_file(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    output = tmp_path / "model"
+    assert (
+        dstrial_command("checkpoint", "export", checkpoints["zero 0"].latest, output, "--format", "hf")[0]
+        == 0
+    )
+    assert [path.name for path in output.iterdir()] == ["model.safetensors"]
+
+
+def test_of_several_engines_one_has_to_be_named(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    made = checkpoints["two engines"]
+    output = tmp_path / "small.safetensors"
+    exit_code, _, err = dstrial_command("checkpoint", "export", made.latest, output)
+    assert exit_code == 1
+    assert "holds 2 engines; expected one of 0 to 1" in err
+    for engine_idx in (0, 1):
+        path = tmp_path / f"{engine_idx}.safetensors"
+        assert dstrial_command("checkpoint", "export", made.latest, path, "--engine", engine_idx)[0] == 0
+        tensors, metadata = read_safetensors(path)
+        live = made.live[engine_idx]
+        assert tensors.keys() == live.keys() - metadata.keys()
+        assert all(torch.equal(tensors[name], live[name]) for name in tensors)
+
+
+def test_nothing_is_overwritten(checkpoints: Any, dstrial_command: Command, tmp_path: Path) -> None:
+    output = tmp_path / "mine"
+    output.write_text("precious")
+    exit_code, _, err = dstrial_command("checkpoint", "export", checkpoints["zero 0"].latest, output)
+    assert exit_code == 1
+    assert "which exists; expected a path where nothing is" in err
+    assert output.read_text() == "precious"
+    nowhere = tmp_path / "no" / "directory"
+    exit_code, _, err = dstrial_command("checkpoint", "export", checkpoints["zero 0"].latest, nowhere)
+    assert exit_code == 1
+    assert "is no directory; expected one to write into" in err
+
+
+@pytest.mark.parametrize("output_format", ["safetensors", "torch", "hf"])
+def test_a_damaged_checkpoint_is_not_exported(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path, output_format: str
+) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(checkpoints["zero 2"].latest, path)
+    file = path / "model0" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    options = ("checkpoint", "export", path, tmp_path / "output", "--format", output_format)
+    exit_code, _, err = dstrial_command(*options)
+    assert exit_code == 1
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt is of checksum" in err
+    file.write_bytes(content[:-900])
+    exit_code, _, err = dstrial_command(*options, "--no-verify")
+    assert exit_code == 1
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt cannot be read" in err
+    assert [found.name for found in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_a_checkpoint_in_a_form_of_the_trials_own_is_refused(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "own"
+    shutil.copytree(checkpoints["zero 2"].latest, path)
+    manifest = read_manifest(path)
+    others = {name: entry for name, entry in manifest.files.items() if not name.startswith("model0/")}
+    write_manifest(path, dataclasses.replace(manifest, files=others))
+    exit_code, _, err = dstrial_command("checkpoint", "export", path, tmp_path / "x")
+    assert exit_code == 1
+    assert "because its trial writes its checkpoints itself" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("5GB", 5 * 10**9), ("500MiB", 500 << 20), ("1.5kb", 1500), ("12", 12)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
+    assert size_argument(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 parsecs", "0", "0.5"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected for example 5GB"):
+        size_argument(text)
+
+
+def test_options_of_a_directory_are_refused_for_a_file(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    exit_code, _, err = dstrial_command(
+        *("checkpoint", "export", checkpoints["zero 0"].latest, tmp_path / "x", "--max-shard-size", "1GB")
+    )
+    assert exit_code == 2
+    assert err == "--max-shard-size is given with --format safetensors; expected --format hf.\n"
+
+
+def test_copies_of_a_tied_layer_that_differ_are_told(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    made = checkpoints["loose pipeline"]
+    output = tmp_path / "model.safetensors"
+    exit_code, _, err = dstrial_command("checkpoint", "export", made.latest, output)
+    assert exit_code == 0
+    assert (
+        "the copies of tied_modules.plain.bias, tied_modules.called.bias on the pipeline's stages differ"
+        in err
+    )
+    tensors, _ = read_safetensors(output)
+    assert all(torch.equal(tensors[name], made.live[0][name]) for name in tensors)

@@ -1,0 +1,142 @@
+"""``dstrial checkpoint inspect`` on real checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def inspected(command: Command, path: Path, *options: str) -> dict[str, Any]:
+    exit_code, out, err = command("checkpoint", "inspect", path, "--json", *options)
+    assert (exit_code, err) == (0, "")
+    contents: dict[str, Any] = json.loads(out)
+    return contents
+
+
+def test_a_run_directory_stands_for_its_newest_checkpoint(checkpoints: Any, dstrial_command: Command) -> None:
+    made = checkpoints["zero 2"]
+    contents = inspected(dstrial_command, made.run_path)
+    assert (contents["path"], contents["uuid"]) == (str(made.latest), made.latest.name)
+    assert (contents["steps_completed"], contents["experiment"]) == (3, "wide")
+    assert contents["run_directory"] == str(made.run_path)
+    assert inspected(dstrial_command, made.earlier)["steps_completed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("zero 0", ("data_parallel", 2, 2, 1, 0, "fp32")),
+        ("zero 3", ("data_parallel", 2, 2, 1, 3, "fp32")),
+        ("bf16", ("data_parallel", 2, 2, 1, 1, "bf16")),
+        ("pipeline", ("pipeline", 2, 1, 2, 1, "fp32")),
+    ],
+)
+def test_the_layout_is_told(
+    checkpoints: Any, dstrial_command: Command, case: str, fields: tuple[object, ...]
+) -> None:
+    (engine,) = inspected(dstrial_command, checkpoints[case].latest)["engines"]
+    names = (
+        "engine_kind",
+        "world_size",
+        "data_parallel_size",
+        "pipeline_stages",
+        "zero_stage",
+        "precision",
+    )
+    assert tuple(engine[name] for name in names) == fields
+    assert engine["train_batch_size"] == 8
+    assert engine["versions"].keys() == {"deepspeed", "torch", "dstrial", "python"}
+
+
+@pytest.mark.parametrize("case", ["zero 0", "zero 2", "zero 3", "bf16"])
+def test_parameters_are_counted_once_and_frozen_and_tied_ones_named(
+    checkpoints: Any, dstrial_command: Command, case: str
+) -> None:
+    (engine,) = inspected(dstrial_command, checkpoints[case].latest)["engines"]
+    assert engine["parameters"] == {
+        "parameters": 7,
+        "elements": 104 + 182 + 112 + 56,
+        "frozen_parameters": 2,
+        "frozen_elements": 182,
+        "not_optimized": 0,
+        "tied": {"unembed.weight": "embed.weight"},
+    }
+
+
+@pytest.mark.parametrize("case", ["zero 0", "zero 3", "pipeline"])
+def test_learning_rates_and_steps_of_the_optimizer_are_told(
+    checkpoints: Any, dstrial_command: Command, case: str
+) -> None:
+    (engine,) = inspected(dstrial_command, checkpoints[case].latest)["engines"]
+    state = engine["optimizer_state"]
+    assert (state["steps"], state["global_steps"], state["skipped_steps"]) == ([3], 3, 0)
+    assert state["state"] == ["exp_avg", "exp_avg_sq"]
+    assert all(0 < group["lr"] < 0.01 for group in state["groups"])
+    assert len(state["groups"]) == (1 if case == "pipeline" else 2)
+
+
+def test_sizes_by_kind_come_to_the_files_on_disk(checkpoints: Any, dstrial_command: Command) -> None:
+    path = checkpoints["pipeline"].latest
+    contents = inspected(dstrial_command, path)
+    beside = {"manifest.json", "COMPLETE", "metadata.json"}
+    on_disk = {file: file.stat().st_size for file in path.rglob("*") if file.is_file()}
+    expected = sum(size for file, size in on_disk.items() if file.name not in beside)
+    assert sum(kind["bytes"] for kind in contents["bytes_by_kind"].values()) == expected
+    assert contents["num_bytes"] == expected
+    own = {f"{rank}": (path / f"dstrial_rank{rank}.pt").stat().st_size for rank in (0, 1)}
+    assert contents["bytes_by_kind"]["rank state"]["bytes"] == sum(own.values())
+    assert contents["bytes_by_rank"].keys() == own.keys()
+    assert all(contents["bytes_by_rank"][rank] > size for rank, size in own.items())
+
+
+def test_every_engine_is_described(checkpoints: Any, dstrial_command: Command) -> None:
+    first, second = inspected(dstrial_command, checkpoints["two engines"].latest)["engines"]
+    assert (first["parameters"]["parameters"], second["parameters"]["parameters"]) == (7, 4)
+
+
+def test_the_table_lists_every_name_with_shape_group_and_stage(
+    checkpoints: Any, dstrial_command: Command
+) -> None:
+    (engine,) = inspected(dstrial_command, checkpoints["pipeline"].latest, "--parameters")["engines"]
+    rows = {(row["name"], row["stage"]): row for row in engine["parameter_table"]}
+    assert rows["0.weight", 0]["shape"] == [9, 8]
+    assert rows["tied_modules.called.weight", 1]["tied_to"] == "tied_modules.called.weight"
+    exit_code, out, _ = dstrial_command("checkpoint", "inspect", checkpoints["zero 2"].latest, "--parameters")
+    assert exit_code == 0
+    table = [line.split() for line in out.splitlines() if line.startswith(("frozen.weight", "unembed"))]
+    assert table == [
+        ["frozen.weight", "13x13", "float32", "169", "-", "0", "frozen", "-"],
+        ["unembed.weight", "13x8", "float32", "104", "0", "0", "yes", "embed.weight"],
+    ]
+
+
+def test_the_text_says_what_people_ask_first(checkpoints: Any, dstrial_command: Command) -> None:
+    exit_code, out, _ = dstrial_command("checkpoint", "inspect", checkpoints["bf16"].latest)
+    assert exit_code == 0
+    assert "after 3 batches" in out
+    assert "ZeRO stage 1, bf16" in out
+    assert "8 = 4 x 1 micro batches x 2 replicas" in out
+    assert "7 with 454 elements; frozen: 2 with 182" in out
+    assert "unembed.weight = embed.weight" in out
+
+
+def test_a_damaged_engine_file_hides_the_optimizer_only(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(checkpoints["zero 2"].latest, path)
+    (path / "model0" / "mp_rank_00_model_states.pt").unlink()
+    exit_code, out, err = dstrial_command("checkpoint", "inspect", path)
+    assert (exit_code, err) == (0, "")
+    assert "cannot be read" in out
+    assert "mp_rank_00_model_states.pt is missing" in out
+    assert "ZeRO stage 2" in out

@@ -1,0 +1,168 @@
+"""``dstrial checkpoint reshape``: what it writes is resumed as it is, and holds the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checkpoint_maker import DEFINITIONS
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import read_manifest, write_manifest
+from dstrial.local.run_directory import RunDirectory
+from dstrial.testing.master import MasterForTest
+
+pytestmark = pytest.mark.ranks
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def reshape(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dstrial.cli", "checkpoint", "reshape", *map(str, words)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DSTRIAL_TIMEOUT_S": "100"}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+
+
+def layout_in(path: Path) -> Layout:
+    return Layout.from_json(read_manifest(path).layouts[0])
+
+
+def test_the_output_holds_the_same_bits_and_is_resumed_without_reshaping(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    made = checkpoints["zero 2"]
+    output = tmp_path / "for one"
+    done = reshape(made.earlier, output, "--slots", 1, "--zero-stage", 3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (layout_in(output).world_size, layout_in(output).zero_stage) == (1, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["for one"]
+    assert dstrial_command("checkpoint", "verify", output)[0] == 0
+    options = ("--only", "weights", "--only", "progress", "--optimizer", "--json")
+    exit_code, out, _ = dstrial_command("checkpoint", "diff", made.earlier, output, *options)
+    assert (exit_code, json.loads(out)["differences"]) == (0, {}), out
+
+    config = yaml.safe_load((made.run_path / "experiment.yaml").read_text())
+    config["hyperparameters"]["deepspeed_config"]["zero_optimization"]["stage"] = 3
+    resumed = RunDirectory.create(
+        tmp_path / "runs", name="resumed", context_dir=DEFINITIONS, command=["test"], config=config
+    )
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "DSTRIAL_RUN_DIR": str(resumed.path),
+        "DSTRIAL_RESUME": str(output),
+    }
+    command = [sys.executable, "-m", "dstrial.launch", "--slots", "1", "--trial", "wide_trials:WideTrial"]
+    command += ["--config", str(tmp_path / "experiment.yaml"), "--context-dir", str(DEFINITIONS)]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "is brought into another layout" not in run.stderr
+    assert "at batch 2" in run.stderr
+    (last,) = resumed.checkpoints_path.iterdir()
+    exit_code, out, _ = dstrial_command(
+        "checkpoint", "diff", made.latest, last, "--only", "weights", "--json"
+    )
+    # Not the same bits: running means are those of a replica's own records.
+    assert json.loads(out)["weights"][0]["relative"] < 1e-3, out
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_before_ranks_start(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    output = tmp_path / "three"
+    exit_code, _, err = dstrial_command(
+        "checkpoint", "reshape", checkpoints["zero 2"].latest, output, "--slots", 3
+    )
+    assert exit_code == 1
+    assert "which 3 data-parallel replicas cannot share evenly" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_model_definition_it_says_where_to_name_one(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    alone = tmp_path / "alone"
+    shutil.copytree(checkpoints["zero 2"].latest, alone)
+    exit_code, _, err = dstrial_command("checkpoint", "reshape", alone, tmp_path / "out", "--slots", 1)
+    assert exit_code == 1
+    assert "has no model definition beside it" in err
+    assert "--context" in err
+
+
+def test_fp16_is_refused_because_cpu_ranks_have_none(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "half"
+    shutil.copytree(checkpoints["zero 2"].latest, path)
+    manifest = read_manifest(path)
+    layouts = tuple({**layout, "precision": "fp16"} for layout in manifest.layouts)
+    write_manifest(path, dataclasses.replace(manifest, layouts=layouts))
+    exit_code, _, err = dstrial_command("checkpoint", "reshape", path, tmp_path / "out", "--slots", 1)
+    assert exit_code == 1
+    assert "computes in fp16; expected fp32 or bf16" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"entrypoint": "python3 -m dstrial.launch train.py"}, "entrypoint is the command 'train.py'"),
+        (None, "has no experiment_config and hparams"),
+    ],
+)
+def test_a_trial_that_cannot_be_told_to_end_at_once_is_refused(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path, change: dict[str, str] | None, words: str
+) -> None:
+    path = tmp_path / "script"
+    shutil.copytree(checkpoints["zero 2"].latest, path)
+    saved = json.loads((path / "load_data.json").read_text())
+    saved["experiment_config"] = None if change is None else {**saved["experiment_config"], **change}
+    (path / "load_data.json").write_text(json.dumps(saved))
+    context = shutil.copytree(DEFINITIONS, tmp_path / "context")
+    (context / "train.py").write_text("")
+    options = ("--slots", 1, "--context", context)
+    exit_code, _, err = dstrial_command("checkpoint", "reshape", path, tmp_path / "out", *options)
+    assert exit_code == 1
+    assert words in err
+    assert {found.name for found in tmp_path.iterdir()} == {"script", "context"}
+
+
+def test_a_failing_model_definition_is_shown_and_nothing_is_left(checkpoints: Any, tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    shutil.copytree(DEFINITIONS, context)
+    definition = context / "wide_trials.py"
+    definition.write_text(definition.read_text().replace("self.head = nn.Linear(13, 4)", "self.head = None"))
+    done = reshape(checkpoints["zero 2"].latest, tmp_path / "out", "--slots", 1, "--context", context)
+    assert done.returncode == 1
+    assert "failed; nothing is written" in done.stderr
+    assert "parameter head.bias is gone" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["context"]
+
+
+def test_a_pipeline_that_the_master_knows_comes_to_two_replicas(
+    checkpoints: Any,
+    reported_checkpoint: tuple[str, int],
+    shared_master: MasterForTest,
+    dstrial_command: Command,
+    tmp_path: Path,
+) -> None:
+    """The model definition is the master's, for the checkpoint carries none and belongs to no run."""
+    output = tmp_path / "four"
+    words = ("checkpoint", "reshape", reported_checkpoint[0], str(output), "--slots", "4")
+    done = shared_master.dstrial(*words, deadline_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    layout = layout_in(output)
+    assert (layout.pipeline_stages, layout.data_parallel_size, layout.train_batch_size) == (2, 2, 8)
+    options = ("--only", "weights", "--only", "progress", "--optimizer")
+    compared = dstrial_command("checkpoint", "diff", checkpoints["pipeline"].latest, output, *options)
+    assert compared[0] == 0, compared[1]

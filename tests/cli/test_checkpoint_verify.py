@@ -1,0 +1,164 @@
+"""``dstrial checkpoint verify`` on real checkpoints, and how the commands find a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.testing.master import MasterForTest
+
+pytestmark = pytest.mark.ranks
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def copied(checkpoints: Any, tmp_path: Path) -> Path:
+    """A checkpoint of two ranks, ZeRO 2, that may be damaged."""
+    path = tmp_path / "run" / "checkpoints" / checkpoints["zero 2"].latest.name
+    shutil.copytree(checkpoints["zero 2"].latest, path)
+    return path
+
+
+OWN = "model0/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def lengthen(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("case", ["zero 0", "zero 2", "zero 3", "bf16", "two engines", "pipeline"])
+def test_what_was_saved_is_whole(checkpoints: Any, dstrial_command: Command, case: str) -> None:
+    exit_code, out, err = dstrial_command("checkpoint", "verify", checkpoints[case].latest)
+    assert (exit_code, err) == (0, "")
+    assert out.startswith(f"{checkpoints[case].latest} is whole: ")
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [(truncate, "truncated"), (lengthen, "longer"), (flip_a_bit, "changed"), (Path.unlink, "missing")],
+)
+def test_a_damaged_file_is_named_with_its_rank(
+    copied: Path, dstrial_command: Command, damage: Callable[[Path], None], kind: str
+) -> None:
+    damage(copied / OWN)
+    exit_code, out, _ = dstrial_command("checkpoint", "verify", copied)
+    assert exit_code == 1
+    assert f"{OWN} (optimizer of rank 1 of engine 0) is {kind}: " in out
+    assert "read by rank 1\n" in out
+    assert "is not whole: 1 fault in " in out
+
+
+def test_several_faults_are_told_at_once_and_as_json(copied: Path, dstrial_command: Command) -> None:
+    truncate(copied / OWN)
+    (copied / "dstrial_rank0.pt").unlink()
+    (copied / "model0" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(b"stray")
+    exit_code, out, _ = dstrial_command("checkpoint", "verify", copied, "--json")
+    found = json.loads(out)
+    assert (exit_code, found["is_whole"]) == (1, False)
+    assert [(fault["path"], fault["kind"], fault["writer_rank"]) for fault in found["faults"]] == [
+        ("dstrial_rank0.pt", "missing", 0),
+        (OWN, "truncated", 1),
+        ("model0/zero_pp_rank_2_mp_rank_00_optim_states.pt", "unexpected", 2),
+    ]
+
+
+def test_a_missing_manifest_and_a_damaged_one_are_errors_without_a_traceback(
+    copied: Path, dstrial_command: Command
+) -> None:
+    flawed = (copied / "manifest.json").read_text()[:-40]
+    (copied / "manifest.json").write_text(flawed)
+    exit_code, out, err = dstrial_command("checkpoint", "verify", copied)
+    assert (exit_code, out) == (1, "")
+    assert "manifest.json is no JSON" in err
+    (copied / "manifest.json").unlink()
+    exit_code, out, err = dstrial_command("checkpoint", "verify", copied, "--json")
+    assert exit_code == 1
+    assert "manifest.json" in json.loads(out)["error"]
+
+
+def test_in_a_run_a_checkpoint_without_its_mark_is_not_whole(
+    checkpoints: Any, copied: Path, dstrial_command: Command
+) -> None:
+    (copied / "COMPLETE").unlink()
+    assert dstrial_command("checkpoint", "verify", copied)[0] == 0, "as in the storage of a cluster"
+    shutil.copy(checkpoints["zero 2"].run_path / "run.json", copied.parents[1])
+    exit_code, out, _ = dstrial_command("checkpoint", "verify", copied)
+    assert exit_code == 1
+    assert "COMPLETE is incomplete: no file" in out
+
+
+def test_a_uuid_is_found_in_the_runs(
+    checkpoints: Any, dstrial_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = checkpoints["zero 3"]
+    runs_dir = made.run_path.parents[1]
+    exit_code, out, _ = dstrial_command("checkpoint", "verify", made.earlier.name, "--runs-dir", runs_dir)
+    assert exit_code == 0
+    assert str(made.earlier) in out
+    monkeypatch.setenv("DSTRIAL_RUNS_DIR", str(runs_dir))
+    assert dstrial_command("checkpoint", "verify", made.latest.name)[0] == 0
+
+
+def test_what_is_no_checkpoint_is_told_with_what_would_be(dstrial_command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    unknown = "6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11"
+    for asked, words in [
+        (tmp_path, "a directory without manifest.json; expected the directory of a checkpoint"),
+        (tmp_path / "nowhere", "no directory; expected the directory of a checkpoint"),
+        (tmp_path / "file", "a file; expected the directory of a checkpoint"),
+        (unknown, "and no master runs with state directory"),
+    ]:
+        exit_code, out, err = dstrial_command(
+            "checkpoint", "verify", asked, "--runs-dir", tmp_path / "runs", "--state-dir", tmp_path / "state"
+        )
+        assert (exit_code, out) == (1, "")
+        assert words in err
+        assert "Traceback" not in err
+
+
+def test_wrong_usage_exits_with_2(dstrial_command: Command) -> None:
+    assert dstrial_command("checkpoint", "verify")[0] == 2
+    assert dstrial_command("checkpoint", "mend", "x")[0] == 2
+    assert dstrial_command("checkpoint", "export", "x", "y", "--max-shard-size", "much")[0] == 2
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify", "diff", "export", "reshape"])
+def test_the_help_of_every_action_has_examples(dstrial_command: Command, action: str) -> None:
+    exit_code, out, _ = dstrial_command("checkpoint", action, "--help")
+    assert exit_code == 0
+    assert "examples:\n  dstrial checkpoint " + action in out
+
+
+def test_a_uuid_is_found_by_the_running_master(
+    reported_checkpoint: tuple[str, int], shared_master: MasterForTest
+) -> None:
+    uuid, experiment_id = reported_checkpoint
+    options = (uuid, "--state-dir", str(shared_master.state.path))
+    verified = shared_master.dstrial("checkpoint", "verify", *options)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    inspected = shared_master.dstrial("checkpoint", "inspect", *options, "--json")
+    contents = json.loads(inspected.stdout)
+    assert (contents["uuid"], contents["experiment_id"]) == (uuid, experiment_id)
+    unknown = shared_master.dstrial(
+        "checkpoint", "verify", "6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11", *options[1:]
+    )
+    assert unknown.returncode == 1
+    assert "does not know it" in unknown.stderr

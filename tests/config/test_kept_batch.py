@@ -1,0 +1,229 @@
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.config import SavedEngine, SavedRun, fitting_slots, keep_batch, resume_problems, solve_batch
+from dstrial.config.saved_run import given_settings, run_metadata
+from dstrial.errors import ConfigError
+
+SIZES = st.integers(min_value=1, max_value=24)
+KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+DEFAULTS = {
+    "engine_kind": "data_parallel",
+    "world_size": 3,
+    "data_parallel_size": 3,
+    "pipeline_stages": 1,
+    "model_parallel_size": 1,
+    "zero_stage": 1,
+    "offload_optimizer": "none",
+    "offload_parameters": "none",
+    "optimizer": "Adam",
+    "wrapper": "DeepSpeedZeroOptimizer",
+    "lr_scheduler": "",
+    "train_batch_size": 24,
+    "micro_batch_size": 4,
+    "micro_batches_per_batch": 2,
+}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "Adam"},
+}
+
+
+def engine(**changes):
+    more = {"given": changes.pop("given", given_settings(CONFIG))}
+    return SavedEngine.from_layout({**DEFAULTS, **changes}, more)
+
+
+def run(*engines):
+    return SavedRun("c1", 10, 0, engines or (engine(),))
+
+
+def sizes(solution):
+    return tuple(getattr(solution, key) for key in KEYS)
+
+
+def keep(config, saved, replicas, **more):
+    return keep_batch(config, saved, replicas, checkpoint="c1", **more)
+
+
+def problem(call, *args, **more):
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **more)
+    assert len(caught.value.problems) == 1
+    return str(caught.value)
+
+
+@given(
+    SIZES,
+    SIZES,
+    SIZES,
+    SIZES,
+    st.sampled_from([(1, 1, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 0, 0), (0, 1, 0)]),
+)
+def test_an_unchanged_config_keeps_the_batch_with_a_micro_batch_that_is_no_larger(
+    micro, steps, before, after, is_given
+):
+    steps = steps if is_given[2] or all(is_given[:2]) else 1
+    total = micro * steps * before
+    config = {
+        key: size for key, size, there in zip(KEYS, (total, micro, steps), is_given, strict=True) if there
+    }
+    saved = engine(
+        data_parallel_size=before,
+        world_size=before,
+        train_batch_size=total,
+        micro_batch_size=micro,
+        micro_batches_per_batch=steps,
+        given=config,
+    )
+    if total % after:
+        message = problem(keep, config, saved, after)
+        offered = [
+            int(number) for number in re.findall(r"Go on with ([\d or]+) slots", message)[0].split(" or ")
+        ]
+        assert offered
+        for replicas in offered:
+            assert keep(config, saved, replicas).train_batch_size == total
+        return
+    solution = keep(config, saved, after)
+    assert solution.train_batch_size == total
+    assert solution.train_micro_batch_size_per_gpu * solution.gradient_accumulation_steps * after == total
+    assert solution.train_micro_batch_size_per_gpu <= micro
+    larger = range(solution.train_micro_batch_size_per_gpu + 1, micro + 1)
+    assert not any(total // after % size == 0 for size in larger)
+    if after == before:
+        assert sizes(solution) == (total, micro, steps)
+
+
+def test_the_batch_survives_a_chain_of_resumes_with_the_config_of_the_beginning():
+    first = engine()
+    on_four = keep(CONFIG, first, 4)
+    assert sizes(on_four) == (24, 3, 2)
+    second = dataclasses.replace(first, data_parallel_size=4, world_size=4, micro_batch_size=3)
+    # On four replicas the config's own sizes come to 32, which nobody has asked for.
+    assert sizes(keep(CONFIG, second, 3)) == (24, 4, 2)
+    assert sizes(keep(CONFIG, second, 2)) == (24, 4, 3)
+
+
+def test_a_micro_batch_that_deepspeed_would_enlarge_stays_within_what_has_fitted():
+    config = {"train_batch_size": 24}
+    saved = engine(micro_batch_size=8, micro_batches_per_batch=1, given=config)
+    assert sizes(solve_batch(24, None, None, 2)) == (24, 12, 1)
+    assert sizes(keep(config, saved, 2)) == (24, 6, 2)
+
+
+def test_sizes_that_come_to_the_same_batch_on_the_new_replicas_are_taken_as_they_are():
+    config = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1}
+    assert sizes(keep(config, engine(), 4)) == (24, 6, 1)
+
+
+def test_sizes_that_were_changed_without_changing_the_batch_are_solved_anew():
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    assert sizes(keep(config, engine(), 4)) == (24, 2, 3)
+
+
+def test_another_batch_is_refused_with_the_sizes_that_keep_it():
+    message = problem(
+        keep, {**CONFIG, "train_micro_batch_size_per_gpu": 8}, engine(), 4, where={KEYS[0]: "ds.json"}
+    )
+    assert message.startswith(
+        "ds.json is 64 (train_micro_batch_size_per_gpu 8, gradient_accumulation_steps 2 on 4 rep"
+    )
+    assert "expected 24, the batch of checkpoint c1" in message
+    assert (
+        "Set train_batch_size to 24, train_micro_batch_size_per_gpu to 6 and gradient_accumulation_steps to 1"
+        in message
+    )
+    assert "searcher.source_checkpoint_uuid" in message
+    assert "is 32; expected 24" in problem(keep, {"train_batch_size": 32}, engine(), 4)
+
+
+def test_replicas_that_cannot_share_the_batch_are_refused_with_the_nearest_numbers_of_slots_and_batches():
+    message = problem(keep, CONFIG, engine(), 5, ranks_per_replica=2)
+    assert "24 in checkpoint c1, which 5 data-parallel replicas cannot share evenly" in message
+    assert "Go on with 8 or 12 slots" in message
+    assert "train_batch_size 20 or 25" in message
+
+
+def test_a_checkpoint_without_the_given_sizes_is_compared_by_what_they_come_to():
+    saved = engine(given={})
+    assert sizes(keep(CONFIG, saved, 2)) == (24, 4, 3)
+    assert "expected 24" in problem(keep, {**CONFIG, "gradient_accumulation_steps": 5}, saved, 2)
+
+
+def test_metadata_carries_the_run_through_json_of_any_kind():
+    metadata = {**run_metadata([engine()], 7), "steps_completed": 10}
+    metadata["engines"][0] = {
+        key: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        for key, value in metadata["engines"][0].items()
+    }
+    assert SavedRun.from_metadata("c1", metadata) == SavedRun("c1", 10, 7, (engine(),))
+    assert SavedRun.from_metadata("c1", {"steps_completed": 3}) is None
+    assert SavedRun.from_metadata("c1", {"format": "dstrial", "engines": [{"world_size": 2}]}) is None
+
+
+REFUSED = [
+    ({"has_experts": True}, "whose experts are spread over its ranks"),
+    ({"optimizer": "OnebitAdam"}, "keeps an error for each rank"),
+    ({"optimizer": "AdamW8bit"}, "keeps quantised state"),
+    ({"optimizer": "Adafactor"}, "keeps state of whole matrices"),
+    ({"wrapper": "MiCS_Optimizer"}, "arranges its state in its own way"),
+    ({"offload_optimizer": "nvme"}, "whose state is offloaded to NVMe"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), REFUSED)
+def test_state_that_belongs_to_no_parameter_is_refused_in_another_arrangement_only(changes, why):
+    saved = run(dataclasses.replace(engine(), **changes))
+    assert resume_problems(saved, num_slots=3) == []
+    (found,) = resume_problems(saved, num_slots=2)
+    assert why in str(found)
+    assert "Go on with 3 slots, ZeRO stage 1" in str(found)
+
+
+def test_another_optimizer_or_scheduler_is_refused_and_one_of_the_same_family_is_not():
+    saved = run()
+    (found,) = resume_problems(saved, num_slots=3, configs=[{**CONFIG, "optimizer": {"type": "Lion"}}])
+    assert "deepspeed config: optimizer.type is 'Lion'; expected 'Adam'" in str(found)
+    assert resume_problems(saved, num_slots=3, configs=[{**CONFIG, "optimizer": {"type": "AdamW"}}]) == []
+    scheduled = engine(
+        lr_scheduler="WarmupLR", given=given_settings({**CONFIG, "scheduler": {"type": "WarmupLR"}})
+    )
+    (found,) = resume_problems(
+        run(scheduled), num_slots=3, configs=[{**CONFIG, "scheduler": {"type": "OneCycle"}}]
+    )
+    assert "scheduler.type is 'OneCycle'; expected 'WarmupLR'" in str(found)
+
+
+def test_an_optimizer_that_the_trial_itself_makes_is_not_compared_with_the_config():
+    own = engine(optimizer="SGD")
+    assert resume_problems(run(own), num_slots=2, configs=[CONFIG]) == []
+
+
+def test_slots_that_are_no_multiple_of_a_replica_are_refused():
+    piped = engine(world_size=4, data_parallel_size=2, pipeline_stages=2, engine_kind="pipeline")
+    (found,) = resume_problems(run(piped), num_slots=3)
+    assert "resources.slots_per_trial is 3; expected a multiple of 2, the ranks of one replica" in str(found)
+    assert "Use 2 or 4 slots, or set data.dstrial.pipeline_stages" in str(found)
+    assert resume_problems(run(piped), num_slots=3, extents={"pipeline_stages": 1}) == []
+    (found,) = resume_problems(run(piped), num_slots=4, extents={"model_parallel_size": 2})
+    assert "data.dstrial.model_parallel_size is 2; expected 1" in str(found)
+
+
+def test_a_run_goes_on_with_the_most_slots_that_share_its_batch():
+    assert fitting_slots(run(), num_available=5) == 4
+    assert fitting_slots(run(engine(train_batch_size=7, given={})), num_available=6) == 1
+    assert fitting_slots(run(engine(train_batch_size=7, given={})), num_available=6, at_least=2) is None
+    assert fitting_slots(run(engine(has_experts=True)), num_available=2) is None
+
+
+def test_a_run_that_only_takes_the_weights_over_may_have_any_batch():
+    piped = engine(pipeline_stages=3, data_parallel_size=1, engine_kind="pipeline")
+    assert resume_problems(dataclasses.replace(run(piped), keeps_batch=False), num_slots=2) == []
+    taken = dataclasses.replace(run(), keeps_batch=False)
+    assert resume_problems(taken, num_slots=5, configs=[{"train_batch_size": 35}]) == []

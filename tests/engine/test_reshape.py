@@ -1,0 +1,135 @@
+"""Which layouts a checkpoint can be brought into, and what goes along besides weights and optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import reshape_program
+
+from dstrial.checkpoint.layout import Layout, ParameterPlace
+from dstrial.engine.reshape import reshape_problems
+from dstrial.testing.ranks import run_function
+
+PLACE = ParameterPlace(
+    name="weight",
+    shape=(4, 3),
+    dtype="float32",
+    trainable=True,
+    group_idx=0,
+    tied_to=None,
+    stage=0,
+    model_part=0,
+    is_cut=False,
+    buffer_idx=None,
+    offset=0,
+    partition_numel=None,
+)
+LAYOUT = Layout(
+    engine_kind="data_parallel",
+    world_size=4,
+    data_parallel_size=4,
+    pipeline_stages=1,
+    model_parallel_size=1,
+    zero_stage=0,
+    offload_optimizer="none",
+    offload_parameters="none",
+    precision="fp32",
+    optimizer="AdamW",
+    wrapper="",
+    lr_scheduler="WarmupLR",
+    train_batch_size=24,
+    micro_batch_size=6,
+    micro_batches_per_batch=1,
+    versions={},
+    buffers=(),
+    parameters=(PLACE,),
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("AdamW", "DeepSpeedCPUAdam", True),
+        ("FusedAdam", "DeepSpeedCPUAdam", True),
+        ("FusedAdam", "Adam", True),
+        ("Adam", "AdamW", False),
+        ("FusedLion", "DeepSpeedCPULion", True),
+        ("FusedLion", "FusedAdam", False),
+    ],
+)
+def test_one_algorithm_under_several_names_is_one_optimizer(one: str, other: str, is_same: bool) -> None:
+    for saved, now in ((one, other), (other, one)):
+        problems = reshape_problems(
+            dataclasses.replace(LAYOUT, optimizer=saved), dataclasses.replace(LAYOUT, optimizer=now)
+        )
+        assert (problems == []) == is_same
+
+
+def with_place(**changes: object) -> Layout:
+    return dataclasses.replace(LAYOUT, parameters=(dataclasses.replace(PLACE, **changes),))
+
+
+def test_ranks_stages_offload_and_precision_may_change() -> None:
+    other = dataclasses.replace(
+        LAYOUT,
+        engine_kind="pipeline",
+        world_size=6,
+        data_parallel_size=3,
+        pipeline_stages=2,
+        zero_stage=1,
+        offload_optimizer="cpu",
+        precision="bf16",
+        wrapper="DeepSpeedZeroOptimizer",
+    )
+    assert reshape_problems(LAYOUT, other) == []
+
+
+@pytest.mark.parametrize(
+    ("now", "problem"),
+    [
+        (dataclasses.replace(LAYOUT, model_parallel_size=2), "model-parallel size was 1, is 2: set it back"),
+        (dataclasses.replace(LAYOUT, optimizer="SGD"), "optimizer was AdamW, is SGD: set it back"),
+        (dataclasses.replace(LAYOUT, optimizer=""), "optimizer was AdamW, is none: set it back"),
+        (
+            dataclasses.replace(LAYOUT, lr_scheduler="OneCycle"),
+            "learning-rate scheduler was WarmupLR, is OneCycle: set it back",
+        ),
+        (
+            dataclasses.replace(LAYOUT, offload_optimizer="nvme"),
+            "offload to NVMe: set the offload device to cpu or none on both sides",
+        ),
+        (with_place(name="kernel"), "parameter kernel is new: use the same model"),
+        (with_place(name="kernel"), "parameter weight is gone: use the same model"),
+        (
+            with_place(shape=(3, 4)),
+            "parameter weight had shape (4, 3), has (3, 4): use the same model",
+        ),
+        (with_place(group_idx=None), "parameter weight is frozen now and was not: use the same model"),
+    ],
+)
+def test_what_cannot_change_is_named_with_what_to_do(now: Layout, problem: str) -> None:
+    assert problem in reshape_problems(LAYOUT, now)
+
+
+@pytest.mark.ranks
+def test_a_dynamic_loss_scale_goes_on_where_it_was_in_another_zero_stage(tmp_path: Path) -> None:
+    by_stages = run_function(reshape_program.carry_loss_scales, 2, str(tmp_path))[0].value
+
+    assert len(by_stages) == 4
+    for stages, (problem, saved, loaded) in by_stages.items():
+        assert problem is None, f"{stages}: {problem}"
+        assert saved["cur_scale"] > 2**4
+        assert loaded == saved, stages
+
+
+@pytest.mark.ranks
+def test_biases_that_a_tied_layer_has_on_every_stage_are_not_made_one_in_silence(tmp_path: Path) -> None:
+    for result in run_function(reshape_program.merge_untied_biases, 2, str(tmp_path)):
+        assert result.value.startswith("CheckpointLayoutError: the checkpoint was written for another layout")
+        assert (
+            "the tied parameters tied_modules.shared.bias differ between the pipeline's stages"
+            in result.value
+        )
+        assert "tied_weight_attr" in result.value

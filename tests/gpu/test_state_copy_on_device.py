@@ -1,0 +1,35 @@
+"""Copies of state that lies on a device: files with the bits of a save at once, device names included."""
+
+import pathlib
+
+import pytest
+import torch
+
+from dstrial.engine.state_copy import HostBuffers, StateCopies
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="Requires: [CUDA device]"),
+]
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_a_copy_from_the_device_is_written_as_the_state_of_then(tmp_path: pathlib.Path, pins: bool) -> None:
+    for name in ("at once", "later"):
+        (tmp_path / name).mkdir()
+    buffers = HostBuffers(pins=pins)
+    flat = torch.randn(3_000_000, device="cuda")
+    buffers.prepare([flat.untyped_storage().nbytes()])
+    for _ in range(2):
+        value = {"views": [flat[:10], flat[10:]], "step": torch.tensor(3.0), "half": flat[:7].bfloat16()}
+        torch.save(value, tmp_path / "at once" / "state.pt")
+        copies = StateCopies(buffers)
+        copies.add(value, str(tmp_path / "later" / "state.pt"))
+        copies.finish_copying()
+        flat.add_(1.0)
+        copies.write()
+        assert (tmp_path / "later" / "state.pt").read_bytes() == (
+            tmp_path / "at once" / "state.pt"
+        ).read_bytes()
+    buffers.clear()
+    assert buffers.num_bytes == 0

@@ -1,0 +1,119 @@
+"""The launcher compares the checkpoint of a cluster's trial with its config before it starts ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import Manifest, write_manifest
+from dstrial.checkpoint.saved_run import read_saved_run
+from dstrial.config import SavedEngine
+from dstrial.config.saved_run import run_metadata
+from dstrial.errors import CheckpointDamagedError
+from dstrial.launch.resumption import resumption_problems
+
+LAYOUT = Layout(
+    engine_kind="data_parallel",
+    world_size=3,
+    data_parallel_size=3,
+    pipeline_stages=1,
+    model_parallel_size=1,
+    zero_stage=1,
+    offload_optimizer="none",
+    offload_parameters="none",
+    precision="fp32",
+    optimizer="Adam",
+    wrapper="DeepSpeedZeroOptimizer",
+    lr_scheduler="",
+    train_batch_size=24,
+    micro_batch_size=8,
+    micro_batches_per_batch=1,
+    versions={},
+    buffers=(),
+    parameters=(),
+)
+HYPERPARAMETERS = {"deepspeed_config": "ds.json", "overwrite_deepspeed_args": {"optimizer": {"type": "Adam"}}}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> dict[str, Any]:
+    checkpoint = tmp_path / "checkpoints" / "c1"
+    checkpoint.mkdir(parents=True)
+    layout = LAYOUT.to_json()
+    write_manifest(checkpoint, Manifest.build(steps_completed=10, layouts=[layout], files={}))
+    engine = SavedEngine.from_layout(layout, {"given": {"train_batch_size": 24, "optimizer": "Adam"}})
+    (checkpoint / "metadata.json").write_text(json.dumps(run_metadata([engine], 7)))
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 24, "zero_optimization": {"stage": 1}}')
+    return {"type": "directory", "container_path": str(tmp_path / "checkpoints")}
+
+
+def problems(storage: dict[str, Any], num_slots: int, **changes: Any) -> list[str]:
+    arguments = {"trial_id": 7, "latest_checkpoint": "c1", "hyperparameters": HYPERPARAMETERS, **changes}
+    hyperparameters = arguments.pop("hyperparameters")
+    config = {"checkpoint_storage": storage, "data": arguments.pop("data", None)}
+    found = resumption_problems(
+        config,
+        hyperparameters,
+        num_slots=num_slots,
+        context_dir=Path(storage["container_path"]).parent,
+        **arguments,
+    )
+    return [str(problem) for problem in found]
+
+
+def test_ranks_that_share_the_batch_may_start(storage: dict[str, Any]) -> None:
+    assert problems(storage, 2) == []
+    assert problems(storage, 3) == []
+
+
+def test_what_cannot_go_on_is_said_before_a_rank_starts(storage: dict[str, Any]) -> None:
+    (undivided,) = problems(storage, 5)
+    assert "which 5 data-parallel replicas cannot share evenly" in undivided
+    overwrite = {"train_batch_size": 32, "optimizer": {"type": "Lion"}}
+    hyperparameters = {**HYPERPARAMETERS, "overwrite_deepspeed_args": overwrite}
+    batch, optimizer = problems(storage, 2, hyperparameters=hyperparameters)
+    assert "train_batch_size is 32; expected 24" in batch
+    assert "optimizer.type is 'Lion'; expected 'Adam'" in optimizer
+    (model,) = problems(storage, 2, data={"dstrial": {"model_parallel_size": 2}})
+    assert "data.dstrial.model_parallel_size is 2; expected 1" in model
+
+
+def test_another_trials_checkpoint_gives_weights_for_any_batch(storage: dict[str, Any]) -> None:
+    assert problems(storage, 5, trial_id=8) == []
+
+
+def test_a_checkpoint_that_is_elsewhere_is_left_to_the_ranks(storage: dict[str, Any]) -> None:
+    assert problems(storage, 5, latest_checkpoint="c2") == []
+    assert problems(storage, 5, latest_checkpoint=None) == []
+    assert problems({**storage, "type": "s3"}, 5) == []
+
+
+def test_a_run_directorys_checkpoint_is_named_by_the_environment(
+    storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoints" / "c1"
+    metadata = json.loads((checkpoint / "metadata.json").read_text())
+    (checkpoint / "metadata.json").write_text(json.dumps({**metadata, "trial_id": 0}))
+    monkeypatch.setenv("DSTRIAL_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("DSTRIAL_RESUME", str(checkpoint))
+    assert len(problems(storage, 5, latest_checkpoint=None)) == 1
+
+
+def test_the_layout_of_the_manifest_counts_where_metadata_differs(
+    storage: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoints" / "c1"
+    layout = dataclasses.replace(LAYOUT, world_size=2, data_parallel_size=2, micro_batch_size=4).to_json()
+    write_manifest(checkpoint, Manifest.build(steps_completed=10, layouts=[layout], files={}))
+    saved = read_saved_run(checkpoint)
+    (engine,) = saved.engines
+    assert (saved.trial_id, engine.world_size, engine.given["train_batch_size"]) == (7, 2, 24)
+    assert (engine.micro_batch_size, engine.micro_batch_limit) == (4, 8)
+    (checkpoint / "metadata.json").write_text("{")
+    with pytest.raises(CheckpointDamagedError, match=r"metadata\.json is no JSON"):
+        read_saved_run(checkpoint)

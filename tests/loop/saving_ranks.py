@@ -1,0 +1,233 @@
+"""What the ranks of the tests of background saving do: fits of the small trials on a run directory, with a hand on the writer.
+
+Run by ``forked_ranks``; every scenario is a fresh set of ranks.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import time
+
+DEADLINE_S = 60.0
+
+
+def wait_for(path):
+    """Wait until a file is there."""
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        if time.monotonic() > give_up_at_s:
+            raise OSError(f"{path.name} never came")
+        time.sleep(0.01)
+
+
+def hold_writer(until):
+    """Have this rank's writer wait for a file, as on a storage that hangs."""
+    from dstrial.engine.state_copy import StateCopies
+
+    write = StateCopies.write
+
+    def write_later(self):
+        wait_for(until)
+        write(self)
+
+    StateCopies.write = write_later
+
+
+def fit(
+    run_dir, at_batch=lambda context, batch_idx: None, callback=None, background=True, stage=1, **arguments
+):
+    """Fit the small trial in a run directory; returns what rank 0 finds there, or the error."""
+    import small_trials
+    from small_runs import deepspeed_config
+
+    from dstrial import Batch, Trainer, init
+
+    class Trial(small_trials.DataParallelTrial):
+        def disturb(self, batch_idx):
+            at_batch(self.context, batch_idx)
+
+        def build_callbacks(self):
+            return {} if callback is None else {"own": callback(self.context)}
+
+    config = {
+        "name": "saving",
+        "searcher": {"name": "single", "metric": "validation_loss"},
+        "reproducibility": {"experiment_seed": 3},
+        "data": {"dstrial": {"background_saving": background}},
+    }
+    arguments = {
+        "max_length": Batch(8), "checkpoint_period": Batch(2), "checkpoint_policy": "none", **arguments,
+    }  # fmt: skip
+    with init(
+        hparams={"deepspeed_config": deepspeed_config(stage)}, exp_conf=config, run_dir=run_dir
+    ) as context:
+        trainer = Trainer(Trial(context), context)
+        try:
+            return trainer.fit(**arguments)
+        except Exception as error:  # noqa: BLE001  # the test looks at it
+            return error
+
+
+def steps_in(run_dir):
+    """The batches of the complete checkpoints."""
+    marks = pathlib.Path(run_dir).glob("checkpoints/*/COMPLETE")
+    return sorted(json.loads(mark.read_text())["steps_completed"] for mark in marks)
+
+
+def train_while_the_storage_hangs(run_dir, scratch):
+    """Release the writer of the checkpoint at batch 2 only from batch 4, before the next checkpoint."""
+    released = pathlib.Path(scratch) / "released"
+    hold_writer(released)
+    seen = []
+
+    def at_batch(context, batch_idx):
+        if batch_idx == 3 and context.distributed.rank == 0:
+            seen.append(steps_in(run_dir))
+            released.touch()
+
+    result = fit(run_dir, at_batch)
+    return seen[:1], repr(result), steps_in(run_dir)
+
+
+def let_one_rank_fail_to_write(run_dir, _scratch):
+    """Put a directory where rank 1's file of the second checkpoint will be; go on for many batches."""
+    from dstrial import Batch, PyTorchCallback
+
+    class InTheWay(PyTorchCallback):
+        def __init__(self, context):
+            self.rank = context.distributed.rank
+            self.uuids = []
+
+        def on_checkpoint_save_start(self, checkpoint):
+            if checkpoint["progress"]["batches_trained"] == 4 and self.rank == 1:
+                (saving,) = pathlib.Path(run_dir).glob("checkpoints/*.saving")
+                saving.with_suffix("").joinpath("dstrial_rank1.pt").mkdir()
+
+        def on_checkpoint_upload_end(self, uuid):
+            self.uuids.append(uuid)
+
+    made = []
+    batches = []
+
+    def callback(context):
+        made.append(InTheWay(context))
+        return made[-1]
+
+    result = fit(
+        run_dir,
+        lambda _, batch_idx: batches.append(batch_idx),
+        callback,
+        max_length=Batch(10_000),
+        checkpoint_period=Batch([2, 4]),
+    )
+    return type(result).__name__, str(result), made[0].uuids, max(batches)
+
+
+def fail_at_the_end(run_dir, _scratch):
+    """The same with the last checkpoint, about which only the end of training can tell."""
+    from dstrial import Batch, PyTorchCallback
+
+    class InTheWay(PyTorchCallback):
+        def on_checkpoint_save_start(self, checkpoint):
+            if int(os.environ["RANK"]) == 1:
+                (saving,) = pathlib.Path(run_dir).glob("checkpoints/*.saving")
+                saving.with_suffix("").joinpath("dstrial_rank1.pt").mkdir()
+
+    result = fit(run_dir, callback=lambda _: InTheWay(), max_length=Batch(3), checkpoint_period=None)
+    return type(result).__name__, str(result)
+
+
+def die_while_writing(run_dir, scratch):
+    """Rank 1 is killed at batch 5 while its part of the checkpoint at batch 4 is not written."""
+    from dstrial import Batch
+
+    never = pathlib.Path(scratch) / "never"
+
+    def at_batch(context, batch_idx):
+        if batch_idx == 3 and context.distributed.rank == 1:
+            hold_writer(never)
+        if batch_idx == 5 and context.distributed.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return repr(fit(run_dir, at_batch, checkpoint_period=Batch([2, 4])))
+
+
+def raise_while_writing(run_dir, scratch):
+    """User code fails at batch 5 of all ranks while the checkpoint at batch 4 is being written."""
+    from dstrial import Batch
+
+    released = pathlib.Path(scratch) / "released"
+    hold_writer(released)
+
+    def at_batch(_, batch_idx):
+        if batch_idx == 5:
+            released.touch()
+            raise KeyError("mine")
+
+    return type(fit(run_dir, at_batch, checkpoint_period=Batch([4]))).__name__, steps_in(run_dir)
+
+
+def engines_written_twice(_run_dir, scratch):
+    """Save engines of every kind at once and through copies, written after the state has changed; name what differs."""
+    import deepspeed
+    import torch
+    from small_models_for_saving import KINDS, make_engine, train_step
+
+    from dstrial.engine.copied_engine import copy_engine
+    from dstrial.engine.state import save_engine
+    from dstrial.engine.state_copy import HostBuffers, StateCopies
+
+    results = {}
+    for kind in KINDS:
+        torch.manual_seed(1)
+        engine = make_engine(kind)
+        buffers = HostBuffers()
+        differing = []
+        num_files = 0
+        for save_idx in range(2):
+            train_step(engine, save_idx)
+            at_once = pathlib.Path(scratch) / kind / f"{save_idx}" / "at once"
+            copied = pathlib.Path(scratch) / kind / f"{save_idx}" / "copied"
+            save_engine(engine, at_once, "model0")
+            copies = StateCopies(buffers)
+            expected = copy_engine(engine, copied, "model0", copies)
+            assert not any((copied / name).exists() for name in expected), "written before it was asked for"
+            train_step(engine, 10 + save_idx)
+            copies.write()
+            deepspeed.comm.barrier()
+            for path in sorted(at_once.rglob("*")):
+                if path.is_file():
+                    num_files += 1
+                    twin = copied / path.relative_to(at_once)
+                    if not twin.is_file() or twin.read_bytes() != path.read_bytes():
+                        differing.append(str(path.relative_to(scratch)))
+            deepspeed.comm.barrier()
+        results[kind] = (num_files, differing)
+    return results
+
+
+SCENARIOS = {
+    "storage hangs": (train_while_the_storage_hangs, 2),
+    "one rank fails": (let_one_rank_fail_to_write, 2),
+    "end fails": (fail_at_the_end, 2),
+    "rank dies": (die_while_writing, 2),
+    "user code fails": (raise_while_writing, 1),
+    "written twice": (engines_written_twice, 2),
+}
+
+
+def main(fork_ranks, asked):
+    """Yield what the ranks of every scenario return."""
+    from dstrial.testing.ranks import rank_environ
+
+    for name, (scenario, num_ranks) in SCENARIOS.items():
+        scratch = pathlib.Path(asked["scratch"]) / name
+        scratch.mkdir()
+
+        def body(rank, scenario=scenario, num_ranks=num_ranks, name=name, scratch=scratch):
+            os.environ.update(rank_environ(rank, num_ranks, 1))
+            os.environ["DSTRIAL_TIMEOUT_S"] = "60"
+            return scenario(asked["run_dirs"][name], str(scratch))
+
+        yield name, fork_ranks(num_ranks, body, scratch)

@@ -1,0 +1,112 @@
+"""Checkpoints are written behind the loop: it goes on, nothing is lost, and no failure is silent."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+TESTS = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(TESTS / "engine"))
+
+from forked_ranks import RunningProgram  # noqa: E402  # found by the line above
+
+from dstrial.local.checkpoint_directory import remove_incomplete_checkpoints  # noqa: E402
+from dstrial.local.run_directory import RunDirectory  # noqa: E402
+
+pytestmark = pytest.mark.ranks
+
+SCENARIOS = ["storage hangs", "one rank fails", "end fails", "rank dies", "user code fails", "written twice"]
+
+
+class Program:
+    """The running scenarios and their run directories."""
+
+    def __init__(self, running, run_dirs):
+        self.running = running
+        self.run_dirs = run_dirs
+
+    def of_ranks(self, name):
+        results = self.running.result(name)
+        for rank, result in enumerate(results):
+            if isinstance(result, dict) and "error" in result and result["error"] != "ended":
+                raise AssertionError(f"rank {rank}: {result}")
+        return results
+
+    def steps(self, name):
+        marks = pathlib.Path(self.run_dirs[name]).glob("checkpoints/*/COMPLETE")
+        return sorted(json.loads(mark.read_text())["steps_completed"] for mark in marks)
+
+    def names(self, name):
+        return sorted(path.name for path in pathlib.Path(self.run_dirs[name]).glob("checkpoints/*"))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    scratch = tmp_path_factory.mktemp("saving")
+    run_dirs = {
+        name: str(
+            RunDirectory.create(
+                scratch / name, name="saving", context_dir=scratch, command=["t"], config={}
+            ).path
+        )
+        for name in SCENARIOS
+    }
+    ranks = scratch / "ranks"
+    ranks.mkdir()
+    asked = {"scratch": str(ranks), "run_dirs": run_dirs}
+    folders = (TESTS / "loop", TESTS / "trainer", TESTS / "trainer" / "definitions")
+    with RunningProgram("saving_ranks", asked, scratch, *folders) as running:
+        yield Program(running, run_dirs)
+
+
+def test_the_loop_goes_on_while_the_storage_hangs(program):
+    for rank, (seen, fitted, complete) in enumerate(program.of_ranks("storage hangs")):
+        assert seen == ([[]] if rank == 0 else []), "at batch 3, that of batch 2 is not complete"
+        assert "batches_trained=8" in fitted
+        assert complete == [2, 4, 6, 8]
+
+
+def test_a_write_that_fails_on_one_rank_fails_all_at_the_same_exchange_with_that_rank_named(program):
+    last_batches = []
+    for name, message, uuids, last_batch in program.of_ranks("one rank fails"):
+        assert name == "CheckpointError"
+        assert "at batch 4 cannot be written by rank 1" in message
+        assert "Is a directory" in message
+        assert len(uuids) == 1
+        assert 4 <= last_batch < 10_000
+        last_batches.append(last_batch)
+    assert last_batches[0] == last_batches[1]
+    assert program.steps("one rank fails") == [2]
+    assert len(program.names("one rank fails")) == 1
+
+
+def test_a_failure_of_the_last_checkpoint_is_raised_at_the_end(program):
+    for name, message in program.of_ranks("end fails"):
+        assert name == "CheckpointError"
+        assert "at batch 3 cannot be written by rank 1" in message
+    assert program.names("end fails") == []
+
+
+def test_a_rank_that_is_killed_in_the_middle_leaves_no_checkpoint_and_the_rest_is_removed(program):
+    chief, killed = program.of_ranks("rank dies")
+    assert killed["error"] == "ended"
+    assert isinstance(chief, str) or chief["error"] == "ended", "training went on without a rank"
+    assert program.steps("rank dies") == [2]
+    (complete,) = [
+        mark.parent.name
+        for mark in pathlib.Path(program.run_dirs["rank dies"]).glob("checkpoints/*/COMPLETE")
+    ]
+    remove_incomplete_checkpoints(pathlib.Path(program.run_dirs["rank dies"]) / "checkpoints")
+    assert program.names("rank dies") == [complete]
+
+
+def test_a_checkpoint_under_way_is_completed_when_user_code_fails(program):
+    assert program.of_ranks("user code fails") == [["KeyError", [4]]]
+
+
+def test_files_equal_those_of_a_save_at_once_bit_by_bit(program):
+    for result in program.of_ranks("written twice"):
+        for kind, (num_files, differing) in result.items():
+            assert num_files >= 4, kind
+            assert differing == [], kind

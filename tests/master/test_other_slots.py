@@ -1,0 +1,158 @@
+"""A real trial goes on with other numbers of slots: by det, after a restart of the master, and by ``dstrial run``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from submitting import experiment, log_of
+
+from dstrial.errors import DstrialError
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+DEFINITIONS = Path(__file__).parents[1] / "trainer" / "definitions"
+DEEPSPEED = {
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 6,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
+SIZES_OF_ONE = "sizes [12, 6, 2, 1]"
+
+
+def project(directory: Path, name: str, batches: int, sleep_s: float) -> tuple[Path, Path]:
+    """Write a context directory and a config; returns both paths."""
+    context = directory / "context"
+    if not context.is_dir():
+        context.mkdir()
+        for module in ("small_trials.py", "small_records.py", "kept_batch_trials.py"):
+            shutil.copy(DEFINITIONS / module, context)
+    given = {
+        "name": name,
+        "entrypoint": "kept_batch_trials:Noted",
+        "hyperparameters": {
+            "deepspeed_config": DEEPSPEED,
+            "dropout": 0.0,
+            "num_records": 84,
+            "num_validation_records": 12,
+            "record_log": str(directory / f"{name}.log"),
+            "batch_sleep_s": sleep_s,
+        },
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": batches}},
+        "resources": {"slots_per_trial": 2},
+        "scheduling_unit": 1,
+        "max_restarts": 0,
+    }
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(given))
+    return path, context
+
+
+def state_of(master: MasterForTest, experiment_id: int) -> str:
+    return str(experiment(master, experiment_id)["state"]).removeprefix("STATE_")
+
+
+def until(condition: Callable[[], bool], deadline_s: float) -> None:
+    give_up_at_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.1)
+
+
+def wait_for_end(master: MasterForTest, experiment_id: int) -> None:
+    until(lambda: state_of(master, experiment_id) in ("COMPLETED", "ERROR", "CANCELED"), 200)
+    assert state_of(master, experiment_id) == "COMPLETED", log_of(master, experiment_id)
+
+
+def batches_of(log: Path) -> list[int]:
+    lines = [line for path in log.parent.glob(log.name + ".*") for line in path.read_text().splitlines()]
+    return sorted({json.loads(line)[0] for line in lines})
+
+
+def continued(master: MasterForTest, experiment_id: int, changes: dict[str, Any]) -> str:
+    """Continue with a changed config; returns what the master refuses it for, empty if it does not."""
+    body = {"id": experiment_id, "overrideConfig": yaml.safe_dump(changes)}
+    try:
+        master.client().post("/api/v1/experiments/continue", body)
+    except DstrialError as error:
+        return str(error)
+    return ""
+
+
+def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Path) -> None:
+    config, context = project(tmp_path, "kept", batches=60, sleep_s=0.25)
+    log = tmp_path / "kept.log"
+    with master_for_test(tmp_path, num_slots=2) as master:
+        created = master.det("e", "create", str(config), str(context))
+        assert created.returncode == 0, created.stdout + created.stderr
+        until(lambda: Path(f"{log}.0").exists() and len(batches_of(log)) >= 3, 120)
+        assert master.det("e", "pause", "1").returncode == 0
+        until(lambda: "resources exited successfully" in log_of(master, 1), 120)
+        assert "sizes [12, 6, 1, 2]" in log_of(master, 1)
+        trained = batches_of(log)
+        assert trained == list(range(len(trained)))
+        assert len(trained) < 60
+
+        assert master.dstrial("down").returncode == 0
+        up = master.dstrial("up", "--slots", "1", "--port", str(master.record.port))
+        assert up.returncode == 0, up.stdout + up.stderr
+        assert master.det("e", "activate", "1").returncode == 0
+        until(lambda: SIZES_OF_ONE in log_of(master, 1), 120)
+        assert "the trial asks for 2 slots and goes on from its checkpoint with 1" in log_of(master, 1)
+        assert "the batch of engine 0 stays as it was: train_batch_size 12" in log_of(master, 1)
+        until(lambda: len(batches_of(log)) > len(trained), 60)
+        assert master.det("e", "cancel", "1").returncode == 0
+        until(lambda: state_of(master, 1) == "CANCELED", 120)
+
+        # A batch that has changed is refused before anything starts; fewer slots are not.
+        wrong = {"hyperparameters": {"overwrite_deepspeed_args": {"train_batch_size": 16}}}
+        refused = continued(master, 1, wrong)
+        assert "train_batch_size is 16; expected 12, the batch of checkpoint" in refused
+        done = len(batches_of(log))
+        last = {"batches": done + 2}
+        words = ("--config", "resources.slots_per_trial=1", "--config", f"searcher.max_length={last}")
+        again = master.det("e", "continue", "1", *words)
+        assert again.returncode == 0, again.stdout + again.stderr
+        wait_for_end(master, 1)
+        assert batches_of(log) == list(range(done + 2))
+
+
+def test_dstrial_run_resumes_with_fewer_slots_and_refuses_what_cannot_share_the_batch(tmp_path: Path) -> None:
+    config, context = project(tmp_path, "run", batches=3, sleep_s=0.0)
+    log = tmp_path / "run.log"
+    with master_for_test(tmp_path, num_slots=2) as master:
+        words = ("run", str(config), str(context), "--runs-dir", str(tmp_path / "runs"), "--no-progress")
+        first = master.dstrial(*words)
+        assert first.returncode == 0, first.stdout + first.stderr
+
+        longer = ("--config", "searcher.max_length.batches=7", "--resume", "latest")
+        refused = master.dstrial(*words, *longer, "--slots", "5")
+        assert refused.returncode == 1, refused.stdout + refused.stderr
+        assert "which 5 data-parallel replicas cannot share evenly" in refused.stderr
+        assert "Go on with 4 or 6 slots" in refused.stderr
+        check = ("check", str(config), str(context), "--runs-dir", str(tmp_path / "runs"), *longer)
+        assert master.dstrial(*check, "--slots", "5").stderr.count("cannot share evenly") == 1
+        checked = master.dstrial(*check, "--slots", "1")
+        assert checked.returncode == 0, checked.stderr
+        assert (
+            "train_batch_size 12 = train_micro_batch_size_per_gpu 6 x gradient_accumulation_steps 2 x 1"
+            in (checked.stdout)
+        )
+
+        assert master.dstrial("down").returncode == 0
+        up = master.dstrial("up", "--slots", "1", "--port", str(master.record.port))
+        assert up.returncode == 0, up.stdout + up.stderr
+        # The config asks for two slots, and there is one.
+        second = master.dstrial(*words, *longer)
+        assert second.returncode == 0, second.stdout + second.stderr
+        assert SIZES_OF_ONE in second.stdout + second.stderr
+        assert batches_of(log) == list(range(7))

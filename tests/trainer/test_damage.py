@@ -1,0 +1,163 @@
+"""Every file of a checkpoint truncated, flipped and removed in turn: what is said, and that nothing is trained from scratch."""
+
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+
+import pytest
+from in_process_fits import fit, trial_class
+from small_runs import deepspeed_config, experiment, train
+
+from dstrial.checkpoint.manifest import read_manifest
+from dstrial.checkpoint.verify import damaged_error, verify_files
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+
+TRIALS = pathlib.Path(__file__).parent / "definitions"
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def remove(path):
+    path.unlink()
+
+
+DAMAGES = {"truncated": truncate, "one byte flipped": flip, "removed": remove}
+BESIDE_THE_MANIFEST = ("manifest.json", "metadata.json", "COMPLETE")
+
+
+def files_of(checkpoint):
+    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+
+
+def checkpoint_in(run_dir):
+    (mark,) = pathlib.Path(run_dir).glob("checkpoints/*/COMPLETE")
+    return mark.parent
+
+
+def resume_damaged(run_dir, name, damage, scratch):
+    """Resume a copy of a run with one file damaged; returns the error and how often ``train_batch`` was called."""
+    copied = scratch / "copied"
+    shutil.copytree(run_dir, copied)
+    damage(checkpoint_in(copied) / name)
+    calls = []
+
+    def train_batch(self, *arguments):
+        calls.append(arguments)
+        raise AssertionError("trained")
+
+    try:
+        fit(
+            trial_class(train_batch=train_batch),
+            {"deepspeed_config": deepspeed_config(1)},
+            run_dir=copied,
+            latest_checkpoint="latest",
+        )
+    except CheckpointError as error:
+        return error, len(calls)
+    finally:
+        shutil.rmtree(copied)
+    return None, len(calls)
+
+
+def damages_of_one_rank(scratch):
+    """Yield (file, damage, error, calls of ``train_batch``) for every file of a checkpoint of one rank."""
+    done = fit(hparams={"deepspeed_config": deepspeed_config(1)}, run_dir=None)
+    for name in files_of(checkpoint_in(done.directory.path)):
+        for kind, damage in DAMAGES.items():
+            yield name, kind, *resume_damaged(done.directory.path, name, damage, scratch)
+
+
+@pytest.mark.ranks
+def test_no_damage_of_any_file_is_silent_and_none_trains_from_scratch(definitions_and_runs, tmp_path):
+    table = list(damages_of_one_rank(tmp_path))
+    names = {name for name, *_ in table}
+    assert {*BESIDE_THE_MANIFEST, "dstrial_rank0.pt", "load_data.json"} < names
+    assert {"model0/mp_rank_00_model_states.pt", "model0/zero_pp_rank_0_mp_rank_00_optim_states.pt"} < names
+    for name, kind, error, calls in table:
+        assert calls == 0, (name, kind)
+        if (name, kind) == ("COMPLETE", "removed"):
+            assert isinstance(error, CheckpointNotFoundError)
+        elif (name, kind) == ("manifest.json", "removed"):
+            assert isinstance(error, CheckpointNotFoundError)
+            assert name in str(error)
+        else:
+            assert isinstance(error, CheckpointDamagedError), (name, kind, error)
+            assert name in str(error)
+
+
+def damages_of_two_stages(run):
+    """Yield (file, damage, message) for every file of the manifest of a pipeline's checkpoint, without starting ranks."""
+    checkpoint = checkpoint_in(run.directory.path)
+    manifest = read_manifest(checkpoint)
+    for name in manifest.files:
+        content = (checkpoint / name).read_bytes()
+        for kind, damage in DAMAGES.items():
+            damage(checkpoint / name)
+            yield name, kind, str(damaged_error(checkpoint, verify_files(checkpoint, manifest)))
+            (checkpoint / name).write_bytes(content)
+
+
+def train_two_stages(scratch):
+    config = experiment(
+        {"deepspeed_config": deepspeed_config(1)}, batches=4, report=2, validate=100, checkpoint=100
+    )
+    run = train(scratch, "PipelineTrial", config, ranks=2)
+    assert run.returncode == 0, run.output
+    return config, run
+
+
+@pytest.mark.ranks
+def test_damage_of_a_pipelines_files_is_named_with_its_readers_and_ends_the_run_before_its_first_batch(
+    tmp_path,
+):
+    config, run = train_two_stages(tmp_path)
+    manifest = read_manifest(checkpoint_in(run.directory.path))
+    table = list(damages_of_two_stages(run))
+    assert len(table) == 3 * len(manifest.files) >= 3 * 8
+    for name, _, message in table:
+        assert f"{name} is " in message
+        readers = manifest.files[name].reader_ranks
+        assert (f"read by rank{'s' if len(readers) > 1 else ''} {readers[0]}" in message) if readers else True
+    reports = run.directory.metrics_path.read_bytes()
+    longer = {**config, "searcher": {**config["searcher"], "max_length": {"batches": 8}}}
+    name = next(name for name, entry in manifest.files.items() if entry.reader_ranks == (1,))
+    flip(checkpoint_in(run.directory.path) / name)
+    resumed = train(tmp_path, "PipelineTrial", longer, ranks=2, run=run)
+    assert resumed.returncode != 0
+    assert re.search(rf"CheckpointDamagedError: .*{re.escape(name)} is .*read by rank 1", resumed.output)
+    assert run.directory.metrics_path.read_bytes() == reports
+
+
+def print_table():
+    """Print what is said about every damage as a Markdown table."""
+    sys.path.insert(0, str(TRIALS))
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = pathlib.Path(directory)
+        os.environ["DSTRIAL_RUNS_DIR"] = str(scratch / "runs")
+        print("| file | damage | batches trained | error |\n|---|---|---:|---|", flush=True)
+        for name, kind, error, calls in damages_of_one_rank(scratch):
+            print(f"| `{name}` | {kind} | {calls} | {_for_table(error, scratch)} |", flush=True)
+        _, run = train_two_stages(scratch / "pipeline")
+        for name, kind, message in damages_of_two_stages(run):
+            print(f"| pipeline, `{name}` | {kind} | | {_for_table(message, scratch)} |", flush=True)
+
+
+def _for_table(error, scratch):
+    text = re.sub(rf"{re.escape(str(scratch))}\S*/checkpoints/[0-9a-f-]+", "…", str(error))
+    kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
+    return (kind + text).replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    print_table()

@@ -1,0 +1,197 @@
+"""A run that goes on with another number of ranks keeps its global batch, and trains exactly the records that are left."""
+
+import json
+
+import pytest
+from in_process_fits import EXP_CONF
+from small_runs import experiment, train
+
+from dstrial import Batch, Trainer, init
+from dstrial.errors import CheckpointLayoutError, ConfigError
+
+NUM_RECORDS = 84
+SECTIONS = {
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+}
+
+
+def config(batches, record_log, sizes, stage=1, is_own=False, **fields):
+    own = {"own_sizes": sizes, "own_stage": stage}
+    named = {"deepspeed_config": {**SECTIONS, "zero_optimization": {"stage": stage}, **sizes}}
+    hyperparameters = {
+        **(own if is_own else named),
+        "dropout": 0.0,
+        "num_records": NUM_RECORDS,
+        "num_validation_records": 12,
+        "record_log": str(record_log),
+    }
+    return experiment(hyperparameters, batches=batches, report=20, validate=20, checkpoint=20, **fields)
+
+
+def go(tmp_path, trial, given, ranks, run=None):
+    done = train(tmp_path, trial, given, ranks=ranks, run=run, module="kept_batch_trials")
+    assert done.returncode == 0, done.output
+    return done
+
+
+def sizes_in(run):
+    line = next(line for line in run.output.splitlines() if "sizes [" in line)
+    return json.loads(line[line.index("[", line.index("sizes")) :])
+
+
+def records(record_log):
+    found = {}
+    for log in sorted(record_log.parent.glob(record_log.name + ".*")):
+        for line in log.read_text().splitlines():
+            batch_idx, numbers = json.loads(line)
+            found.setdefault(batch_idx, []).extend(numbers)
+    return {batch_idx: sorted(numbers) for batch_idx, numbers in sorted(found.items())}
+
+
+def numbers_in(batches):
+    return sorted(number for numbers in batches.values() for number in numbers)
+
+
+@pytest.mark.ranks
+def test_three_ranks_then_two_then_four_train_every_record_of_an_epoch_once(definitions_and_runs, tmp_path):
+    # 84 records: seven batches of 12 in an epoch; the pauses are in the middle of the first epoch and of the second.
+    given = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    log = tmp_path / "log"
+    first = go(tmp_path / "run", "Noted", config(4, log, given), 3)
+    second = go(tmp_path / "run", "Noted", config(10, log, given), 2, run=first)
+    third = go(tmp_path / "run", "Noted", config(14, log, given), 4, run=first)
+
+    assert [sizes_in(run) for run in (first, second, third)] == [[12, 4, 1, 3], [12, 3, 2, 2], [12, 3, 1, 4]]
+    found = records(log)
+    for epoch_idx in range(2):
+        epoch = {batch_idx: found[batch_idx] for batch_idx in range(7 * epoch_idx, 7 * epoch_idx + 7)}
+        assert numbers_in(epoch) == list(range(NUM_RECORDS))
+    loss, whole = uninterrupted(tmp_path, 14)
+    assert found == whole
+    assert third.reports("validation")[14]["validation_loss"] == pytest.approx(loss, rel=1e-6)
+    assert (
+        "the batch of engine 0 stays as it was: train_batch_size 12 = train_micro_batch_size_per_gpu 3 x "
+        "gradient_accumulation_steps 2 x 2 data-parallel replicas (it was 4 x 1 x 3)"
+    ) in second.output
+
+
+@pytest.mark.ranks
+def test_an_engine_with_a_config_of_the_trials_own_is_corrected(definitions_and_runs, tmp_path):
+    given = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1}
+    log = tmp_path / "log"
+    first = go(tmp_path / "run", "OwnConfig", config(3, log, given, stage=2, is_own=True), 2)
+    second = go(tmp_path / "run", "OwnConfig", config(7, log, given, stage=2, is_own=True), 3, run=first)
+    assert [sizes_in(run) for run in (first, second)] == [[12, 6, 1, 2], [12, 4, 1, 3]]
+    assert records(log) == uninterrupted(tmp_path, 7)[1]
+
+
+@pytest.mark.ranks
+def test_a_pipeline_of_two_replicas_runs_fewer_micro_batches(definitions_and_runs, tmp_path):
+    given = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
+    log = tmp_path / "log"
+    first = go(tmp_path / "run", "NotedPipeline", config(3, log, given, stage=0, is_own=True), 2)
+    second = go(tmp_path / "run", "NotedPipeline", config(7, log, given, stage=0, is_own=True), 4, run=first)
+    assert [sizes_in(run) for run in (first, second)] == [[12, 4, 3, 2], [12, 3, 2, 4]]
+    assert records(log) == uninterrupted(tmp_path, 7)[1]
+
+
+@pytest.mark.ranks
+def test_ranks_are_not_started_for_a_batch_that_they_cannot_share_or_that_has_changed(tmp_path):
+    log = tmp_path / "log"
+    first = go(tmp_path / "run", "Noted", config(2, log, {"train_batch_size": 12}, stage=0), 1)
+    for ranks, total, said in (
+        (5, 12, "Go on with 4 or 6 slots"),
+        (2, 16, "train_batch_size is 16; expected 12, the batch of checkpoint"),
+    ):
+        given = config(4, log, {"train_batch_size": total}, stage=0)
+        refused = train(tmp_path / "run", "Noted", given, ranks=ranks, run=first, module="kept_batch_trials")
+        assert refused.returncode == 2, refused.output
+        assert said in refused.output
+        assert "sizes" not in refused.output
+
+
+def uninterrupted(tmp_path, batches):
+    """The last validation loss and the records of a run on one rank."""
+    log = tmp_path / "whole" / "log"
+    log.parent.mkdir()
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 12}
+    checkpoint, _ = fit(hyperparameters(log, **sizes), batches=batches)
+    lines = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
+    losses = [row["metrics"] for row in map(json.loads, lines) if row["group"] == "validation"]
+    return losses[-1]["validation_loss"], records(log)
+
+
+def fit(hparams, latest_checkpoint=None, named=True, batches=4):
+    import kept_batch_trials
+
+    with init(
+        hparams=hparams, exp_conf=EXP_CONF, latest_checkpoint=latest_checkpoint if named else None
+    ) as context:
+        trial = kept_batch_trials.Noted(context)
+        result = Trainer(trial, context).fit(
+            max_length=Batch(batches), latest_checkpoint=latest_checkpoint, checkpoint_policy="none"
+        )
+        path = context._core.run_directory.checkpoints_path / str(result.checkpoint_uuid)
+        return path, trial
+
+
+def hyperparameters(record_log, **sizes):
+    return {**config(1, record_log, sizes)["hyperparameters"]}
+
+
+def test_other_micro_batches_on_the_same_ranks_begin_where_the_run_stopped(definitions_and_runs, tmp_path):
+    log = tmp_path / "log"
+    checkpoint, _ = fit(
+        hyperparameters(log, train_batch_size=12, train_micro_batch_size_per_gpu=6), batches=3
+    )
+    _, trial = fit(
+        hyperparameters(log, train_batch_size=12, train_micro_batch_size_per_gpu=3),
+        str(checkpoint),
+        batches=7,
+    )
+    found = records(log)
+    assert [len(numbers) for numbers in found.values()] == [12] * 7
+    assert numbers_in(found) == list(range(NUM_RECORDS))
+    assert trial.model_engine.global_steps == 7
+
+
+def test_the_report_after_a_pause_is_that_of_the_uninterrupted_run(definitions_and_runs, tmp_path):
+    def reported(checkpoint):
+        lines = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
+        (row,) = [row for row in map(json.loads, lines) if row["group"] == "training"]
+        return row["steps_completed"], row["metrics"]["loss"]
+
+    def given(micro):
+        return hyperparameters(tmp_path / "log", train_batch_size=12, train_micro_batch_size_per_gpu=micro)
+
+    whole, _ = fit(given(12), batches=7)
+    paused, _ = fit({**given(6), "request_stop_at": "0:1"}, batches=7)
+    assert not (paused.parent.parent / "metrics.jsonl").exists()
+    resumed, _ = fit(given(2), str(paused), batches=7)
+    assert reported(resumed) == (7, pytest.approx(reported(whole)[1], rel=1e-6))
+
+
+def test_a_changed_batch_is_refused_before_the_trial_is_built(definitions_and_runs, tmp_path):
+    checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=2)
+    with pytest.raises(ConfigError, match="train_batch_size is 16; expected 12, the batch of checkpoint"):
+        fit(hyperparameters(tmp_path / "log", train_batch_size=16), str(checkpoint))
+
+
+def test_a_changed_batch_of_a_checkpoint_that_only_fit_knows_is_refused_when_it_is_loaded(
+    definitions_and_runs, tmp_path
+):
+    checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=2)
+    with pytest.raises(
+        CheckpointLayoutError, match=r"dstrial\.init\(latest_checkpoint=\.\.\.\), which keeps"
+    ):
+        fit(hyperparameters(tmp_path / "log", train_batch_size=16), str(checkpoint), named=False)
+
+
+def test_metadata_says_with_which_sizes_the_run_began(definitions_and_runs, tmp_path):
+    checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=1)
+    metadata = json.loads((checkpoint / "metadata.json").read_text())
+    (engine,) = metadata["engines"]
+    assert (metadata["format"], metadata["trial_id"]) == ("dstrial", 0)
+    assert engine["given"] == {"train_batch_size": 12, "optimizer": "Adam", "scheduler": "WarmupLR"}
+    assert (engine["train_batch_size"], engine["micro_batch_limit"], engine["has_experts"]) == (12, 12, False)
