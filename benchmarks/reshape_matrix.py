@@ -25,7 +25,7 @@ STEPS_AFTER = 20
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-2}
 LAYOUTS = ("zero 0", "zero 1", "zero 2", "zero 3", "pipeline zero 0", "pipeline zero 1")
 MORE_LAYOUTS = ("zero 1 offload", "zero 2 offload", "zero 3 offload", "pipeline1 zero 1", "pipeline4 zero 0")
-CASES = ("plain", "groups", "sgd", "warmup", "frozen", "tied", "engines")
+CASES = ("plain", "groups", "layers", "sgd", "warmup", "frozen", "tied", "engines")
 
 
 def num_stages(layout: str) -> int:
@@ -129,8 +129,14 @@ def make_engine(layout: str, precision: str, case: str) -> Any:
         for name, parameter in model.named_parameters():
             _fill(name, parameter)
             parameter.requires_grad_(case != "frozen" or name not in ("2.weight", "4.bias"))
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    # Frozen parameters are handed over too, as users do.
+    parameters = list(model.named_parameters())
     groups: Any = [p for _, p in parameters]
+    if case == "layers":
+        first = [p for name, p in parameters if name.startswith("0.")]
+        rest = [p for name, p in parameters if not name.startswith("0.")]
+        groups = [{"params": first, "lr": 5e-3, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
     if case == "groups":
         weights = [p for name, p in parameters if name.endswith("weight")]
         biases = [p for name, p in parameters if name.endswith("bias")]

@@ -85,13 +85,14 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
         places: the parameters of one part of a model.
     """
     owned = [
-        (place.group_idx, place.offset, place.name)
+        # Of several at one offset all but the last are empty.
+        (place.group_idx, place.offset, math.prod(place.shape) > 0, place.name)
         for place in places
         if place.group_idx is not None and place.offset is not None and place.tied_to in (None, place.name)
     ]
     positions: dict[str, tuple[int, int]] = {}
     num_of_group: dict[int, int] = {}
-    for group_idx, _, name in sorted(owned):
+    for group_idx, _, _, name in sorted(owned):
         positions[name] = (group_idx, num_of_group.setdefault(group_idx, 0))
         num_of_group[group_idx] += 1
     return positions

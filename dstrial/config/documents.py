@@ -101,9 +101,10 @@ def read_yaml_text(text: str, label: str) -> Document:
     Raises:
         ConfigError: it is not YAML, or gives a key twice.
     """
-    loader = _CoreLoader(text)
     problems: list[ConfigProblem] = []
+    loader: _CoreLoader | None = None
     try:
+        loader = _CoreLoader(text)
         node = loader.get_single_node()
         if node is not None:
             # Constructing the value merges "<<" into its mapping, after which an overridden key looks repeated.
@@ -122,7 +123,8 @@ def read_yaml_text(text: str, label: str) -> Document:
         )
         raise ConfigError([problem]) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if problems:
         raise ConfigError(problems)
     lines: dict[KeyPath, str] = {(): f"{label}:1"}

@@ -47,7 +47,7 @@ def keep_batch(
     limit = given[1] or saved.micro_batch_limit
     is_same = is_unchanged(given, saved)
     if own is not None and own.train_batch_size == wanted and own.train_micro_batch_size_per_gpu <= limit:
-        if given[1] is not None or not is_same:
+        if given[1] is not None or given != given_sizes(saved.given):
             return own
     elif given[0] != wanted and not is_same:
         raise ConfigError([_another_batch(places, given, own, saved, data_parallel_size, checkpoint)])

@@ -245,6 +245,8 @@ def _reshape_problems(
 
 def _kept_apart(engine: SavedEngine) -> str | None:
     """Say what of an engine's state belongs to no parameter element, so that only its own arrangement can load it."""
+    if engine.model_parallel_size > 1:
+        return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
     if engine.has_experts:
         return "whose experts are spread over its ranks"
     if engine.optimizer in _ONE_BIT:

@@ -79,15 +79,25 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
     """
     counters = saved.engine_state()
     scale = saved.loss_scale_state()
-    scaler = scale.get("loss_scaler")
-    loss_scale = scale.get("cur_scale", getattr(scaler, "cur_scale", None))
+    loss_scale = scale.get("cur_scale")
     if saved.layout.precision != "fp16":
         loss_scale = None  # a constant 1 in some wrappers
     owned = [name for name in saved.places if saved.is_optimized(name)]
     steps = {float(saved.scalars(name)["step"]) for name in owned if "step" in saved.scalars(name)}
     scheduler = counters["lr_scheduler"]
+    groups: dict[tuple[int, int], dict[str, Any]] = {}
+    for name in owned:
+        place = saved.place(name)
+        settings = saved.group_settings(name)
+        if settings is not None:
+            groups.setdefault((place.group_idx or 0, place.model_part), settings)
+    groups = dict(sorted(groups.items()))
+    distinct: list[dict[str, Any]] = []
+    for settings in groups.values():
+        if plain(settings) not in distinct:
+            distinct.append(plain(settings))
     return {
-        "groups": [plain(group) for group in saved.group_settings()],
+        "groups": distinct,
         "steps": sorted(int(step) if step.is_integer() else step for step in steps),
         "state": saved.state_keys(owned[0]) if owned else [],
         "global_steps": counters["global_steps"],

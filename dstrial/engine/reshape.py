@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,16 @@ from dstrial.engine.saved_engine import MASTER, SavedEngine
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 _SCRATCH_NUMEL = 1 << 20
+_WRAPPERS = frozenset(
+    {
+        "",
+        "BF16_Optimizer",
+        "FP16_Optimizer",
+        "FP16_UnfusedOptimizer",
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+    }
+)
 # The same algorithm and state under several names; which one DeepSpeed takes depends on offload and device.
 _SAME_OPTIMIZERS = (
     frozenset({"Adam", "FusedAdam", "DeepSpeedCPUAdam"}),
@@ -77,6 +88,12 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
         problems.append(
             f"model-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
         )
+    elif saved.model_parallel_size > 1:
+        problems.append(
+            f"layers are cut over {saved.model_parallel_size} model-parallel ranks: go on with the layout that wrote them"
+        )
+    for wrapper in sorted({saved.wrapper, now.wrapper} - _WRAPPERS):
+        problems.append(f"{wrapper} cuts its state in a way of its own: go on with the layout that wrote it")
     for field, what in (("optimizer", "optimizer"), ("lr_scheduler", "learning-rate scheduler")):
         was, is_ = getattr(saved, field), getattr(now, field)
         if was != is_ and not any({was, is_} <= names for names in _SAME_OPTIMIZERS):
@@ -99,10 +116,15 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
             problems.append(
                 f"parameter {name} had shape {was_place.shape}, has {is_place.shape}: use the same model"
             )
-        elif (was_place.group_idx is None) != (is_place.group_idx is None):
-            state = "frozen" if is_place.group_idx is None else "trained"
+        elif _is_trained(was_place) != _is_trained(is_place):
+            state = "trained" if _is_trained(is_place) else "frozen"
             problems.append(f"parameter {name} is {state} now and was not: use the same model")
     return problems
+
+
+def _is_trained(place: ParameterPlace) -> bool:
+    """Whether the optimizer changes a parameter: without a wrapper it may own frozen ones, which it leaves alone."""
+    return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 
 
 def _by_name(layout: Layout) -> dict[str, ParameterPlace]:
@@ -128,23 +150,21 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
     Ranks: all, collectively (ZeRO 3 gathers the small parameters that it keeps whole; else no communication).
     """
     problems = reshape_problems(saved.layout, now)
-    groups = _base_groups(engine)
-    settings = [_settings_for(engine, saved, values) for values in saved.group_settings()]
-    if len(settings) != len(groups):
-        problems.append(
-            f"{len(settings)} parameter groups were saved, there are {len(groups)}: use the same groups"
-        )
-    unequal = saved.unequal_copies()
-    if unequal:
-        problems.append(
-            f"the tied parameters {', '.join(unequal)} differ between the pipeline's stages: keep the stages, or name them in "
-            "tied_weight_attr of the TiedLayerSpec in a new run"
-        )
+    live = _Live(engine, now)
+    settings: dict[int, dict[str, Any]] = {}
+    if not problems:
+        settings = _settings_by_group(engine, saved, live, problems)
+        unequal = saved.unequal_copies()
+        if unequal:
+            problems.append(_untied(unequal))
+        if not saved.has_one_scheduler():
+            problems.append(
+                "the learning-rate scheduler differs between the pipeline's stages: keep the stages"
+            )
     if problems:
         raise CheckpointLayoutError(
             f"the checkpoint was written for another layout, and this one cannot take it: {'; '.join(problems)}."
         )
-    live = _Live(engine, now)
     with torch.no_grad():
         targets = list(live.targets())
         for target in targets:
@@ -154,11 +174,43 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
         _load_base_state(engine, saved, targets)
         _load_module(saved, live)
         _gather_persistent(engine)
-    for group, values in zip(groups, settings, strict=True):
-        group.update(copy.deepcopy(values))
+    groups = _base_groups(engine)
+    for group_idx, values in settings.items():
+        groups[group_idx].update(copy.deepcopy(values))
     _load_counters(engine, saved)
     _load_loss_scale(engine, saved)
-    _verify(engine, saved, targets, settings)
+    _verify(engine, saved, live, targets, settings)
+
+
+def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a pipeline's tied layers from what every rank saved beside DeepSpeed's files.
+
+    Args:
+        extras: what ``engine_extra_state`` returned, by rank.
+
+    Raises:
+        CheckpointLayoutError: the ranks hold different values of one layer.
+    """
+    tied: dict[str, Any] = {}
+    unequal: set[str] = set()
+    for extra in extras:
+        for key, state in extra.get("tied_modules", {}).items():
+            known = tied.setdefault(key, state)
+            unequal |= {
+                f"tied_modules.{key}.{name}" for name in state if not _equal(known[name], state[name])
+            }
+    if unequal:
+        raise CheckpointLayoutError(
+            f"the checkpoint was written for another layout, and this one cannot take it: {_untied(sorted(unequal))}."
+        )
+    return tied
+
+
+def _untied(names: Sequence[str]) -> str:
+    return (
+        f"the tied parameters {', '.join(names)} differ between the pipeline's stages: keep the stages, or name them in "
+        "tied_weight_attr of the TiedLayerSpec in a new run"
+    )
 
 
 def extra_state_for(
@@ -294,12 +346,25 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
     return type(_base_optimizer(engine)).__name__ == saved.layout.optimizer
 
 
-def _settings_for(engine: DeepSpeedEngine, saved: SavedEngine, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a saved parameter group that this engine's optimizer has, all of them if it is the same class."""
-    if _is_same_class(engine, saved):
-        return dict(values)
-    known = set(_base_optimizer(engine).param_groups[0]) - _IMPLEMENTATION_KEYS
-    return {key: value for key, value in values.items() if key in known}
+def _settings_by_group(
+    engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
+) -> dict[int, dict[str, Any]]:
+    """Return the saved settings of each of this rank's parameter groups; groups that have become one add to ``problems``."""
+    own_groups = _base_groups(engine)
+    found: dict[int, tuple[str, dict[str, Any]]] = {}
+    for name, place in live.places.items():
+        values = saved.group_settings(name)
+        if place.group_idx is None or values is None:
+            continue
+        if not _is_same_class(engine, saved):
+            known = set(own_groups[place.group_idx]) - _IMPLEMENTATION_KEYS
+            values = {key: value for key, value in values.items() if key in known}
+        first, before = found.setdefault(place.group_idx, (name, values))
+        if not _equal(before, values):
+            problems.append(
+                f"parameters {first} and {name} are in one group, and had other settings before: use the same groups"
+            )
+    return {group_idx: values for group_idx, (_, values) in found.items()}
 
 
 def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict[str, Any]:
@@ -339,6 +404,13 @@ def _load_base_state(engine: DeepSpeedEngine, saved: SavedEngine, targets: list[
             saved.copy(target.name, key, target.begin, flat[target.offset : target.offset + target.numel])
         for key, value in values.items():
             state[key] = copy.deepcopy(value)
+            if key == "step" and isinstance(value, torch.Tensor) and _counts_on_device(optimizer):
+                state[key] = value.to(target.owner.device, torch.float32)
+
+
+def _counts_on_device(optimizer: Any) -> bool:
+    """Whether torch wants the step where the parameter is, as its ``load_state_dict`` puts it."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
@@ -351,7 +423,11 @@ def _load_module(saved: SavedEngine, live: _Live) -> None:
 def _gather_persistent(engine: DeepSpeedEngine) -> None:
     """Let ZeRO 3 put its small parameters, which it keeps whole, together again from the pieces. Ranks: all."""
     optimizer = engine.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and optimizer.persistent_parameters:
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return
+    # The second copy within a machine (hpZ) is of the weights before.
+    optimizer.invalidate_secondary_tensor()
+    if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
@@ -364,6 +440,14 @@ def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    if engine.random_ltd_enabled() and state["random_ltd"] is not None:
+        engine.random_ltd_scheduler.load_state_dict(state["random_ltd"])
+    if (
+        engine.training_dataloader is not None
+        and engine.curriculum_learning_enabled()
+        and state["data_sampler"] is not None
+    ):
+        engine.training_dataloader.data_sampler.load_state_dict(state["data_sampler"])
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
@@ -380,7 +464,11 @@ def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
 
 
 def _verify(
-    engine: DeepSpeedEngine, saved: SavedEngine, targets: list[_Target], settings: Sequence[Mapping[str, Any]]
+    engine: DeepSpeedEngine,
+    saved: SavedEngine,
+    live: _Live,
+    targets: list[_Target],
+    settings: Mapping[int, Mapping[str, Any]],
 ) -> None:
     """Read everything again and compare it bit by bit with what the engine now holds."""
     wrong = []
@@ -399,8 +487,15 @@ def _verify(
         for key, tensor in held:
             if not _is_same(saved, target, key, tensor):
                 wrong.append(f"{key} of {target.name}")
-    for idx, (group, values) in enumerate(zip(_base_groups(engine), settings, strict=True)):
-        wrong += [f"{key} of parameter group {idx}" for key in values if not _equal(group[key], values[key])]
+    for name, tensor, piece in live.module_tensors():
+        held_by_module = _Target(name, piece.parameter_begin, piece.numel, tensor, piece.begin, tensor)
+        if not _is_same(saved, held_by_module, MASTER, tensor):
+            wrong.append(f"the module's {name}")
+    groups = _base_groups(engine)
+    for idx, values in settings.items():
+        wrong += [
+            f"{key} of parameter group {idx}" for key in values if not _equal(groups[idx][key], values[key])
+        ]
     if wrong:
         raise CheckpointError(
             f"after loading, {describe_rank(engine)} holds other values than the checkpoint for {', '.join(wrong[:5])}"

@@ -56,6 +56,11 @@ class SavedEngine:
         self._tied = {} if tied is None else tied
         self.layout = layout
         self._directory = pathlib.Path(root) / tag
+        # Of this object, so that the files are unmapped with it.
+        self._load = functools.cache(self._map)
+        self._positions = functools.cache(self._find_positions)
+        self._order_of_parameters = functools.cache(self._find_order_of_parameters)
+        self._order_of_buffers = functools.cache(self._find_order_of_buffers)
         self._pieces = Pieces(layout)
         # Of tied parameters the first is the one that the optimizer owns; copies on later stages should have the same values.
         self._places: dict[str, ParameterPlace] = {}
@@ -178,13 +183,24 @@ class SavedEngine:
         self.copy(name, key, 0, out)
         return out.reshape(place.shape)
 
-    def group_settings(self) -> list[dict[str, Any]]:
-        """Return the optimizer's settings of each parameter group, without its parameters."""
-        parts = [place.model_part for place in self.layout.parameters if place.group_idx is not None]
-        if not parts:
-            return []
-        groups = self._base_state(parts[0], 0)["param_groups"]
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    def group_settings(self, name: str) -> dict[str, Any] | None:
+        """Return the optimizer's settings of the group of a parameter; None if the optimizer does not own it.
+
+        A pipeline's stages have groups of their own, of which those without parameters are dropped.
+        """
+        place = self.place(name)
+        if place.group_idx is None:
+            return None
+        groups = self._base_state(place.model_part, 0)["param_groups"]
+        if not groups:
+            return None
+        return {key: value for key, value in groups[place.group_idx].items() if key != "params"}
+
+    def has_one_scheduler(self) -> bool:
+        """Whether the learning-rate scheduler stands alike on all stages of a pipeline."""
+        first = self._model_file(0, 0).get("lr_scheduler")
+        stages = range(1, self.layout.pipeline_stages)
+        return all(_is_same(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
 
     def engine_state(self) -> dict[str, Any]:
         """Return what belongs to the engine as a whole: counters, scheduler; without weights and optimizer."""
@@ -246,7 +262,13 @@ class SavedEngine:
     def _source(self, place: ParameterPlace, key: str, piece: Piece) -> torch.Tensor:
         """Return the flat tensor in a file in which a piece lies."""
         if place.group_idx is None and place.is_cut:
-            fragments = self._model_file(place.model_part, piece.replica)["frozen_param_fragments"]
+            fragments = self._model_file(place.model_part, piece.replica)["frozen_param_fragments"] or {}
+            if place.name not in fragments:
+                raise CheckpointLayoutError(
+                    f"{self._directory} does not hold {place.name!r}, which requires a gradient and which no optimizer owns: "
+                    "DeepSpeed leaves it out in ZeRO stage 3; expected it in a parameter group, or frozen. Give it to the "
+                    "optimizer, or set requires_grad to False."
+                )
             return _flat(fragments[place.name])
         if key == MASTER and place.group_idx is not None and self.layout.wrapper == "FP16_UnfusedOptimizer":
             group_idx, position = self._positions(place.model_part)[place.name]
@@ -275,17 +297,14 @@ class SavedEngine:
             return self._order_of_parameters(place.model_part)[place.name]
         return self._order_of_buffers(place.model_part)[place.buffer_idx]
 
-    @functools.cache  # noqa: B019  # lives as long as the checkpoint is read
-    def _positions(self, part: int) -> dict[str, tuple[int, int]]:
+    def _find_positions(self, part: int) -> dict[str, tuple[int, int]]:
         return positions_in_groups(place for place in self.layout.parameters if place.model_part == part)
 
-    @functools.cache  # noqa: B019
-    def _order_of_parameters(self, part: int) -> dict[str, int]:
+    def _find_order_of_parameters(self, part: int) -> dict[str, int]:
         positions = self._positions(part)
         return {name: idx for idx, name in enumerate(sorted(positions, key=positions.__getitem__))}
 
-    @functools.cache  # noqa: B019
-    def _order_of_buffers(self, part: int) -> dict[int, int]:
+    def _find_order_of_buffers(self, part: int) -> dict[int, int]:
         buffers = [buffer for buffer in self.layout.buffers if buffer.model_part == part]
         ordered = sorted(buffers, key=lambda buffer: (buffer.group_idx, buffer.index))
         return {buffer.index: idx for idx, buffer in enumerate(ordered)}
@@ -308,7 +327,13 @@ class SavedEngine:
             return {"state": {}, "param_groups": []}
         if "param_groups" in state:
             return state
-        return next(state[name] for name in _BASE_STATES if name in state)
+        base = next(state[name] for name in _BASE_STATES if name in state)
+        if not isinstance(base, Mapping):
+            raise CheckpointLayoutError(
+                f"{self._directory}: the optimizer's state was written in DeepSpeed's elastic form; expected the usual one. "
+                "Resume with the layout that wrote it, with zero_optimization.elastic_checkpoint false from then on."
+            )
+        return dict(base)
 
     def _optimizer_state(self, part: int, replica: int) -> dict[str, Any] | None:
         """Return the optimizer's state in a file of its own (ZeRO, BF16_Optimizer), else the one beside the weights."""
@@ -352,8 +377,7 @@ class SavedEngine:
             plain if (self._directory / plain).exists() else f"layer_{layer_idx:02d}-model_00-model_states.pt"
         )
 
-    @functools.cache  # noqa: B019
-    def _load(self, name: str) -> dict[str, Any]:
+    def _map(self, name: str) -> dict[str, Any]:
         path = self._directory / name
         try:
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
@@ -366,6 +390,16 @@ class SavedEngine:
                 f"{path} cannot be read ({error}); expected a file that torch has written. Resume from another checkpoint."
             ) from error
         return loaded
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.shape == right.shape and bool(torch.equal(left, right))
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_is_same, left, right))
+    return bool(left == right)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.checkpoint.manifest import Manifest, read_manifest, share_of
 from dstrial.checkpoint.verify import Damage, damaged_error, verify_files
 from dstrial.engine.batch_sizes import recount_micro_batches
-from dstrial.engine.reshape import extra_state_for, load_reshaped, reshape_problems
+from dstrial.engine.reshape import extra_state_for, load_reshaped, merged_tied_modules, reshape_problems
 from dstrial.engine.saved_engine import SavedEngine
 from dstrial.engine.state import restore_engine_extra_state
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
@@ -217,7 +217,12 @@ class Checkpointing:
     ) -> None:
         """Make this rank's state, in place, one of the ranks that run now. Ranks: all, collectively."""
         context = self._context
-        states = [self._load_rank_state(path, rank) for rank in range(saved_size)]
+        # Mapped: of another rank's state little is used, and only that is read.
+        states = [
+            torch.load(path / rank_state_name(rank), map_location="cpu", mmap=True, weights_only=False)
+            for rank in range(saved_size)
+        ]
+        state["loop"] = {**state["loop"], **_position_of([one["loop"] for one in states])}
         reporting = context.distributed.allgather(context._mpu.should_report_metrics)
         reporters = [rank for rank, reports in enumerate(reporting) if reports]
         windows = [one["window"] for one in states if one["window"]["num_calls"]]
@@ -228,6 +233,7 @@ class Checkpointing:
         if rank >= saved_size:
             # There was no such rank: it keeps the random states that its own seed gave it.
             state["random_states"] = None
+            state["reducers"] = []
         if any(one["reducers"] for one in states) and saved_size > context.distributed.size and rank == 0:
             logger.warning(
                 "the metric reducers of ranks %d to %d are left out: what they have collected since the last report is lost",
@@ -243,9 +249,7 @@ class Checkpointing:
         now: list[Layout],
     ) -> None:
         for engine_idx, engine in enumerate(self._context.models):
-            tied: dict[str, Any] = {}
-            for of_rank in extras:
-                tied.update(of_rank[engine_idx].get("tied_modules", {}))
+            tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
             saved_engine = SavedEngine(path, f"model{engine_idx}", saved[engine_idx], tied)
             load_reshaped(engine, saved_engine, now[engine_idx])
 
@@ -315,8 +319,24 @@ def _recounted(
     """Return the loop's state with its micro batches counted as the first engine counts them now."""
     if not saved:
         return dict(loop_state)
-    batches = int(loop_state.get("micro_batches_drawn", 0)) // saved[0].micro_batches_per_batch
-    return {**loop_state, "micro_batches_drawn": batches * now[0].micro_batches_per_batch}
+    before, after = saved[0].micro_batches_per_batch, now[0].micro_batches_per_batch
+    drawn, rest = divmod(int(loop_state.get("micro_batches_drawn", 0)) * after, before)
+    if rest:
+        raise CheckpointLayoutError(
+            f"the checkpoint was written after {loop_state['micro_batches_drawn']} micro batches of {saved[0].micro_batch_size} "
+            f"records, which is no whole number of micro batches of {now[0].micro_batch_size}; expected a boundary of both. "
+            "Resume with the micro batch that wrote it."
+        )
+    return {**loop_state, "micro_batches_drawn": drawn}
+
+
+def _position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return where the ranks that read data stood; the middle stages of a pipeline read none."""
+    found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
+    for one in loop_states:
+        if one.get("records_per_batch") is not None:
+            found["records_per_batch"] = int(one["records_per_batch"])
+    return found
 
 
 def layout_of(values: Mapping[str, Any], path: pathlib.Path) -> Layout:

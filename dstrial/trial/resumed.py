@@ -42,7 +42,8 @@ class ResumedRun:
         self._world_size = world_size
         section = data_config.get("dstrial")
         self._extents: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
-        self._given: dict[tuple[int | None, int | None, int | None], dict[str, Any]] = {}
+        # By solved sizes what they stand in for; engines that began with different sizes may have come to the same ones.
+        self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Return hyperparameters whose DeepSpeed configs keep the batch; what has none is left as it is.
@@ -75,11 +76,12 @@ class ResumedRun:
         Raises:
             ConfigError: as :meth:`hyperparameters`.
         """
-        engine = engine_of(self._as_given(merged), self.saved, is_main=True)
+        main = self.saved.engines[0] if self.saved.engines else None
+        engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
         if engine is None:
             return None
         solution = keep_batch(
-            self._as_given(merged),
+            self._as_given(merged, engine),
             engine,
             data_parallel_size,
             checkpoint=self.saved.checkpoint,
@@ -104,10 +106,10 @@ class ResumedRun:
         Ranks: all; no communication.
         """
         config = config_of(engine)
-        given = self._as_given(given_settings(config))
         if engine_idx >= len(self.saved.engines):
-            return given
+            return self._as_given(given_settings(config), None)
         saved = self.saved.engines[engine_idx]
+        given = self._as_given(given_settings(config), saved)
         now = (int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps()))
         replicas = int(engine.train_batch_size()) // (now[0] * now[1])
         name = f"DeepSpeed config of engine {engine_idx}"
@@ -181,14 +183,17 @@ class ResumedRun:
         """Return the three sizes of a solution, and remember which ones they stand in for."""
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
         given = {key: value for key, value in given_settings(merged).items() if key in BATCH_KEYS}
-        self._given.setdefault(given_sizes(sizes), self._given.get(given_sizes(given), given))
+        known = self._given.setdefault(given_sizes(sizes), [])
+        known += [one for one in self._given.get(given_sizes(given), [given]) if one not in known]
         return sizes
 
-    def _as_given(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config, or what is kept of one, with the sizes that its writer gave."""
-        original = self._given.get(given_sizes(config))
-        if original is None:
+    def _as_given(self, config: Mapping[str, Any], engine: SavedEngine | None) -> dict[str, Any]:
+        """Return a config, or what is kept of one, with the sizes that its writer gave; ``engine`` decides between several."""
+        originals = self._given.get(given_sizes(config))
+        if not originals:
             return dict(config)
+        wanted = None if engine is None else given_sizes(engine.given)
+        original = next((one for one in originals if given_sizes(one) == wanted), originals[0])
         return {key: value for key, value in config.items() if key not in BATCH_KEYS} | original
 
 

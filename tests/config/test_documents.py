@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config.documents import parse_yaml_value, read_json, read_yaml
+from dstrial.config.documents import parse_yaml_value, read_json, read_yaml, read_yaml_text
 from dstrial.errors import ConfigError
 
 VALUES = st.recursive(
@@ -113,3 +113,8 @@ def test_an_unreadable_file_is_a_config_error(tmp_path):
         ConfigError, match=r"none\.yaml: the file is unreadable \(No such file or directory\)"
     ):
         read_yaml(tmp_path / "none.yaml", "none.yaml")
+
+
+def test_a_character_that_yaml_does_not_have_is_a_config_error():
+    with pytest.raises(ConfigError, match="the changed config: the text is not YAML"):
+        read_yaml_text("a: \0", "the changed config")

@@ -127,6 +127,12 @@ def test_sizes_that_were_changed_without_changing_the_batch_are_solved_anew():
     assert sizes(keep(config, engine(), 4)) == (24, 2, 3)
 
 
+def test_an_accumulation_that_was_added_is_taken():
+    saved = engine(data_parallel_size=4, world_size=4, micro_batch_size=6, micro_batches_per_batch=1,
+                   given={"train_batch_size": 24})  # fmt: skip
+    assert sizes(keep({"train_batch_size": 24, "gradient_accumulation_steps": 2}, saved, 4)) == (24, 3, 2)
+
+
 def test_another_batch_is_refused_with_the_sizes_that_keep_it():
     message = problem(
         keep, {**CONFIG, "train_micro_batch_size_per_gpu": 8}, engine(), 4, where={KEYS[0]: "ds.json"}

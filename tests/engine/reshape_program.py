@@ -87,6 +87,29 @@ def carry_loss_scales(directory: str) -> dict[str, tuple[str | None, dict[str, A
     return found
 
 
+def load_into_second_copies(directory: str) -> tuple[str | None, float, float]:
+    """Load into ZeRO 3 with a second copy within the machine (hpZ), after its weights have been gathered once."""
+    deepspeed.init_distributed("gloo")
+    path = pathlib.Path(directory, "hpz")
+    saved = build(1, 0, "plain")
+    train(saved, 3, torch.float32)
+    save(saved, path)
+    hpz = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    loaded = build(3, 0, "plain", zero_optimization=hpz)
+    with torch.no_grad():
+        inputs, labels = next(small_models.training_data(9, 10, 0, torch.float32))
+        for engine in (saved, loaded):
+            engine.eval()
+        small_models.cross_entropy(loaded(inputs), labels)
+        problem = load(loaded, path, {})
+        before, after = (
+            float(small_models.cross_entropy(engine(inputs), labels)) for engine in (saved, loaded)
+        )
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return problem, before, after
+
+
 def merge_untied_biases(directory: str) -> str | None:
     """Bring layers of two stages into one stage that share their weight and have a bias each."""
     deepspeed.init_distributed("gloo")

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import reshape_program
+import torch
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.engine.reshape import reshape_problems
+from dstrial.engine.reshape import merged_tied_modules, reshape_problems
+from dstrial.errors import CheckpointLayoutError
 from dstrial.testing.ranks import run_function
 
 PLACE = ParameterPlace(
@@ -107,10 +109,35 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
             "parameter weight had shape (4, 3), has (3, 4): use the same model",
         ),
         (with_place(group_idx=None), "parameter weight is frozen now and was not: use the same model"),
+        (
+            dataclasses.replace(LAYOUT, wrapper="MiCS_Optimizer"),
+            "MiCS_Optimizer cuts its state in a way of its own: go on with the layout that wrote it",
+        ),
     ],
 )
 def test_what_cannot_change_is_named_with_what_to_do(now: Layout, problem: str) -> None:
     assert problem in reshape_problems(LAYOUT, now)
+
+
+def test_model_parallel_layers_are_not_taken_for_whole_ones() -> None:
+    cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2)
+    assert reshape_problems(cut, dataclasses.replace(cut, zero_stage=1)) == [
+        "layers are cut over 2 model-parallel ranks: go on with the layout that wrote them"
+    ]
+
+
+def test_frozen_and_empty_parameters_may_be_in_a_group_or_in_none() -> None:
+    for changes in ({"trainable": False}, {"shape": (0, 3)}):
+        in_group, in_none = with_place(**changes), with_place(**changes, group_idx=None)
+        assert reshape_problems(in_group, in_none) == reshape_problems(in_none, in_group) == []
+
+
+def test_tied_layers_of_several_ranks_are_one_only_if_they_are_equal() -> None:
+    one = {"tied_modules": {"shared": {"weight": torch.ones(2), "bias": torch.zeros(2)}}}
+    other = {"tied_modules": {"shared": {"weight": torch.ones(2), "bias": torch.ones(2)}}}
+    assert merged_tied_modules([one, {"tied_modules": {}}, one]) == one["tied_modules"]
+    with pytest.raises(CheckpointLayoutError, match=r"tied_modules\.shared\.bias differ"):
+        merged_tied_modules([one, other])
 
 
 @pytest.mark.ranks
@@ -122,6 +149,13 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was_in_another_zero_stage(tmp_pat
         assert problem is None, f"{stages}: {problem}"
         assert saved["cur_scale"] > 2**4
         assert loaded == saved, stages
+
+
+@pytest.mark.ranks
+def test_the_second_copy_of_the_weights_within_a_machine_is_not_the_one_before(tmp_path: Path) -> None:
+    problem, before, after = run_function(reshape_program.load_into_second_copies, 2, str(tmp_path))[0].value
+    assert problem is None
+    assert after == pytest.approx(before, abs=1e-6)
 
 
 @pytest.mark.ranks
