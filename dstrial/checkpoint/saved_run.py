@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.checkpoint.manifest import read_manifest
-from dstrial.config.saved_run import SavedEngine, SavedRun
+from dstrial.config.saved_run import EngineRecord, SavedRun
 from dstrial.errors import CheckpointDamagedError
 
 METADATA_NAME = "metadata.json"
@@ -32,7 +32,7 @@ def read_saved_run(directory: str | os.PathLike[str]) -> SavedRun:
     extras: list[dict[str, Any]] = more if isinstance(more, list) else []
     try:
         engines = tuple(
-            SavedEngine.from_layout(
+            EngineRecord.from_layout(
                 layout, {key: value for key, value in extra.items() if key in _NOT_IN_LAYOUTS}
             )
             for layout, extra in zip(

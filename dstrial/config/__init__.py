@@ -12,8 +12,8 @@ from dstrial.config.explain import ExplainedValue, explain
 from dstrial.config.kept_batch import keep_batch
 from dstrial.config.lengths import Length
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
-from dstrial.config.resuming import fitting_slots, resume_problems
-from dstrial.config.saved_run import SavedEngine, SavedRun
+from dstrial.config.resume_rules import fitting_slots, resume_problems
+from dstrial.config.saved_run import EngineRecord, SavedRun
 from dstrial.config.settings import ParallelSizes
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "resolve_batch",
     "solve_batch",
     # going on from a checkpoint
-    "SavedEngine",
+    "EngineRecord",
     "SavedRun",
     "fitting_slots",
     "keep_batch",

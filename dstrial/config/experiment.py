@@ -32,7 +32,7 @@ from dstrial.config.hyperparameters import concrete_values, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.lengths import Length, is_length
 from dstrial.config.overrides import apply_overrides
-from dstrial.config.resumed_check import check_resumption, with_kept_batch
+from dstrial.config.resume_check import check_resumption, with_kept_batch
 from dstrial.config.saved_run import SavedRun
 from dstrial.config.settings import ParallelSizes
 from dstrial.errors import ConfigError, ConfigProblem

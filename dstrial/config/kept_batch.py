@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
-from dstrial.config.saved_run import SavedEngine, SavedRun, given_sizes
+from dstrial.config.saved_run import EngineRecord, SavedRun, given_sizes
 from dstrial.errors import ConfigError, ConfigProblem
 
 
 def keep_batch(
     config: Mapping[str, Any],
-    saved: SavedEngine,
+    saved: EngineRecord,
     data_parallel_size: int,
     *,
     checkpoint: str,
@@ -63,7 +63,7 @@ def keep_batch(
     )
 
 
-def is_unchanged(given: tuple[int | None, int | None, int | None], saved: SavedEngine) -> bool:
+def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
     """Say whether batch sizes are those with which the run of the checkpoint began, or come to its batch where it was written."""
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
@@ -71,7 +71,7 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: SavedE
     return then is not None and then.train_batch_size == saved.train_batch_size
 
 
-def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> SavedEngine | None:
+def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> EngineRecord | None:
     """Return the engine of a checkpoint that a DeepSpeed config is for; None if that cannot be told.
 
     Args:
@@ -86,7 +86,7 @@ def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> S
     return saved.engines[0] if saved.engines and (is_main or len(saved.engines) == 1) else None
 
 
-def in_words(saved: SavedEngine, solution: BatchSolution) -> str:
+def in_words(saved: EngineRecord, solution: BatchSolution) -> str:
     """Say how the batch of a run is shared now, and was before."""
     return (
         f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
@@ -119,7 +119,7 @@ def nearest_replicas(train_batch_size: int, data_parallel_size: int) -> list[int
 
 def _undivided(
     places: Mapping[str, str],
-    saved: SavedEngine,
+    saved: EngineRecord,
     data_parallel_size: int,
     checkpoint: str,
     ranks_per_replica: int,
@@ -141,7 +141,7 @@ def _another_batch(
     places: Mapping[str, str],
     given: tuple[int | None, int | None, int | None],
     own: BatchSolution | None,
-    saved: SavedEngine,
+    saved: EngineRecord,
     data_parallel_size: int,
     checkpoint: str,
 ) -> ConfigProblem:

@@ -16,7 +16,7 @@ CHECKPOINT_FORMAT = "dstrial"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SavedEngine:
+class EngineRecord:
     """How one engine was arranged when a checkpoint was written.
 
     The fields up to ``micro_batches_per_batch`` are those of the checkpoint's layout of the same name.
@@ -66,7 +66,7 @@ class SavedEngine:
         return self.pipeline_stages * self.model_parallel_size
 
     @classmethod
-    def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> SavedEngine:
+    def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
         """Read an engine from its layout in a manifest, or from what :meth:`to_json` returned.
 
         Args:
@@ -110,7 +110,7 @@ class SavedRun:
     checkpoint: str
     steps_completed: int
     trial_id: int | None
-    engines: tuple[SavedEngine, ...]
+    engines: tuple[EngineRecord, ...]
     keeps_batch: bool = True
 
     @classmethod
@@ -126,7 +126,7 @@ class SavedRun:
             return None
         try:
             # Determined keeps metadata as JSON of JavaScript's kind, in which a whole number may come back as 2.0.
-            read = tuple(SavedEngine.from_layout(_whole_numbers(values)) for values in engines)
+            read = tuple(EngineRecord.from_layout(_whole_numbers(values)) for values in engines)
         except (KeyError, TypeError):
             return None
         trial_id = metadata.get("trial_id")
@@ -142,7 +142,7 @@ class SavedRun:
         return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
 
 
-def run_metadata(engines: Sequence[SavedEngine], trial_id: int) -> dict[str, Any]:
+def run_metadata(engines: Sequence[EngineRecord], trial_id: int) -> dict[str, Any]:
     """Return the metadata of a checkpoint from which :meth:`SavedRun.from_metadata` reads."""
     return {
         "format": CHECKPOINT_FORMAT,
@@ -152,7 +152,7 @@ def run_metadata(engines: Sequence[SavedEngine], trial_id: int) -> dict[str, Any
 
 
 def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``SavedEngine.given`` keeps of a DeepSpeed config: batch sizes, types of optimizer and scheduler."""
+    """Return what ``EngineRecord.given`` keeps of a DeepSpeed config: batch sizes, types of optimizer and scheduler."""
     given = {key: config[key] for key in BATCH_KEYS if isinstance(config.get(key), int)}
     for section in ("optimizer", "scheduler"):
         value = config.get(section)
@@ -163,7 +163,7 @@ def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_sizes(given: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Return the three batch sizes of a DeepSpeed config or of ``SavedEngine.given``, None for what is left to solve."""
+    """Return the three batch sizes of a DeepSpeed config or of ``EngineRecord.given``, None for what is left to solve."""
     total, micro, steps = (
         value if isinstance(value := given.get(key), int) and not isinstance(value, bool) else None
         for key in BATCH_KEYS

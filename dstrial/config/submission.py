@@ -24,7 +24,7 @@ from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.findings import Findings, render
 from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
-from dstrial.config.resuming import fitting_slots
+from dstrial.config.resume_rules import fitting_slots
 from dstrial.config.saved_run import SavedRun
 from dstrial.errors import ConfigError, ConfigProblem
 

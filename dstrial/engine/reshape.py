@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,27 +26,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.checkpoint.pieces import Piece, Pieces, own_piece, positions_in_groups
+from dstrial.checkpoint.reshape_rules import reshape_problems
+from dstrial.engine.extra_state import describe_untied
 from dstrial.engine.files import describe_rank
 from dstrial.engine.saved_engine import MASTER, SavedEngine
+from dstrial.engine.values import is_equal
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 _SCRATCH_NUMEL = 1 << 20
-_WRAPPERS = frozenset(
-    {
-        "",
-        "BF16_Optimizer",
-        "FP16_Optimizer",
-        "FP16_UnfusedOptimizer",
-        "DeepSpeedZeroOptimizer",
-        "DeepSpeedZeroOptimizer_Stage3",
-    }
-)
-# The same algorithm and state under several names; which one DeepSpeed takes depends on offload and device.
-_SAME_OPTIMIZERS = (
-    frozenset({"Adam", "FusedAdam", "DeepSpeedCPUAdam"}),
-    frozenset({"AdamW", "FusedAdam", "DeepSpeedCPUAdam"}),
-    frozenset({"FusedLion", "DeepSpeedCPULion"}),
-)
 # How a step is computed, not what it computes; each implementation keeps its own.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "step"})
 
@@ -73,67 +59,6 @@ class _Target:
     owner: torch.Tensor
 
 
-def reshape_problems(saved: Layout, now: Layout) -> list[str]:
-    """Say what keeps a checkpoint from being loaded in another layout, in words; pure.
-
-    Args:
-        saved: the layout of the checkpoint.
-        now: the layout of the engine that is to load it.
-
-    Returns:
-        One reason per entry; empty if it can be loaded.
-    """
-    problems = []
-    if saved.model_parallel_size != now.model_parallel_size:
-        problems.append(
-            f"model-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
-        )
-    elif saved.model_parallel_size > 1:
-        problems.append(
-            f"layers are cut over {saved.model_parallel_size} model-parallel ranks: go on with the layout that wrote them"
-        )
-    for wrapper in sorted({saved.wrapper, now.wrapper} - _WRAPPERS):
-        problems.append(f"{wrapper} cuts its state in a way of its own: go on with the layout that wrote it")
-    for field, what in (("optimizer", "optimizer"), ("lr_scheduler", "learning-rate scheduler")):
-        was, is_ = getattr(saved, field), getattr(now, field)
-        if was != is_ and not any({was, is_} <= names for names in _SAME_OPTIMIZERS):
-            problems.append(f"{what} was {was or 'none'}, is {is_ or 'none'}: set it back")
-    if "nvme" in (
-        saved.offload_optimizer,
-        saved.offload_parameters,
-        now.offload_optimizer,
-        now.offload_parameters,
-    ):
-        problems.append("offload to NVMe: set the offload device to cpu or none on both sides")
-    before, after = _by_name(saved), _by_name(now)
-    for name in sorted(before.keys() | after.keys()):
-        was_place, is_place = before.get(name), after.get(name)
-        if was_place is None or is_place is None:
-            problems.append(
-                f"parameter {name} is {'new' if was_place is None else 'gone'}: use the same model"
-            )
-        elif was_place.shape != is_place.shape:
-            problems.append(
-                f"parameter {name} had shape {was_place.shape}, has {is_place.shape}: use the same model"
-            )
-        elif _is_trained(was_place) != _is_trained(is_place):
-            state = "trained" if _is_trained(is_place) else "frozen"
-            problems.append(f"parameter {name} is {state} now and was not: use the same model")
-    return problems
-
-
-def _is_trained(place: ParameterPlace) -> bool:
-    """Whether the optimizer changes a parameter: without a wrapper it may own frozen ones, which it leaves alone."""
-    return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
-
-
-def _by_name(layout: Layout) -> dict[str, ParameterPlace]:
-    places: dict[str, ParameterPlace] = {}
-    for place in layout.parameters:
-        places.setdefault(place.name, place)
-    return places
-
-
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
     """Put the state of a checkpoint of another layout into an engine, and compare it with the checkpoint.
 
@@ -156,7 +81,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
         settings = _settings_by_group(engine, saved, live, problems)
         unequal = saved.unequal_copies()
         if unequal:
-            problems.append(_untied(unequal))
+            problems.append(describe_untied(unequal))
         if not saved.has_one_scheduler():
             problems.append(
                 "the learning-rate scheduler differs between the pipeline's stages: keep the stages"
@@ -180,87 +105,6 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
     _load_counters(engine, saved)
     _load_loss_scale(engine, saved)
     _verify(engine, saved, live, targets, settings)
-
-
-def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a pipeline's tied layers from what every rank saved beside DeepSpeed's files.
-
-    Args:
-        extras: what ``engine_extra_state`` returned, by rank.
-
-    Raises:
-        CheckpointLayoutError: the ranks hold different values of one layer.
-    """
-    tied: dict[str, Any] = {}
-    unequal: set[str] = set()
-    for extra in extras:
-        for key, state in extra.get("tied_modules", {}).items():
-            known = tied.setdefault(key, state)
-            unequal |= {
-                f"tied_modules.{key}.{name}" for name in state if not _equal(known[name], state[name])
-            }
-    if unequal:
-        raise CheckpointLayoutError(
-            f"the checkpoint was written for another layout, and this one cannot take it: {_untied(sorted(unequal))}."
-        )
-    return tied
-
-
-def _untied(names: Sequence[str]) -> str:
-    return (
-        f"the tied parameters {', '.join(names)} differ between the pipeline's stages: keep the stages, or name them in "
-        "tied_weight_attr of the TiedLayerSpec in a new run"
-    )
-
-
-def extra_state_for(
-    engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return for this rank, from what every rank of another layout saved, what ``restore_engine_extra_state`` takes.
-
-    A replica takes over the buffers of the replica of its own number, or where there were fewer, of one of those that
-    there were; a pipeline stage those of the layers that it has.
-
-    Args:
-        engine: the engine to be restored.
-        saved: the layout that was saved.
-        now: that of ``engine``.
-        extras: what ``engine_extra_state`` returned, by rank of the saved layout.
-
-    Raises:
-        CheckpointLayoutError: no saved rank has a buffer that this one needs.
-
-    Ranks: any; no communication.
-    """
-    replica = comm.get_rank(group=engine.seq_data_parallel_group) % saved.data_parallel_size
-    parts = [
-        extras[part * saved.data_parallel_size + replica]
-        for part in range(len(extras) // saved.data_parallel_size)
-    ]
-    buffers: dict[str, torch.Tensor] = {}
-    tied: dict[str, Any] = {}
-    for extra in parts:
-        buffers.update(extra["buffers"])
-        tied.update(extra.get("tied_modules", {}))
-    wanted = [name for name, _ in engine.module.named_buffers()]
-    missing = [name for name in wanted if name not in buffers]
-    if missing:
-        raise CheckpointLayoutError(
-            f"the checkpoint has no buffers {', '.join(missing)}; expected those of the model. Use the same model."
-        )
-    first = parts[0]
-    state = {
-        **first,
-        "micro_steps": engine.global_steps * now.micro_batches_per_batch,
-        "buffers": {name: buffers[name] for name in wanted},
-        "tied_modules": tied,
-    }
-    if "micro_offset" in first:
-        forwards = int(first["micro_offset"])
-        state["micro_offset"] = forwards // saved.micro_batches_per_batch * now.micro_batches_per_batch
-    elif now.engine_kind == "pipeline":
-        state["micro_offset"] = engine.global_steps * now.micro_batches_per_batch
-    return state
 
 
 class _Live:
@@ -360,7 +204,7 @@ def _settings_by_group(
             known = set(own_groups[place.group_idx]) - _IMPLEMENTATION_KEYS
             values = {key: value for key, value in values.items() if key in known}
         first, before = found.setdefault(place.group_idx, (name, values))
-        if not _equal(before, values):
+        if not is_equal(before, values):
             problems.append(
                 f"parameters {first} and {name} are in one group, and had other settings before: use the same groups"
             )
@@ -390,7 +234,7 @@ def _load_base_state(engine: DeepSpeedEngine, saved: SavedEngine, targets: list[
         if not keys and not values:
             continue
         before = scalars.setdefault(id(target.owner), (target.name, values))
-        if not _equal(before[1], values):
+        if not is_equal(before[1], values):
             raise CheckpointLayoutError(
                 f"parameters {before[0]!r} and {target.name!r} come into one flat buffer, and the optimizer's "
                 f"{sorted(values)} of them differ; expected the same, since a flat buffer has one. Resume with ZeRO stage 0."
@@ -482,7 +326,7 @@ def _verify(
             wrong += [
                 f"{key} of {target.name}"
                 for key, value in scalars.items()
-                if key not in state or not _equal(state[key], value)
+                if key not in state or not is_equal(state[key], value)
             ]
         for key, tensor in held:
             if not _is_same(saved, target, key, tensor):
@@ -494,7 +338,7 @@ def _verify(
     groups = _base_groups(engine)
     for idx, values in settings.items():
         wrong += [
-            f"{key} of parameter group {idx}" for key in values if not _equal(groups[idx][key], values[key])
+            f"{key} of parameter group {idx}" for key in values if not is_equal(groups[idx][key], values[key])
         ]
     if wrong:
         raise CheckpointError(
@@ -521,13 +365,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
         1: lambda: torch.uint8, 2: lambda: torch.int16, 4: lambda: torch.int32, 8: lambda: torch.int64,
     }  # fmt: skip
     return tensor.detach().contiguous().view(kinds[tensor.element_size()]())
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(left).cpu(), torch.as_tensor(right).cpu()))
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    return bool(left == right)

@@ -21,6 +21,7 @@ import torch
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.checkpoint.pieces import Piece, Pieces, overlaps, own_piece, positions_in_groups
+from dstrial.engine.values import is_equal
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
 
 MASTER = "master"
@@ -200,7 +201,7 @@ class SavedEngine:
         """Whether the learning-rate scheduler stands alike on all stages of a pipeline."""
         first = self._model_file(0, 0).get("lr_scheduler")
         stages = range(1, self.layout.pipeline_stages)
-        return all(_is_same(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
+        return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
 
     def engine_state(self) -> dict[str, Any]:
         """Return what belongs to the engine as a whole: counters, scheduler; without weights and optimizer."""
@@ -390,16 +391,6 @@ class SavedEngine:
                 f"{path} cannot be read ({error}); expected a file that torch has written. Resume from another checkpoint."
             ) from error
         return loaded
-
-
-def _is_same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.shape == right.shape and bool(torch.equal(left, right))
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(_is_same, left, right))
-    return bool(left == right)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _require_resumable(info: ClusterInfo) -> None:
     Raises:
         ConfigError: with everything that keeps it from going on.
     """
-    from dstrial.launch.resumption import resumption_problems
+    from dstrial.launch.resume_check import resumption_problems
 
     problems = resumption_problems(
         info.trial._config,

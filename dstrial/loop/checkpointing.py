@@ -18,9 +18,11 @@ import torch
 import dstrial
 from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.checkpoint.manifest import Manifest, read_manifest, share_of
+from dstrial.checkpoint.reshape_rules import reshape_problems
 from dstrial.checkpoint.verify import Damage, damaged_error, verify_files
 from dstrial.engine.batch_sizes import recount_micro_batches
-from dstrial.engine.reshape import extra_state_for, load_reshaped, merged_tied_modules, reshape_problems
+from dstrial.engine.extra_state import extra_state_for, merged_tied_modules
+from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.saved_engine import SavedEngine
 from dstrial.engine.state import restore_engine_extra_state
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError

@@ -13,8 +13,8 @@ import torch
 from determined import core, pytorch, util
 
 from dstrial.config import (
+    EngineRecord,
     ParallelSizes,
-    SavedEngine,
     SavedRun,
     check_deepspeed,
     overwrite_deepspeed_config,
@@ -25,8 +25,8 @@ from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
 from dstrial.engine.batch_sizes import config_of
 from dstrial.errors import ConfigError, TrialContractError
+from dstrial.trial.kept_batch import ResumedRun
 from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
-from dstrial.trial.resumed import ResumedRun
 
 logger = logging.getLogger("dstrial.trial")
 
@@ -182,7 +182,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 "given": given,
                 "micro_batch_limit": limit,
             }
-            engines.append(SavedEngine.from_layout(layout, more))
+            engines.append(EngineRecord.from_layout(layout, more))
         return run_metadata(engines, trial_id)
 
     def _check_config(self, engine: Any, adapter: EngineAdapter, is_pipeline: bool) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import SavedEngine, SavedRun, fitting_slots, keep_batch, resume_problems, solve_batch
+from dstrial.config import EngineRecord, SavedRun, fitting_slots, keep_batch, resume_problems, solve_batch
 from dstrial.config.saved_run import given_settings, run_metadata
 from dstrial.errors import ConfigError
 
@@ -36,7 +36,7 @@ CONFIG = {
 
 def engine(**changes):
     more = {"given": changes.pop("given", given_settings(CONFIG))}
-    return SavedEngine.from_layout({**DEFAULTS, **changes}, more)
+    return EngineRecord.from_layout({**DEFAULTS, **changes}, more)
 
 
 def run(*engines):

@@ -10,7 +10,8 @@ import reshape_program
 import torch
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.engine.reshape import merged_tied_modules, reshape_problems
+from dstrial.checkpoint.reshape_rules import reshape_problems
+from dstrial.engine.extra_state import merged_tied_modules
 from dstrial.errors import CheckpointLayoutError
 from dstrial.testing.ranks import run_function
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.kept_batch import engine_of, keep_batch
-from dstrial.config.saved_run import SavedEngine, SavedRun, given_settings
+from dstrial.config.saved_run import EngineRecord, SavedRun, given_settings
 from dstrial.errors import ConfigError, ConfigProblem
 
 # Wrappers of DeepSpeed 0.19.8 whose state reshaping can read; MiCS, ZenFlow and others cut it in ways of their own.
-_KNOWN_WRAPPERS = frozenset(
+KNOWN_WRAPPERS = frozenset(
     {
         "",
         "BF16_Optimizer",
@@ -136,7 +136,7 @@ def _configs_by_engine(saved: SavedRun, configs: Sequence[Mapping[str, Any]]) ->
     return found
 
 
-def extents_of(engine: SavedEngine, extents: Mapping[str, Any] | None) -> tuple[int, int]:
+def extents_of(engine: EngineRecord, extents: Mapping[str, Any] | None) -> tuple[int, int]:
     """Return pipeline stages and model-parallel size now: those of ``data.dstrial``, else the checkpoint's.
 
     Args:
@@ -166,7 +166,7 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 
 
 def _is_arranged_otherwise(
-    engine: SavedEngine, num_slots: int, stages: int, model: int, config: Mapping[str, Any] | None
+    engine: EngineRecord, num_slots: int, stages: int, model: int, config: Mapping[str, Any] | None
 ) -> bool:
     """Say whether the state of an engine will lie otherwise than it was saved, as far as can be told."""
     if (num_slots, stages, model) != (engine.world_size, engine.pipeline_stages, engine.model_parallel_size):
@@ -180,7 +180,7 @@ def _is_arranged_otherwise(
     return stage != engine.zero_stage or (optimizer_device, parameter_device) != saved_devices
 
 
-def _changed_type(engine: SavedEngine, config: Mapping[str, Any], section: str) -> str | None:
+def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
     """Return the type of optimizer or scheduler of a config where it is another one than the run began with."""
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
@@ -192,7 +192,7 @@ def _changed_type(engine: SavedEngine, config: Mapping[str, Any], section: str) 
 
 def _reshape_problems(
     saved: SavedRun,
-    engine: SavedEngine,
+    engine: EngineRecord,
     model: int,
     config: Mapping[str, Any] | None,
     num_slots: int,
@@ -243,7 +243,7 @@ def _reshape_problems(
         )
 
 
-def _kept_apart(engine: SavedEngine) -> str | None:
+def _kept_apart(engine: EngineRecord) -> str | None:
     """Say what of an engine's state belongs to no parameter element, so that only its own arrangement can load it."""
     if engine.model_parallel_size > 1:
         return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
@@ -255,6 +255,6 @@ def _kept_apart(engine: SavedEngine) -> str | None:
         return f"whose optimizer {engine.optimizer} keeps state of whole matrices"
     if _QUANTISED.search(engine.optimizer):
         return f"whose optimizer {engine.optimizer} keeps quantised state"
-    if engine.wrapper not in _KNOWN_WRAPPERS:
+    if engine.wrapper not in KNOWN_WRAPPERS:
         return f"whose {engine.wrapper} arranges its state in its own way"
     return None

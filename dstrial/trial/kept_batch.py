@@ -14,8 +14,8 @@ from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_source import MAIN_KEY, other_configs
 from dstrial.config.kept_batch import engine_of, in_words, keep_batch
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
-from dstrial.config.resuming import extents_of
-from dstrial.config.saved_run import SavedEngine, SavedRun, given_settings, given_sizes
+from dstrial.config.resume_rules import extents_of
+from dstrial.config.saved_run import EngineRecord, SavedRun, given_settings, given_sizes
 from dstrial.engine.batch_sizes import config_of, set_batch_sizes
 from dstrial.errors import ConfigError, ConfigProblem
 
@@ -98,7 +98,7 @@ class ResumedRun:
             is_chief: whether this rank says what was done.
 
         Returns:
-            What ``SavedEngine.given`` is to keep of the engine's config, without what this object put there.
+            What ``EngineRecord.given`` is to keep of the engine's config, without what this object put there.
 
         Raises:
             ConfigError: the config asks for another batch than the checkpoint's, or cannot be given its sizes.
@@ -160,7 +160,7 @@ class ResumedRun:
             ]
         )
 
-    def _ranks_per_replica(self, saved: SavedEngine) -> int:
+    def _ranks_per_replica(self, saved: EngineRecord) -> int:
         stages, model = extents_of(saved, self._extents)
         return stages * model
 
@@ -187,7 +187,7 @@ class ResumedRun:
         known += [one for one in self._given.get(given_sizes(given), [given]) if one not in known]
         return sizes
 
-    def _as_given(self, config: Mapping[str, Any], engine: SavedEngine | None) -> dict[str, Any]:
+    def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
         """Return a config, or what is kept of one, with the sizes that its writer gave; ``engine`` decides between several."""
         originals = self._given.get(given_sizes(config))
         if not originals:

@@ -11,7 +11,7 @@ from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment_check import parallel_extent
 from dstrial.config.findings import Findings
 from dstrial.config.kept_batch import engine_of, in_words, keep_batch
-from dstrial.config.resuming import resume_problems
+from dstrial.config.resume_rules import resume_problems
 from dstrial.config.saved_run import SavedRun
 from dstrial.config.settings import ParallelSizes
 from dstrial.errors import ConfigError

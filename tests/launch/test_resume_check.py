@@ -12,10 +12,10 @@ import pytest
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import Manifest, write_manifest
 from dstrial.checkpoint.saved_run import read_saved_run
-from dstrial.config import SavedEngine
+from dstrial.config import EngineRecord
 from dstrial.config.saved_run import run_metadata
 from dstrial.errors import CheckpointDamagedError
-from dstrial.launch.resumption import resumption_problems
+from dstrial.launch.resume_check import resumption_problems
 
 LAYOUT = Layout(
     engine_kind="data_parallel",
@@ -46,7 +46,7 @@ def storage(tmp_path: Path) -> dict[str, Any]:
     checkpoint.mkdir(parents=True)
     layout = LAYOUT.to_json()
     write_manifest(checkpoint, Manifest.build(steps_completed=10, layouts=[layout], files={}))
-    engine = SavedEngine.from_layout(layout, {"given": {"train_batch_size": 24, "optimizer": "Adam"}})
+    engine = EngineRecord.from_layout(layout, {"given": {"train_batch_size": 24, "optimizer": "Adam"}})
     (checkpoint / "metadata.json").write_text(json.dumps(run_metadata([engine], 7)))
     (tmp_path / "ds.json").write_text('{"train_batch_size": 24, "zero_optimization": {"stage": 1}}')
     return {"type": "directory", "container_path": str(tmp_path / "checkpoints")}
