@@ -41,6 +41,11 @@ class FileRole:
     writer_rank: int | None = None
 
 
+def rank_state_name(rank: int) -> str:
+    """Return the file name of one rank's trial state."""
+    return f"dstrial_rank{rank}.pt"
+
+
 def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout, ...]:
     """Return every engine's layout.
 

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from dstrial.checkpoint.file_roles import FileRole, layouts_of, role_of
+from dstrial.checkpoint.file_roles import FileRole, layouts_of, rank_state_name, role_of
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from dstrial.checkpoint.mark import MARK_NAME, is_complete, read_mark
 from dstrial.checkpoint.verify import Damage, verify_files
@@ -109,7 +109,7 @@ def examine(
     layouts = layouts_of(manifest, path)
     faults = _faults_of_mark(path, needs_mark=needs_mark)
     num_ranks = layouts[0].world_size if layouts else 0
-    own_states = [f"dstrial_rank{rank}.pt" for rank in range(num_ranks)]
+    own_states = [rank_state_name(rank) for rank in range(num_ranks)]
     faults += [
         _fault_of_absence(name, role_of(name, layouts)) for name in own_states if name not in manifest.files
     ]

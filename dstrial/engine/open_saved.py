@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pathlib
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from dstrial.checkpoint.file_roles import rank_state_name
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.mapped_file import load_mapped
 from dstrial.engine.saved_engine import SavedEngine
-from dstrial.errors import CheckpointDamagedError, CheckpointError
+from dstrial.errors import CheckpointError
 
 _TIED_PREFIX = "tied_modules."
 
@@ -47,23 +48,14 @@ def read_rank_state(root: str | pathlib.Path, rank: int) -> dict[str, Any]:
         CheckpointDamagedError: the file is missing or cannot be read.
         CheckpointError: it holds objects of classes that cannot be imported here.
     """
-    path = pathlib.Path(root) / f"dstrial_rank{rank}.pt"
+    path = pathlib.Path(root) / rank_state_name(rank)
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    except FileNotFoundError:
-        raise CheckpointDamagedError(
-            f"{path} is missing; expected the state of rank {rank}. Restore it, or use another checkpoint."
-        ) from None
+        return load_mapped(path, holds=f"the state of rank {rank}")
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f"{path} holds objects of the trial's own classes, which cannot be imported here ({error}); expected the model "
             "definition on the import path. Set PYTHONPATH to its directory."
         ) from error
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise CheckpointDamagedError(
-            f"{path} cannot be read ({error}); expected a file that torch has written. Use another checkpoint."
-        ) from error
-    return state
 
 
 def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
@@ -85,19 +77,17 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
     owned = [name for name in saved.places if saved.is_optimized(name)]
     steps = {float(saved.scalars(name)["step"]) for name in owned if "step" in saved.scalars(name)}
     scheduler = counters["lr_scheduler"]
-    groups: dict[tuple[int, int], dict[str, Any]] = {}
-    for name in owned:
-        place = saved.place(name)
-        settings = saved.group_settings(name)
-        if settings is not None:
-            groups.setdefault((place.group_idx or 0, place.model_part), settings)
-    groups = dict(sorted(groups.items()))
-    distinct: list[dict[str, Any]] = []
-    for settings in groups.values():
-        if plain(settings) not in distinct:
-            distinct.append(plain(settings))
+    # Groups of the stages of a pipeline are often the same ones.
+    in_order = sorted(
+        owned, key=lambda name: (saved.place(name).group_idx or 0, saved.place(name).model_part)
+    )
+    groups: list[dict[str, Any]] = []
+    for name in in_order:
+        settings = plain(saved.group_settings(name))
+        if settings is not None and settings not in groups:
+            groups.append(settings)
     return {
-        "groups": distinct,
+        "groups": groups,
         "steps": sorted(int(step) if step.is_integer() else step for step in steps),
         "state": saved.state_keys(owned[0]) if owned else [],
         "global_steps": counters["global_steps"],

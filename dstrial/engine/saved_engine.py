@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 import pathlib
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.checkpoint.pieces import Piece, Pieces, overlaps, own_piece, positions_in_groups
+from dstrial.engine.mapped_file import load_mapped
 from dstrial.engine.values import is_equal
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
 
@@ -379,18 +379,7 @@ class SavedEngine:
         )
 
     def _map(self, name: str) -> dict[str, Any]:
-        path = self._directory / name
-        try:
-            loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        except FileNotFoundError:
-            raise CheckpointDamagedError(
-                f"{path} is missing; expected a file of the checkpoint. Restore it, or resume from another checkpoint."
-            ) from None
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            raise CheckpointDamagedError(
-                f"{path} cannot be read ({error}); expected a file that torch has written. Resume from another checkpoint."
-            ) from error
-        return loaded
+        return load_mapped(self._directory / name, holds="a file of the checkpoint")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

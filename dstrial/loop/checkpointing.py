@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-import dstrial
+from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.checkpoint.manifest import Manifest, read_manifest, share_of
 from dstrial.checkpoint.reshape_rules import reshape_problems
 from dstrial.checkpoint.verify import Damage, damaged_error, verify_files
 from dstrial.engine.batch_sizes import recount_micro_batches
 from dstrial.engine.extra_state import extra_state_for, merged_tied_modules
+from dstrial.engine.open_saved import read_rank_state
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.saved_engine import SavedEngine
 from dstrial.engine.state import restore_engine_extra_state
@@ -31,7 +32,6 @@ from dstrial.loop.metrics import MetricWindow, merge_windows, weighed_window
 from dstrial.loop.progress import Progress
 from dstrial.loop.random_states import restore_random_states
 from dstrial.loop.reducers import restore_reducer
-from dstrial.loop.saving import rank_state_name
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
@@ -101,7 +101,7 @@ class Checkpointing:
         with context._core.checkpoint.restore_path(uuid) as restored:
             path = pathlib.Path(restored)
             manifest = self._read_verified(path)
-            saved = [layout_of(values, path) for values in manifest.layouts]
+            saved = list(layouts_of(manifest, path))
             now = [Layout.from_json(values) for values in self.current_layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
             missing = [
@@ -121,7 +121,7 @@ class Checkpointing:
             is_reshaped = self._must_reshape(path, saved, now)
             if is_reshaped:
                 self._reshape_rank_state(path, state, saved_size)
-            state["loop"] = _recounted(state["loop"], saved, now)
+            state["loop"] = recounted(state["loop"], saved, now)
             state["window"] = weighed_window(
                 state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
             )
@@ -220,11 +220,8 @@ class Checkpointing:
         """Make this rank's state, in place, one of the ranks that run now. Ranks: all, collectively."""
         context = self._context
         # Mapped: of another rank's state little is used, and only that is read.
-        states = [
-            torch.load(path / rank_state_name(rank), map_location="cpu", mmap=True, weights_only=False)
-            for rank in range(saved_size)
-        ]
-        state["loop"] = {**state["loop"], **_position_of([one["loop"] for one in states])}
+        states = [read_rank_state(path, rank) for rank in range(saved_size)]
+        state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
         reporting = context.distributed.allgather(context._mpu.should_report_metrics)
         reporters = [rank for rank, reports in enumerate(reporting) if reports]
         windows = [one["window"] for one in states if one["window"]["num_calls"]]
@@ -315,7 +312,7 @@ def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequenc
             )
 
 
-def _recounted(
+def recounted(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
     """Return the loop's state with its micro batches counted as the first engine counts them now."""
@@ -332,25 +329,10 @@ def _recounted(
     return {**loop_state, "micro_batches_drawn": drawn}
 
 
-def _position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return where the ranks that read data stood; the middle stages of a pipeline read none."""
     found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
     for one in loop_states:
         if one.get("records_per_batch") is not None:
             found["records_per_batch"] = int(one["records_per_batch"])
     return found
-
-
-def layout_of(values: Mapping[str, Any], path: pathlib.Path) -> Layout:
-    """Read one engine's layout out of a manifest.
-
-    Raises:
-        CheckpointError: another release of dstrial wrote it.
-    """
-    try:
-        return Layout.from_json(values)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {path} describes its layout in another form ({error}); expected that of dstrial "
-            f"{dstrial.__version__}. Resume it with the release that wrote it."
-        ) from error

@@ -22,6 +22,7 @@ import torch
 from determined import constants, core
 
 import dstrial
+from dstrial.checkpoint.file_roles import rank_state_name
 from dstrial.checkpoint.manifest import Manifest, hash_files, share_of, write_manifest
 from dstrial.engine.copied_engine import copy_engine, sizes_to_copy
 from dstrial.engine.files import engine_files, missing_files
@@ -40,11 +41,6 @@ from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
-
-
-def rank_state_name(rank: int) -> str:
-    """Return the file name of one rank's trial state."""
-    return f"dstrial_rank{rank}.pt"
 
 
 class _LeaveAtOnce(BaseException):

@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.file_roles import FileRole, layouts_of, role_of
 from dstrial.checkpoint.layout import Layout, ParameterPlace
@@ -15,27 +16,7 @@ def place(name: str, **changes: object) -> ParameterPlace:
 
 
 def layout(*places: ParameterPlace, **changes: object) -> Layout:
-    plain = Layout(
-        engine_kind="data_parallel",
-        world_size=4,
-        data_parallel_size=4,
-        pipeline_stages=1,
-        model_parallel_size=1,
-        zero_stage=1,
-        offload_optimizer="none",
-        offload_parameters="none",
-        precision="fp32",
-        optimizer="Adam",
-        wrapper="",
-        lr_scheduler="",
-        train_batch_size=8,
-        micro_batch_size=2,
-        micro_batches_per_batch=1,
-        versions={},
-        buffers=(),
-        parameters=places,
-    )
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(PLAIN_LAYOUT, parameters=places, **changes)  # type: ignore[arg-type]
 
 
 PIPELINE = layout(

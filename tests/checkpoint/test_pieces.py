@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 from dstrial.checkpoint.pieces import Pieces, overlaps, own_piece
@@ -20,12 +22,9 @@ def place(name: str, numel: int, **where: object) -> ParameterPlace:
 
 
 def layout(stage: int, buffer: FlatBuffer | None, places: list[ParameterPlace]) -> Layout:
-    return Layout(
-        engine_kind="data_parallel", world_size=4, data_parallel_size=4, pipeline_stages=1, model_parallel_size=1,
-        zero_stage=stage, offload_optimizer="none", offload_parameters="none", precision="fp32", optimizer="AdamW",
-        wrapper="", lr_scheduler="", train_batch_size=8, micro_batch_size=2, micro_batches_per_batch=1, versions={},
-        buffers=() if buffer is None else (buffer,), parameters=tuple(places),
-    )  # fmt: skip
+    return dataclasses.replace(
+        PLAIN_LAYOUT, zero_stage=stage, buffers=() if buffer is None else (buffer,), parameters=tuple(places)
+    )
 
 
 @given(

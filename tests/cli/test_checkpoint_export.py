@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dstrial.checkpoint.manifest import read_manifest, write_manifest
 from dstrial.cli.checkpoint_export import size_argument
@@ -92,10 +93,9 @@ def test_safetensors_hold_the_master_weights_and_every_storage_once(
 def test_the_safetensors_library_reads_the_file(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
-    library = pytest.importorskip("safetensors.torch")
     output = tmp_path / "model.safetensors"
     assert dstrial_command("checkpoint", "export", checkpoints["zero 3"].latest, output)[0] == 0
-    read = library.load_file(output)
+    read = load_file(output)
     tensors, _ = read_safetensors(output)
     assert read.keys() == tensors.keys()
     assert all(same(read[name], tensors[name]) for name in tensors)

@@ -4,6 +4,7 @@ from typing import Any
 
 import forked_ranks
 import pytest
+from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, compatible
 
@@ -115,19 +116,11 @@ def test_a_checkpoint_that_cannot_be_written_says_by_whom_and_why(
 
 
 def a_layout() -> Layout:
-    return Layout(
-        engine_kind="data_parallel",
+    return dataclasses.replace(
+        PLAIN_LAYOUT,
         world_size=2,
         data_parallel_size=2,
-        pipeline_stages=1,
-        model_parallel_size=1,
-        zero_stage=1,
-        offload_optimizer="none",
-        offload_parameters="none",
-        precision="fp32",
-        optimizer="Adam",
         wrapper="DeepSpeedZeroOptimizer",
-        lr_scheduler="",
         train_batch_size=16,
         micro_batch_size=4,
         micro_batches_per_batch=2,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import reshape_program
 import torch
+from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.checkpoint.reshape_rules import reshape_problems
@@ -29,25 +30,8 @@ PLACE = ParameterPlace(
     offset=0,
     partition_numel=None,
 )
-LAYOUT = Layout(
-    engine_kind="data_parallel",
-    world_size=4,
-    data_parallel_size=4,
-    pipeline_stages=1,
-    model_parallel_size=1,
-    zero_stage=0,
-    offload_optimizer="none",
-    offload_parameters="none",
-    precision="fp32",
-    optimizer="AdamW",
-    wrapper="",
-    lr_scheduler="WarmupLR",
-    train_batch_size=24,
-    micro_batch_size=6,
-    micro_batches_per_batch=1,
-    versions={},
-    buffers=(),
-    parameters=(PLACE,),
+LAYOUT = dataclasses.replace(
+    PLAIN_LAYOUT, zero_stage=0, optimizer="AdamW", lr_scheduler="WarmupLR", parameters=(PLACE,)
 )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_layouts import PLAIN_LAYOUT
 
-from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import Manifest, write_manifest
 from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config import EngineRecord
@@ -17,25 +17,8 @@ from dstrial.config.saved_run import run_metadata
 from dstrial.errors import CheckpointDamagedError
 from dstrial.launch.resume_check import resumption_problems
 
-LAYOUT = Layout(
-    engine_kind="data_parallel",
-    world_size=3,
-    data_parallel_size=3,
-    pipeline_stages=1,
-    model_parallel_size=1,
-    zero_stage=1,
-    offload_optimizer="none",
-    offload_parameters="none",
-    precision="fp32",
-    optimizer="Adam",
-    wrapper="DeepSpeedZeroOptimizer",
-    lr_scheduler="",
-    train_batch_size=24,
-    micro_batch_size=8,
-    micro_batches_per_batch=1,
-    versions={},
-    buffers=(),
-    parameters=(),
+LAYOUT = dataclasses.replace(
+    PLAIN_LAYOUT, world_size=3, data_parallel_size=3, micro_batch_size=8, wrapper="DeepSpeedZeroOptimizer"
 )
 HYPERPARAMETERS = {"deepspeed_config": "ds.json", "overwrite_deepspeed_args": {"optimizer": {"type": "Adam"}}}
 

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from submitting import config, experiment, log_of, processes_with, submit, trials, wait_until
+from waiting import wait_for
 
 from dstrial.master import launcher
 from dstrial.master.attempts import Attempts
@@ -40,13 +41,6 @@ time.sleep(%s)
 def master(tmp_path: Path) -> Iterator[MasterForTest]:
     with master_for_test(tmp_path, num_slots=2) as running:
         yield running
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    give_up_at_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.05)
 
 
 @pytest.mark.process

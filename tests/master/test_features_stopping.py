@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from submitting import config, experiment, log_of, steps_of, submit, trials, wait_until
+from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -50,13 +51,6 @@ def post(master: MasterForTest, experiment_id: int, verb: str) -> None:
     master.client().post(f"/api/v1/experiments/{experiment_id}/{verb}")
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    give_up_at_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at_s, what
-        time.sleep(0.05)
-
-
 def num_running(master: MasterForTest) -> int:
     return len(master.client().get("/api/v1/tasks")["allocationIdToSummary"])
 
@@ -78,7 +72,7 @@ def test_an_experiment_that_waits_for_slots_is_paused_and_goes_on_waiting_when_a
     assert experiment(master, waiting)["state"] == "STATE_QUEUED"
     post(master, waiting, "pause")
     post(master, holder, "kill")
-    until(lambda: num_running(master) == 0, "the slots are not freed")
+    wait_for(lambda: num_running(master) == 0, "the slots are not freed")
     assert experiment(master, waiting)["state"] == "STATE_PAUSED"
     assert log_of(master, waiting) == ""
 
@@ -107,7 +101,7 @@ def test_an_experiment_that_is_paused_while_it_starts_runs_anew_when_activated(
     time.sleep(delay_s)
 
     post(master, experiment_id, "pause")
-    until(lambda: num_running(master) == 0, "the slots are not freed")
+    wait_for(lambda: num_running(master) == 0, "the slots are not freed")
     assert experiment(master, experiment_id)["state"] == "STATE_PAUSED"
     post(master, experiment_id, "activate")
     wait_until(master, experiment_id, "COMPLETED")
@@ -122,10 +116,10 @@ def test_a_trial_killed_after_its_preemption_timeout_goes_on_from_its_checkpoint
     experiment_id = submit(master, config(preemption_timeout=1), DEAF_AT_FIRST)
     wait_until(master, experiment_id, "RUNNING")
     (trial,) = trials(master, experiment_id)
-    until(lambda: steps_of(master, trial["id"]) == [1, 2], "the trial does not report")
+    wait_for(lambda: steps_of(master, trial["id"]) == [1, 2], "the trial does not report")
 
     post(master, experiment_id, "pause")
-    until(lambda: num_running(master) == 0, "the trial outlives its deadline")
+    wait_for(lambda: num_running(master) == 0, "the trial outlives its deadline")
     (paused,) = trials(master, experiment_id)
     post(master, experiment_id, "activate")
     wait_until(master, experiment_id, "COMPLETED")
@@ -140,7 +134,7 @@ def test_a_trial_that_ignores_a_cancellation_is_canceled_after_its_timeout(maste
     experiment_id = submit(master, config(preemption_timeout=1), DEAF_AT_FIRST)
     wait_until(master, experiment_id, "RUNNING")
     (trial,) = trials(master, experiment_id)
-    until(lambda: steps_of(master, trial["id"]) == [1, 2], "the trial does not report")
+    wait_for(lambda: steps_of(master, trial["id"]) == [1, 2], "the trial does not report")
 
     post(master, experiment_id, "cancel")
 

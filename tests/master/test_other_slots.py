@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from submitting import experiment, log_of
+from waiting import wait_for
 
 from dstrial.errors import DstrialError
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -61,15 +60,8 @@ def state_of(master: MasterForTest, experiment_id: int) -> str:
     return str(experiment(master, experiment_id)["state"]).removeprefix("STATE_")
 
 
-def until(condition: Callable[[], bool], deadline_s: float) -> None:
-    give_up_at_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.1)
-
-
 def wait_for_end(master: MasterForTest, experiment_id: int) -> None:
-    until(lambda: state_of(master, experiment_id) in ("COMPLETED", "ERROR", "CANCELED"), 200)
+    wait_for(lambda: state_of(master, experiment_id) in ("COMPLETED", "ERROR", "CANCELED"), deadline_s=200)
     assert state_of(master, experiment_id) == "COMPLETED", log_of(master, experiment_id)
 
 
@@ -94,9 +86,9 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
     with master_for_test(tmp_path, num_slots=2) as master:
         created = master.det("e", "create", str(config), str(context))
         assert created.returncode == 0, created.stdout + created.stderr
-        until(lambda: Path(f"{log}.0").exists() and len(batches_of(log)) >= 3, 120)
+        wait_for(lambda: Path(f"{log}.0").exists() and len(batches_of(log)) >= 3, deadline_s=120)
         assert master.det("e", "pause", "1").returncode == 0
-        until(lambda: "resources exited successfully" in log_of(master, 1), 120)
+        wait_for(lambda: "resources exited successfully" in log_of(master, 1), deadline_s=120)
         assert "sizes [12, 6, 1, 2]" in log_of(master, 1)
         trained = batches_of(log)
         assert trained == list(range(len(trained)))
@@ -106,12 +98,12 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
         up = master.dstrial("up", "--slots", "1", "--port", str(master.record.port))
         assert up.returncode == 0, up.stdout + up.stderr
         assert master.det("e", "activate", "1").returncode == 0
-        until(lambda: SIZES_OF_ONE in log_of(master, 1), 120)
+        wait_for(lambda: SIZES_OF_ONE in log_of(master, 1), deadline_s=120)
         assert "the trial asks for 2 slots and goes on from its checkpoint with 1" in log_of(master, 1)
         assert "the batch of engine 0 stays as it was: train_batch_size 12" in log_of(master, 1)
-        until(lambda: len(batches_of(log)) > len(trained), 60)
+        wait_for(lambda: len(batches_of(log)) > len(trained), deadline_s=60)
         assert master.det("e", "cancel", "1").returncode == 0
-        until(lambda: state_of(master, 1) == "CANCELED", 120)
+        wait_for(lambda: state_of(master, 1) == "CANCELED", deadline_s=120)
 
         # A batch that has changed is refused before anything starts; fewer slots are not.
         wrong = {"hyperparameters": {"overwrite_deepspeed_args": {"train_batch_size": 16}}}

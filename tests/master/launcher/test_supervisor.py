@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from dstrial.master import launcher
 from dstrial.master.launcher import AllocationExit, AllocationRequest, Slot, SupervisorHandle
@@ -69,13 +70,6 @@ def living(mark: str) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    give_up_at_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.01)
 
 
 def test_output_and_exit_code_are_kept(run: Callable[..., Started]) -> None:

@@ -1,0 +1,37 @@
+"""Files that torch has written, mapped into memory, so that only what is used of them is read."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+from typing import Any
+
+import torch
+
+from dstrial.errors import CheckpointDamagedError
+
+
+def load_mapped(path: pathlib.Path, *, holds: str) -> dict[str, Any]:
+    """Load what lies in a file, its tensors mapped, on the CPU.
+
+    Args:
+        path: of the file.
+        holds: what it should hold, for the message.
+
+    Raises:
+        CheckpointDamagedError: it is missing or cannot be read.
+        ImportError, AttributeError: it holds objects of a class that cannot be imported here.
+
+    Ranks: any; no communication.
+    """
+    try:
+        loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(
+            f"{path} is missing; expected {holds}. Restore it, or use another checkpoint."
+        ) from None
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise CheckpointDamagedError(
+            f"{path} cannot be read ({error}); expected {holds}, as torch has written it. Use another checkpoint."
+        ) from error
+    return loaded
