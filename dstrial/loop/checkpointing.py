@@ -31,7 +31,7 @@ from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.metrics import MetricWindow, merge_windows, weighed_window
 from dstrial.loop.progress import Progress
 from dstrial.loop.random_states import restore_random_states
-from dstrial.loop.reducers import restore_reducer
+from dstrial.loop.reducers import restore_reducer, training_reductions
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
@@ -157,6 +157,7 @@ class Checkpointing:
             )
         self._progress.load_state_dict(state["progress"])
         self._window.load_state_dict(state["window"], context.device)
+        context._reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
         for wrapped, saved in zip(context._wrapped_reducers, state["reducers"], strict=False):
             restore_reducer(wrapped.reducer, saved)
         return dict(state["loop"]), True
@@ -233,12 +234,18 @@ class Checkpointing:
             # There was no such rank: it keeps the random states that its own seed gave it.
             state["random_states"] = None
             state["reducers"] = []
-        if any(one["reducers"] for one in states) and saved_size > context.distributed.size and rank == 0:
-            logger.warning(
-                "the metric reducers of ranks %d to %d are left out: what they have collected since the last report is lost",
-                context.distributed.size,
-                saved_size - 1,
-            )
+            state["reductions_of_absent_ranks"] = []
+        for absent in states[context.distributed.size :][rank :: context.distributed.size]:
+            state["reductions_of_absent_ranks"] += absent["reductions_of_absent_ranks"]
+            if len(absent["reducers"]) == len(context._wrapped_reducers):
+                state["reductions_of_absent_ranks"].append(training_reductions(context, absent["reducers"]))
+            else:
+                logger.warning(
+                    "the checkpoint is of a trial with %d reducers, this one wraps %d: what they had collected since the last "
+                    "report is left out",
+                    len(absent["reducers"]),
+                    len(context._wrapped_reducers),
+                )
 
     def _load_reshaped(
         self,

@@ -313,6 +313,7 @@ class TrainingLoop:
         for wrapped in context._wrapped_reducers:
             if wrapped.for_training:
                 wrapped.reset()
+        context._reductions_of_absent_ranks.clear()
         self._window_seconds = 0.0
         self._window_start = batches
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,28 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
             continue
         state[name] = _copied(value)
     return state
+
+
+def training_reductions(context: DeepSpeedTrialContext, states: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return what another rank's training reducers would contribute to the next report.
+
+    Args:
+        context: whose reducers compute it; they are as before afterwards.
+        states: what ``reducer_state`` returned on that rank, of each reducer in the order of wrapping.
+
+    Returns:
+        What ``per_slot_reduce`` returns for each training reducer, in the order of wrapping.
+
+    Ranks: any; no communication.
+    """
+    reductions = []
+    for wrapped, state in zip(context._wrapped_reducers, states, strict=True):
+        if wrapped.for_training:
+            own = Snapshot([wrapped.reducer])
+            restore_reducer(wrapped.reducer, state)
+            reductions.append(_copied(wrapped.per_slot_reduce()))
+            own.restore()
+    return reductions
 
 
 def restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:

@@ -281,6 +281,7 @@ class Saving:
             "window": self._window.state_dict(),
             "loop": dict(loop_state),
             "reducers": [reducer_state(wrapped.reducer) for wrapped in context._wrapped_reducers],
+            "reductions_of_absent_ranks": list(context._reductions_of_absent_ranks),
             "callbacks": self._callbacks.state_dict(),
             "engines": [engine_extra_state(engine) for engine in context.models],
             "random_states": random_states(context.device),

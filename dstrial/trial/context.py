@@ -96,6 +96,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         self.models: list[Any] = []
         self.profiler: Any = None
         self._adapters: list[EngineAdapter] = []
+        # Of each rank that wrote the checkpoint and is no more: what its training reducers had collected for the next report.
+        self._reductions_of_absent_ranks: list[list[Any]] = []
         self._given_settings: list[dict[str, Any]] = []
         self._mpu = make_data_parallel_mpu(self.distributed)
         self._called_set_mpu = False
@@ -109,6 +111,35 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         self._to_device_warned_types: set[type] = set()
         self._stop_signals: Any = None
         self._own_run: Any = None
+
+    # ---- metrics -------------------------------------------------------------------------------------
+
+    def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
+        """Combine what the wrapped reducers of all ranks have collected.
+
+        For training this includes what ranks had collected that are no more since the run went on with fewer of them.
+
+        Args:
+            for_training: whether the reducers wrapped for training are meant, or those for validation.
+
+        Returns:
+            Metric name -> what ``cross_slot_reduce`` returned, the same on every rank.
+
+        Ranks: all, collectively; no communication if no reducer is wrapped.
+        """
+        reducers = [
+            wrapped
+            for wrapped in self._wrapped_reducers
+            if (wrapped.for_training if for_training else wrapped.for_validation)
+        ]
+        if not reducers:
+            return {}
+        mine = [[wrapped.per_slot_reduce() for wrapped in reducers]]
+        if for_training:
+            mine += self._reductions_of_absent_ranks
+        gathered = [reductions for of_rank in self.distributed.allgather(mine) for reductions in of_rank]
+        metrics: dict[str, Any] = self.run_cross_slot_reduction(reducers, gathered)
+        return metrics
 
     # ---- engines -------------------------------------------------------------------------------------
 

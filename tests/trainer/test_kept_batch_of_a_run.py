@@ -16,7 +16,7 @@ SECTIONS = {
 }
 
 
-def config(batches, record_log, sizes, stage=1, is_own=False, **fields):
+def config(batches, record_log, sizes, stage=1, is_own=False, report=20, checkpoint=20, **fields):
     own = {"own_sizes": sizes, "own_stage": stage}
     named = {"deepspeed_config": {**SECTIONS, "zero_optimization": {"stage": stage}, **sizes}}
     hyperparameters = {
@@ -26,12 +26,14 @@ def config(batches, record_log, sizes, stage=1, is_own=False, **fields):
         "num_validation_records": 12,
         "record_log": str(record_log),
     }
-    return experiment(hyperparameters, batches=batches, report=20, validate=20, checkpoint=20, **fields)
+    return experiment(
+        hyperparameters, batches=batches, report=report, validate=20, checkpoint=checkpoint, **fields
+    )
 
 
-def go(tmp_path, trial, given, ranks, run=None):
-    done = train(tmp_path, trial, given, ranks=ranks, run=run, module="kept_batch_trials")
-    assert done.returncode == 0, done.output
+def go(tmp_path, trial, given, ranks, run=None, exit_code=0, env=None):
+    done = train(tmp_path, trial, given, ranks=ranks, run=run, env=env, module="kept_batch_trials")
+    assert done.returncode == exit_code, done.output
     return done
 
 
@@ -74,6 +76,25 @@ def test_three_ranks_then_two_then_four_train_every_record_of_an_epoch_once(defi
         "the batch of engine 0 stays as it was: train_batch_size 12 = train_micro_batch_size_per_gpu 3 x "
         "gradient_accumulation_steps 2 x 2 data-parallel replicas (it was 4 x 1 x 3)"
     ) in second.output
+
+
+@pytest.mark.ranks
+def test_a_report_has_what_ranks_had_collected_that_are_no_more(definitions_and_runs, tmp_path):
+    log = tmp_path / "log"
+    given = config(6, log, {"train_batch_size": 12}, report=6, checkpoint=2)
+    # Killed twice between reports: the second checkpoint is of a run that carries what the first one's third rank had collected.
+    first = go(tmp_path / "run", "Collecting", given, 3, exit_code=137, env=kill(tmp_path, "first", at=3))
+    go(tmp_path / "run", "Collecting", given, 2, run=first, exit_code=137, env=kill(tmp_path, "second", at=5))
+    last = go(tmp_path / "run", "Collecting", given, 1, run=first)
+
+    epoch = records(log)
+    reported = last.reports("training")[6]
+    assert reported["num_records"] == 72
+    assert reported["sum_of_numbers"] == sum(set(numbers_in({i: epoch[i] for i in range(6)})))
+
+
+def kill(tmp_path, name, at):
+    return {"KILL_AT": f"0:{at}", "KILL_MARKER": str(tmp_path / name)}
 
 
 @pytest.mark.ranks
