@@ -28,7 +28,7 @@ DEEPSPEED = {
 SIZES_OF_ONE = "sizes [12, 6, 2, 1]"
 
 
-def project(directory: Path, name: str, batches: int, sleep_s: float) -> tuple[Path, Path]:
+def project(directory: Path, name: str, batches: int, sleep_s: float, **fields: Any) -> tuple[Path, Path]:
     """Write a context directory and a config; returns both paths."""
     context = directory / "context"
     if not context.is_dir():
@@ -50,6 +50,7 @@ def project(directory: Path, name: str, batches: int, sleep_s: float) -> tuple[P
         "resources": {"slots_per_trial": 2},
         "scheduling_unit": 1,
         "max_restarts": 0,
+        **fields,
     }
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(given))
@@ -109,6 +110,8 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
         wrong = {"hyperparameters": {"overwrite_deepspeed_args": {"train_batch_size": 16}}}
         refused = continued(master, 1, wrong)
         assert "train_batch_size is 16; expected 12, the batch of checkpoint" in refused
+        held = continued(master, 1, {"data": {"dstrial": {"min_slots": 2}}})
+        assert "resources.slots_per_trial is 2; expected at most 1" in held
         done = len(batches_of(log))
         last = {"batches": done + 2}
         words = ("--config", "resources.slots_per_trial=1", "--config", f"searcher.max_length={last}")
@@ -116,6 +119,44 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
         assert again.returncode == 0, again.stdout + again.stderr
         wait_for_end(master, 1)
         assert batches_of(log) == list(range(done + 2))
+
+
+def test_a_trial_that_fails_goes_on_without_the_slot_that_was_drained_and_within_its_new_max_slots(
+    tmp_path: Path,
+) -> None:
+    killed = {"KILL_AT": "0:6", "KILL_MARKER": str(tmp_path / "killed")}
+    config, context = project(
+        tmp_path,
+        "drained",
+        batches=90,
+        sleep_s=0.2,
+        max_restarts=1,
+        min_checkpoint_period={"batches": 2},
+        environment={"environment_variables": [f"{name}={value}" for name, value in killed.items()]},
+    )
+    log = tmp_path / "drained.log"
+    with master_for_test(tmp_path, num_slots=2) as master:
+        created = master.det("e", "create", str(config), str(context))
+        assert created.returncode == 0, created.stdout + created.stderr
+        wait_for(lambda: Path(f"{log}.0").exists(), deadline_s=120)
+        agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
+        master.client().post(f"/api/v1/agents/{agent}/slots/1/disable", {"drain": True})
+        wait_for(lambda: SIZES_OF_ONE in log_of(master, 1), deadline_s=120)
+        assert (tmp_path / "killed").exists(), log_of(master, 1)
+        wait_for(lambda: len(batches_of(log)) > 6, deadline_s=60)
+
+        assert master.det("slot", "enable", agent, "1").returncode == 0
+        limited = master.det("e", "set", "max-slots", "1", "1")
+        assert limited.returncode == 0, limited.stdout + limited.stderr
+        assert master.det("e", "pause", "1").returncode == 0
+        wait_for(lambda: "resources exited successfully" in log_of(master, 1), deadline_s=120)
+        trained = batches_of(log)
+        assert trained == list(range(len(trained)))
+        assert master.det("e", "activate", "1").returncode == 0
+        wait_for(lambda: len(batches_of(log)) > len(trained), deadline_s=120)
+        assert log_of(master, 1).count(SIZES_OF_ONE) == 2
+        assert master.det("e", "kill", "1").returncode == 0
+        wait_for(lambda: state_of(master, 1) == "CANCELED", deadline_s=120)
 
 
 def test_dstrial_run_resumes_with_fewer_slots_and_refuses_what_cannot_share_the_batch(tmp_path: Path) -> None:

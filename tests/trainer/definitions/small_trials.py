@@ -16,6 +16,8 @@ from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback, overwrite_deeps
 
 def wait_until_saved(deadline_s=60):
     """Wait until no checkpoint is being written, so that which ones a killed run leaves does not depend on time."""
+    if "DSTRIAL_RUN_DIR" not in os.environ:
+        return
     checkpoints = pathlib.Path(os.environ["DSTRIAL_RUN_DIR"]) / "checkpoints"
     give_up_at_s = time.monotonic() + deadline_s
     while list(checkpoints.glob("*.saving")):
