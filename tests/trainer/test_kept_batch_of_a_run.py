@@ -16,8 +16,10 @@ SECTIONS = {
 }
 
 
-def config(batches, record_log, sizes, stage=1, is_own=False, report=20, checkpoint=20, **fields):
-    own = {"own_sizes": sizes, "own_stage": stage}
+def config(
+    batches, record_log, sizes, stage=1, num_stages=0, is_own=False, report=20, checkpoint=20, **fields
+):
+    own = {"own_sizes": sizes, "own_stage": stage, "own_num_stages": num_stages}
     named = {"deepspeed_config": {**SECTIONS, "zero_optimization": {"stage": stage}, **sizes}}
     hyperparameters = {
         **(own if is_own else named),
@@ -108,12 +110,17 @@ def test_an_engine_with_a_config_of_the_trials_own_is_corrected(definitions_and_
 
 
 @pytest.mark.ranks
-def test_a_pipeline_of_two_replicas_runs_fewer_micro_batches(definitions_and_runs, tmp_path):
-    given = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
+def test_a_pipeline_whose_middle_stage_reads_nothing_goes_on_as_two_replicas_of_two_stages(
+    definitions_and_runs, tmp_path
+):
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     log = tmp_path / "log"
-    first = go(tmp_path / "run", "NotedPipeline", config(3, log, given, stage=0, is_own=True), 2)
-    second = go(tmp_path / "run", "NotedPipeline", config(7, log, given, stage=0, is_own=True), 4, run=first)
-    assert [sizes_in(run) for run in (first, second)] == [[12, 4, 3, 2], [12, 3, 2, 4]]
+    three = config(3, log, sizes, stage=0, num_stages=3, is_own=True)
+    first = go(tmp_path / "run", "NotedPipeline", three, 3)
+    data = {"dstrial": {"pipeline_stages": 2}}
+    two = config(7, log, sizes, stage=0, num_stages=2, is_own=True, data=data)
+    second = go(tmp_path / "run", "NotedPipeline", two, 4, run=first)
+    assert [sizes_in(run) for run in (first, second)] == [[12, 4, 3, 3], [12, 3, 2, 4]]
     assert records(log) == uninterrupted(tmp_path, 7)[1]
 
 

@@ -97,9 +97,13 @@ class OwnConfig(Noted):
 class NotedPipeline(OwnConfig):
     def build_engine(self):
         torch.manual_seed(11)
-        layers = [LayerSpec(nn.Linear, 8, 16), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 16, 4)]
+        layers = [LayerSpec(nn.Linear, 8, 16), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 16, 16)]
+        layers += [LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 16, 4)]
         module = PipelineModule(
-            layers=layers, num_stages=2, loss_fn=pipeline_loss, partition_method="uniform"
+            layers=layers,
+            num_stages=self.hparams["own_num_stages"],
+            loss_fn=pipeline_loss,
+            partition_method="uniform",
         )
         engine, *_ = deepspeed.initialize(
             model=module,
