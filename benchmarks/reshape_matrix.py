@@ -6,7 +6,8 @@ Every cell saves after ``STEPS_BEFORE`` steps at one number of ranks and layout,
 after loading must have the bits of the checkpoint (``load_reshaped`` compares them itself), and the losses must be those of the
 run that was not interrupted: within 1e-6 in fp32, 2e-2 in bf16 and fp16.
 In fp16 layouts with ZeRO and without are compared among themselves only: DeepSpeed 0.19.8 without ZeRO divides the gradients by
-the loss scale and does not multiply the loss by it, so that the same state goes on otherwise there.
+the loss scale and does not multiply the loss by it, so that the same state goes on otherwise there. Gradients are not clipped:
+in fp32 pipelines without ZeRO it takes the norm of the first stage's gradients alone.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def make_engine(layout: str, precision: str, case: str) -> Any:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 0.0,
     }
     if layout.endswith("offload"):
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}

@@ -35,7 +35,7 @@ def check_ignored(settings: Settings) -> None:
     """Record a warning for every given setting without effect, or with another one than it says.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py 1745 and the constructor calls 2670-2795; utils/groups.py 925;
-    runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298.
+    runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298; clip_grad_norm_ of runtime/utils.py.
     """
     s = settings
     _check_zero(s)
@@ -45,6 +45,18 @@ def check_ignored(settings: Settings) -> None:
         and s.value(f"{_ZERO}.overlap_comm")
     ):
         s.warn(f"{_ZERO}.overlap_comm", "which DeepSpeed switches off in a pipeline")
+    is_fp32 = not (s.value("bf16.enabled") or s.value("fp16.enabled"))
+    if (
+        s.sizes.has_pipeline_engine
+        and s.stage == 0
+        and is_fp32
+        and s.value("gradient_clipping") not in (None, 0, 0.0)
+    ):
+        s.warn(
+            "gradient_clipping",
+            "but without ZeRO a pipeline measures the gradients of its first stage alone, and clips all by that. "
+            "Set zero_optimization.stage to 1 to clip by the norm of all",
+        )
     if s.value("torch_autocast.enabled") and (s.value("bf16.enabled") or s.value("fp16.enabled")):
         mode = "bf16" if s.value("bf16.enabled") else "fp16"
         s.warn("torch_autocast.enabled", f"on top of {mode}.enabled: the model is already in that precision")

@@ -8,6 +8,7 @@ ends its part by removing its file, which works on a full disk too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -133,9 +134,14 @@ def end_saving(checkpoints_path: Path, storage_id: str) -> None:
 
 
 def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Remove a checkpoint, complete or not; its completion mark goes first."""
+    """Remove a checkpoint, complete or not; its completion mark goes first.
+
+    What a process killed meanwhile leaves of it, the next ``remove_incomplete_checkpoints`` removes.
+    """
     path = checkpoints_path / storage_id
     if path.is_dir():
+        with contextlib.suppress(OSError):  # a full disk
+            _saving_path(checkpoints_path, storage_id).mkdir(exist_ok=True)
         remove_mark(path)
         shutil.rmtree(path, ignore_errors=True)
     end_saving(checkpoints_path, storage_id)
@@ -179,14 +185,13 @@ def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
 def remove_incomplete_checkpoints(checkpoints_path: Path) -> list[str]:
     """Remove what killed processes left of checkpoints they were writing.
 
-    Left alone: complete checkpoints, directories not named by a uuid, and what a process writes that
-    lives, or that ran on another machine and may live.
+    Left alone: complete checkpoints, what a process writes that lives, or that ran on another machine and may live, and every
+    directory without a note of who writes it, such as the TensorBoard files that Determined keeps under the cluster's id.
 
     Returns:
         The names that were removed.
     """
-    names = {path.name for path in checkpoints_path.glob("*/")}
-    names |= {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
+    names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
     removed = []
     for name in sorted(names):
         try:

@@ -234,6 +234,8 @@ def mirror(
     if is_chief:
         for name in remove_incomplete_checkpoints(run_directory.checkpoints_path):
             logger.info("removed checkpoint %s, which was never completed", name)
+        if core_context.info is not None:
+            _remove_if_empty(run_directory.checkpoints_path / core_context.info.cluster_id)
     train = MirroredTrainContext(core_context.train, kept)
     core_context.train = train
     core_context.checkpoint = MirroredCheckpointContext(
@@ -244,3 +246,10 @@ def mirror(
         smaller_is_better=smaller_is_better,
     )
     return train
+
+
+def _remove_if_empty(root: pathlib.Path) -> None:
+    """Remove the directories that Determined makes for TensorBoard files, which lie in ``tensorboard/`` of a run directory."""
+    for path in sorted([root, *root.rglob("*/")], reverse=True):
+        with contextlib.suppress(OSError):  # not empty, or not there
+            path.rmdir()

@@ -149,6 +149,20 @@ def test_ranks_that_cannot_be_divided_are_refused(sizes):
         ParallelSizes(*sizes)
 
 
+def test_clipping_by_the_norm_of_one_stage_is_told():
+    clipped = {**BASE, "gradient_clipping": 0.5}
+    two_stages = ParallelSizes(4, pipeline_stages=2)
+    assert "gradients of its first stage alone" in " ".join(check_deepspeed(clipped, two_stages).warnings)
+    assert "gradients of its first stage alone" in " ".join(check_deepspeed(BASE, two_stages).warnings)
+    for config, sizes in (
+        ({**BASE, "gradient_clipping": 0.0}, two_stages),
+        (clipped, ParallelSizes(4)),
+        ({**clipped, "zero_optimization": {"stage": 1}}, two_stages),
+        ({**clipped, "bf16": {"enabled": True}}, two_stages),
+    ):
+        assert "first stage" not in " ".join(check_deepspeed(config, sizes).warnings)
+
+
 def test_a_stage_0_pipeline_of_one_stage_is_still_a_pipeline():
     sizes = ParallelSizes(2, is_pipeline=True)
     result = check_deepspeed({**BASE, "zero_optimization": {"stage": 2}}, sizes)

@@ -277,8 +277,12 @@ def test_a_pid_in_use_again_does_not_protect_what_a_dead_process_left(tmp_path: 
 
 def test_a_directory_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "my notes").mkdir()
+    events = tmp_path / "123e4567-e89b-42d3-a456-426614174000" / "tensorboard" / "events"
+    events.parent.mkdir(parents=True)
+    events.write_text("of a cluster with this id")
     assert local_store(tmp_path).list() == []
-    assert names_in(tmp_path) == ["my notes"]
+    assert local_store(tmp_path).list() == []
+    assert events.read_text() == "of a cluster with this id"
 
 
 def test_the_keep_policy_is_applied_after_each_checkpoint(tmp_path: Path) -> None:
