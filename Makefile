@@ -11,12 +11,15 @@ WORKERS ?= logical
 
 VENV := .venv
 BIN := $(VENV)/bin
+# The oldest transformers that is supported, with the accelerate of its time.
+HF4 := .venv-hf4
+HF4_CONSTRAINTS := transformers==4.56.* accelerate==1.11.*
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test check format bench clean
+.PHONY: help venv run test test-hf4 check format bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.package ## create .venv/ with torch and this package, editable
 
@@ -25,6 +28,9 @@ run: venv ## train the main example (digits) and show its result
 
 test: venv ## run every test that needs no accelerator
 	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-hf4: $(HF4)/.package ## run the tests of the integrations with transformers 4.56, in .venv-hf4/
+	$(HF4)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS) tests/integrations tests/dsat
 
 check: venv ## lint, formatting, types, import layers
 	$(BIN)/ruff check .
@@ -39,30 +45,37 @@ format: venv ## let ruff rewrite what `make check` would complain about
 bench: venv ## measure what the loop adds to bare DeepSpeed
 	$(BIN)/python benchmarks/loop_overhead.py
 
-clean: ## remove .venv/, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove both environments, caches and build outputs; runs/ stays
+	rm -rf $(VENV) $(HF4) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find dstrial tests model_defs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.python:
+# These rules make both environments; % is the directory.
+%/.python:
 	@test -n "$(PYTHON)" || { echo "No python3 is on PATH; expected Python 3.10 or later. Install python3.11." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is too old; expected Python 3.10 or later. Set PYTHON=/path/to/python3.11." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $*
 	@touch $@
 
 # The stamp's content is the request, so that another TORCH installs another torch.
-$(VENV)/.torch: $(VENV)/.python FORCE
+%/.torch: %/.python FORCE
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(TORCH)" ]; then \
-		$(BIN)/python -m pip install "$(TORCH)" && echo "$(TORCH)" > $@; \
+		$*/bin/python -m pip install "$(TORCH)" && echo "$(TORCH)" > $@; \
 	fi
 
+$(HF4)/.package: CONSTRAINTS := $(HF4_CONSTRAINTS)
+
 # The installed torch becomes a constraint, so that no dependency replaces it by another build.
-$(VENV)/.package: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --constraint $(VENV)/constraints.txt --editable ".[dev,examples]"
-	@test "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" \
-		= "$$(cat $(VENV)/constraints.txt)" || { echo "torch was replaced while installing; see above." >&2; exit 1; }
+%/.package: %/.torch pyproject.toml
+	$*/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $*/constraints.txt
+	@printf '%s\n' $(CONSTRAINTS) >> $*/constraints.txt
+	$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[dev,examples]"
+	@test "torch==$$($*/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
+		= "$$(head -n 1 $*/constraints.txt)" || { echo "torch was replaced while installing; see above." >&2; exit 1; }
 	@touch $@
 
 .PHONY: FORCE
 FORCE:
+
+# Stamps are kept, although only rules name them.
+.SECONDARY:

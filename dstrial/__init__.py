@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dstrial.config import overwrite_deepspeed_config
     from dstrial.errors import ConfigError, DstrialError
     from dstrial.loop.settings import FitResult
+    from dstrial.surroundings import core_context
     from dstrial.trainer import Trainer, init
     from dstrial.trial.context import DeepSpeedTrialContext
     from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
@@ -45,6 +46,8 @@ __all__ = [
     "init",
     "Trainer",
     "FitResult",
+    # for scripts with a loop of their own
+    "core_context",
     # Determined's own, unchanged
     "Batch",
     "Epoch",
@@ -80,6 +83,7 @@ _HOMES = {
     "TorchData": "determined.pytorch",
     "TrainUnit": "determined.pytorch",
     "Trainer": "dstrial.trainer",
+    "core_context": "dstrial.surroundings",
     "init": "dstrial.trainer",
     "make_data_parallel_mpu": "dstrial.trial.mpu",
     "make_deepspeed_mpu": "dstrial.trial.mpu",

@@ -16,6 +16,7 @@ The tree, drawn once::
     │   └── RankIdentityError         the environment does not say consistently who this process is
     ├── LaunchError                   ranks could not be started
     │   └── RankFailedError           a started rank exited with a failure; names the first one
+    ├── MissingExtraError             an optional library is missing that an integration needs (also an ImportError)
     ├── SearchError                   a searcher cannot go on with what a trial reported
     └── MasterError                   the embedded master cannot start, stop or go on
         └── RequestError              a request to it cannot be answered; carries the HTTP status
@@ -113,6 +114,10 @@ class LaunchError(DstrialError):
 
 class RankFailedError(LaunchError):
     """A started rank exited with a failure."""
+
+
+class MissingExtraError(DstrialError, ImportError):
+    """An optional library is missing that an integration needs."""
 
 
 class SearchError(DstrialError):

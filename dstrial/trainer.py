@@ -9,59 +9,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pathlib
 import random
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
-import determined as det
 import numpy as np
 import torch
 from determined import core, pytorch
 
-from dstrial import local
 from dstrial.config import ExperimentConfig, Length
 from dstrial.config.saved_run import RESUME_VARIABLE
-from dstrial.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    ConfigProblem,
-    LaunchError,
-    RankIdentityError,
-)
-from dstrial.local.context import LocalContext
-from dstrial.local.json_files import read_json
-from dstrial.local.mirror import MirroredTrainContext, mirror
-from dstrial.local.run_directory import (
-    REWRITE_VARIABLE,
-    RUN_DIR_VARIABLE,
-    TEST_VARIABLE,
-    RunDirectory,
-    RunState,
-    default_runs_dir,
-)
+from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
+from dstrial.local.mirror import MirroredTrainContext
+from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.agreement import StopReason
 from dstrial.loop.loop import TrainingLoop, require_engine
 from dstrial.loop.resumed_run import resumed_run, trial_id_of
 from dstrial.loop.settings import FitResult, LoopSettings
-from dstrial.ranks import process_group
-from dstrial.ranks.control import ControlChannel, timeout_from_environ
-from dstrial.ranks.identity import RankIdentity, identify
-from dstrial.ranks.stop import StopSignals
+from dstrial.ranks.identity import identify
+from dstrial.surroundings import cluster_info, surroundings
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.trainer")
 
 _TEST_BATCHES = 2
-
-
-def _cluster_info() -> Any:
-    """Return Determined's cluster info if this process is a rank of a trial on a cluster, else None."""
-    info = det.get_cluster_info()
-    return info if info is not None and info.task_type == "TRIAL" else None
 
 
 @contextlib.contextmanager
@@ -97,57 +70,34 @@ def init(
 
     Ranks: all, collectively.
     """
-    info = _cluster_info()
-    identity = identify(os.environ)
-    if info is not None and distributed is None:
-        _require_launcher(identity, num_slots=sum(info.container_slot_counts))
     with contextlib.ExitStack() as stack:
-        stack.push(lambda kind, _error, _traceback: _end_process_group(kind, identity.world_size))
-        process_group.init_process_group(identity, timeout_s=timeout_from_environ())
-        device = process_group.device(identity)
-        channel = distributed if distributed is not None else ControlChannel(identity)
-        signals = stack.enter_context(StopSignals())
-        own_run: RunDirectory | None = None
+        found = stack.enter_context(surroundings(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed))
+        info, core_context = found.info, found.core_context
+        exp_conf = found.exp_conf
         if info is not None:
-            exp_conf = info.trial._config
             seed: int | None = info.trial.trial_seed
             hparams = info.trial.hparams if hparams is None else hparams
             steps_completed = info.trial._steps_completed
-            core_context = core.init(
-                distributed=channel,
-                preempt_mode=core.PreemptMode.ChiefOnly,
-                tensorboard_mode=core.TensorboardMode.MANUAL,
-            )
-            if os.environ.get(RUN_DIR_VARIABLE):
-                mirrored = _mirror(core_context, RunDirectory.open(os.environ[RUN_DIR_VARIABLE]), exp_conf)
-                stack.callback(mirrored.flush_progress)
         else:
             seed = ((exp_conf or {}).get("reproducibility") or {}).get("experiment_seed")
             steps_completed = 0
-            directory, is_own = _run_directory(run_dir, exp_conf, channel)
-            own_run = directory if is_own and channel.rank == 0 else None
-            core_context = _local_core(directory, exp_conf, channel, signals)
         if seed is not None:
             seed_everything(int(seed))
-        if own_run is not None:
-            stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
-        stack.enter_context(core_context)
-        is_mirrored = isinstance(core_context.train, MirroredTrainContext)
-        resumed = resumed_run(core_context, info, latest_checkpoint, is_mirrored=is_mirrored)
+        resumed = resumed_run(core_context, info, latest_checkpoint, is_mirrored=found.is_mirrored)
         context = DeepSpeedTrialContext(
             core_context=core_context,
             trial_seed=None if seed is None else int(seed),
             hparams=hparams,
-            slots_per_trial=channel.size,
-            num_gpus=channel.size if device.type != "cpu" else 0,
+            slots_per_trial=found.distributed.size,
+            num_gpus=found.distributed.size if found.device.type != "cpu" else 0,
             exp_conf=exp_conf,
             steps_completed=steps_completed,
             enable_tensorboard_logging=enable_tensorboard_logging,
-            device=device,
+            device=found.device,
             resumed=resumed,
         )
-        context._stop_signals = signals
-        context._own_run = own_run
+        context._stop_signals = found.signals
+        context._own_run = found.own_run
         stack.callback(context._close_tensorboard_writer)
         try:
             yield context
@@ -160,115 +110,11 @@ def init(
             raise explained from error
 
 
-def _mirror(
-    core_context: core.Context, directory: RunDirectory, exp_conf: Mapping[str, Any]
-) -> MirroredTrainContext:
-    """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of its own config."""
-    searcher = exp_conf.get("searcher") or {}
-    asked = read_json(directory.submission_path) or {}
-    # Whoever follows reads each report from the run directory, and need not read it again in the log.
-    logging.getLogger("determined.core").setLevel(logging.WARNING)
-    return mirror(
-        core_context,
-        directory,
-        metric=searcher.get("metric"),
-        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
-        keep=local.retention.KeepPolicy.from_config(asked.get("checkpoint_storage")),
-    )
-
-
-def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
-    """End the process group; not where a rank of several has failed, because its peers may be inside a collective.
-
-    They would keep the end from coming. The process exits with its error instead, and its launcher ends the others.
-    """
-    if kind is None or world_size == 1:
-        process_group.shutdown()
-    return False
-
-
-def _require_launcher(identity: RankIdentity, *, num_slots: int) -> None:
-    """Refuse to train a cluster's trial on one of its slots while the others idle."""
-    if identity.launcher == "none" and num_slots > 1:
-        raise RankIdentityError(
-            f"this trial has {num_slots} slots and runs as a single process; expected one rank per slot. "
-            f"Set `entrypoint: python3 -m dstrial.launch {pathlib.Path(sys.argv[0]).name}`."
-        )
-
-
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, torch and the accelerator of this process, the same on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _run_directory(
-    run_dir: str | os.PathLike[str] | None,
-    exp_conf: Mapping[str, Any] | None,
-    channel: core.DistributedContext,
-) -> tuple[RunDirectory, bool]:
-    """Return the run directory, the same on all ranks, and whether this call made it. Ranks: all."""
-    given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
-    if given:
-        return RunDirectory.open(given), False
-    made: str | LaunchError | None = None
-    if channel.rank == 0:
-        name = str((exp_conf or {}).get("name") or _program_name())
-        try:
-            directory = RunDirectory.create(
-                default_runs_dir(),
-                name=name,
-                context_dir=pathlib.Path.cwd(),
-                command=sys.argv,
-                config=exp_conf or {},
-            )
-        except LaunchError as error:  # which every rank has to learn of
-            made = error
-        else:
-            made = str(directory.path)
-            logger.info("this run's files are in %s", made)
-    agreed = channel.broadcast(made)
-    if isinstance(agreed, LaunchError):
-        raise agreed
-    return RunDirectory.open(agreed), True
-
-
-def _program_name() -> str:
-    name = pathlib.Path(sys.argv[0]).stem
-    return "notebook" if name in ("", "ipykernel_launcher") else name
-
-
-def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: BaseException | None) -> bool:
-    if isinstance(error, SystemExit) and isinstance(error.__context__, det.InvalidHP):
-        kind, error = det.InvalidHP, error.__context__
-    if run.read_record().state is RunState.RUNNING:
-        state = RunState.COMPLETED if kind is None else RunState.FAILED
-        run.end_attempt(state, None if error is None else f"{kind.__name__ if kind else ''}: {error}")
-    return False
-
-
-def _local_core(
-    directory: RunDirectory,
-    exp_conf: Mapping[str, Any] | None,
-    channel: core.DistributedContext,
-    signals: StopSignals,
-) -> LocalContext:
-    searcher = (exp_conf or {}).get("searcher") or {}
-    storage = (exp_conf or {}).get("checkpoint_storage")
-    length = core._parse_searcher_max_length(exp_conf) if searcher else None
-    unit = core._parse_searcher_units(exp_conf) if length else None
-    return local.context.init(
-        directory,
-        distributed=channel,
-        metric=searcher.get("metric"),
-        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
-        stop_requested=lambda: signals.requested,
-        keep=local.retention.KeepPolicy.from_config(storage),
-        max_length=length,
-        max_length_unit=unit,
-        preempt_mode=core.PreemptMode.ChiefOnly,
-    )
 
 
 class Trainer:
@@ -282,7 +128,7 @@ class Trainer:
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         self._trial = trial
         self._context = context
-        self._info = _cluster_info()
+        self._info = cluster_info()
 
     def fit(
         self,
@@ -531,7 +377,7 @@ def run_trial(
     Ranks: all, collectively.
     """
     _show_log(identify(os.environ).rank)
-    info = _cluster_info()
+    info = cluster_info()
     test_mode = test_mode or os.environ.get(TEST_VARIABLE) == "1"
     config: Mapping[str, Any] = (
         info.trial._config if info is not None else cast(ExperimentConfig, experiment).raw

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from dstrial.checkpoint.layout import Layout
@@ -20,9 +20,14 @@ KINDS: tuple[FileKind, ...] = ("weights", "optimizer", "rank state", "configurat
 """Every kind, in the order in which people read them."""
 
 _RANK_STATE = re.compile(r"dstrial_rank(\d+)\.pt")
-_ENGINE = re.compile(r"model(\d+)/(.+)")
+_ENGINE = re.compile(r"(model(\d+)|pytorch_model(?:_(\d+))?|global_step\d+)/(.+)")
 _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+# What transformers.Trainer writes beside an engine's folder, in a directory of its own.
+_TRAINER = re.compile(r"checkpoint-\d+/([^/]+)")
+_TRAINER_RANK = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_TRAINER_WEIGHTS = re.compile(r"(?:adapter_)?(?:model|pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
+_TRAINER_OPTIMIZER = frozenset({"optimizer.pt", "scheduler.pt", "scaler.pt"})
 _LAYER = re.compile(r"layer_(\d+)(?:-model_\d+)?-model_states\.pt")
 
 
@@ -44,6 +49,31 @@ class FileRole:
 def rank_state_name(rank: int) -> str:
     """Return the file name of one rank's trial state."""
     return f"dstrial_rank{rank}.pt"
+
+
+def engine_folder(paths: Iterable[str], engine_idx: int) -> str:
+    """Return the folder of an engine in a checkpoint, which is also the tag that DeepSpeed is given.
+
+    Args:
+        paths: files of the checkpoint, relative to it, with ``/``.
+        engine_idx: which engine, 0-based.
+
+    Returns:
+        ``model<i>`` as ``DeepSpeedTrial.save`` calls it, ``pytorch_model`` or ``pytorch_model_<i>`` as Accelerate does, or
+        ``global_step<n>`` as the Hugging Face Trainer does; the first of these where there is none.
+
+    Source: accelerate 1.15 ``Accelerator.save_state``; transformers 5.23 ``Trainer._save_checkpoint``, which leaves the tag
+        to DeepSpeed.
+    """
+    for path in sorted(paths):
+        found = _ENGINE.fullmatch(path)
+        if found is not None and _engine_idx(found) == engine_idx:
+            return found[1]
+    return f"model{engine_idx}"
+
+
+def _engine_idx(found: re.Match[str]) -> int:
+    return int(found[2] or found[3] or 0)
 
 
 def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout, ...]:
@@ -82,10 +112,10 @@ def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
         return FileRole("configuration")
     if path.startswith("code/"):
         return FileRole("code")
-    of_engine = _ENGINE.fullmatch(path)
-    if of_engine is None:
-        return FileRole("other")
-    engine_idx, name = int(of_engine[1]), of_engine[2]
+    found = _engine_of(path, layouts)
+    if found is None:
+        return _role_of_trainer_file(path)
+    engine_idx, name = found
     layout = layouts[engine_idx] if engine_idx < len(layouts) else None
     partition = _PARTITION.fullmatch(name)
     if partition is not None:
@@ -98,6 +128,34 @@ def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
     if layer is not None:
         return FileRole("weights", engine_idx, _rank_of_layer(layout, layer[1].lstrip("0") or "0"))
     return FileRole("other", engine_idx)
+
+
+def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
+    """Return whose engine's a file is and its name in the engine's folder; None if no engine's."""
+    for engine_idx, layout in enumerate(layouts):
+        if layout.folder and path.startswith(f"{layout.folder}/"):
+            return engine_idx, path[len(layout.folder) + 1 :]
+    match = _ENGINE.fullmatch(path)
+    return None if match is None else (_engine_idx(match), match[4])
+
+
+def _role_of_trainer_file(path: str) -> FileRole:
+    """Say what a file holds that ``transformers.Trainer`` wrote, from its name.
+
+    Source: file names of Transformers 5.23, ``Trainer._save_checkpoint``, ``PreTrainedModel.save_pretrained``.
+    """
+    match = _TRAINER.fullmatch(path)
+    if match is None:
+        return FileRole("other")
+    name = match[1]
+    rank = _TRAINER_RANK.fullmatch(name)
+    if rank is not None:
+        return FileRole("rank state", None, int(rank[1] or 0))
+    if name in _TRAINER_OPTIMIZER:
+        return FileRole("optimizer", None, 0)
+    if _TRAINER_WEIGHTS.fullmatch(name) is not None:
+        return FileRole("weights", None, 0)
+    return FileRole("configuration" if name.endswith((".json", ".bin", ".jinja", ".txt")) else "other")
 
 
 def _rank_of(layout: Layout | None, part: int, replica: int) -> int | None:

@@ -95,6 +95,8 @@ class Layout:
         versions: release of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
         buffers: flat buffers of all parts of the model, by part and index.
         parameters: every parameter of every part, in the order of the module.
+        folder: the engine's folder in the checkpoint, with ``/``; empty where its name tells it
+            (``checkpoint.file_roles.engine_folder``).
     """
 
     engine_kind: Literal["data_parallel", "pipeline"]
@@ -115,10 +117,13 @@ class Layout:
     versions: Mapping[str, str]
     buffers: tuple[FlatBuffer, ...]
     parameters: tuple[ParameterPlace, ...]
+    folder: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as plain JSON values, for the manifest."""
         values = dataclasses.asdict(self)
+        if not self.folder:
+            del values["folder"]
         values["versions"] = dict(self.versions)
         values["buffers"] = [dataclasses.asdict(buffer) for buffer in self.buffers]
         values["parameters"] = [

@@ -6,10 +6,10 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from dstrial.checkpoint.manifest import Manifest, hash_file
-from dstrial.errors import CheckpointDamagedError
+from dstrial.checkpoint.manifest import Manifest, hash_file, read_manifest, share_of
+from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +60,43 @@ def verify_files(
             kind, got, expected = found
             damages.append(Damage(path, kind, got, expected, entry.reader_ranks))
     return damages
+
+
+def read_verified(
+    root: str | os.PathLike[str], allgather: Callable[[Any], list[Any]], *, part: int, parts: int
+) -> Manifest:
+    """Read the manifest and compare every file with it, each rank its share.
+
+    Args:
+        root: directory of the checkpoint.
+        allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
+        part: which share is this rank's, the rank on its machine.
+        parts: ranks of its machine.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointDamagedError: it cannot be read, or files are not as it says, on any rank; all of them are named.
+
+    Ranks: all, collectively (one ``allgather``).
+    """
+    mine: list[Damage] | CheckpointError
+    try:
+        manifest = read_manifest(root)
+    except CheckpointError as error:
+        mine = error
+    else:
+        mine = verify_files(root, manifest, only=share_of(sorted(manifest.files), part, parts))
+    gathered = allgather(mine)
+    for found in gathered:
+        if isinstance(found, CheckpointError):
+            raise found
+    damages = {damage.path: damage for found in gathered for damage in found}
+    if damages:
+        raise damaged_error(root, [damages[name] for name in sorted(damages)])
+    return manifest
 
 
 def describe_damage(damage: Damage) -> str:

@@ -108,7 +108,8 @@ def examine(
     manifest = read_manifest(path) if manifest is None else manifest
     layouts = layouts_of(manifest, path)
     faults = _faults_of_mark(path, needs_mark=needs_mark)
-    num_ranks = layouts[0].world_size if layouts else 0
+    # An engine in a folder of another name is not of a trial's, whose ranks keep a state of their own.
+    num_ranks = layouts[0].world_size if layouts and not layouts[0].folder else 0
     own_states = [rank_state_name(rank) for rank in range(num_ranks)]
     faults += [
         _fault_of_absence(name, role_of(name, layouts)) for name in own_states if name not in manifest.files

@@ -20,6 +20,7 @@ from dstrial.errors import DstrialError
 COMMANDS = {
     "check": "check an experiment config and its DeepSpeed config; starts nothing",
     "checkpoint": "inspect, verify, compare, export and reshape checkpoints",
+    "convert": "make an experiment of another tool's config",
     "down": "stop all trials with a checkpoint and end the master",
     "logs": "print the master's own log",
     "run": "train one experiment on this machine and follow it",

@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> int:
             f"warning: the copies of {', '.join(weights.unequal)} on the pipeline's stages differ, because its layers tie only "
             "what tied_weight_attr names; those of the first stage are exported\n"
         )
-    _write(args, source, weights, output)
+    _write(args, source, weights, output, layouts[engine_idx].folder)
     note = f"; tied: {', '.join(weights.aliases)}" if weights.aliases else ""
     sys.stdout.write(
         f"{output}: {len(weights.specs)} tensors, {size_text(weights.num_bytes)}, of batch {manifest.steps_completed}{note}\n"
@@ -160,6 +160,11 @@ def require_new(output: Path) -> None:
 
 def _engine_idx(source: CheckpointSource, layouts: tuple[Layout, ...], asked: int | None) -> int:
     count = len(layouts)
+    if not count:
+        raise CheckpointLayoutError(
+            f"checkpoint {source.path} holds no DeepSpeed engine; expected one. Read the model that its Trainer has saved as it "
+            "is: from_pretrained(CHECKPOINT/checkpoint-<step>)."
+        )
     if asked is None and count == 1:
         return 0
     if asked is None or asked >= count:
@@ -223,7 +228,9 @@ def _weights(source: CheckpointSource, engine_idx: int, layout: Layout, dtype: s
     return ModelWeights(saved, None if name is None else getattr(torch, name))
 
 
-def _write(args: argparse.Namespace, source: CheckpointSource, weights: ModelWeights, output: Path) -> None:
+def _write(
+    args: argparse.Namespace, source: CheckpointSource, weights: ModelWeights, output: Path, folder: str
+) -> None:
     from dstrial.engine import export
 
     with (
@@ -239,14 +246,17 @@ def _write(args: argparse.Namespace, source: CheckpointSource, weights: ModelWei
                 weights,
                 temporary,
                 max_shard_bytes=args.max_shard_size or size_argument(_DEFAULT_SHARD),
-                files=find_model_files(_places_of_files(args.files_from, source)),
+                files=find_model_files(_places_of_files(args.files_from, source, folder)),
                 on_bytes=bar.advance,
             )
 
 
-def _places_of_files(asked: str | None, source: CheckpointSource) -> Iterator[Path]:
+def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -> Iterator[Path]:
     if asked is not None:
         yield Path(asked)
+    if folder:
+        # What a Trainer writes lies beside its engine's folder.
+        yield (source.path / folder).parent
     if source.run_directory is not None:
         yield Path(source.run_directory.read_record().context_dir)
     yield source.path / "code"

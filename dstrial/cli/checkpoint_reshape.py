@@ -6,14 +6,13 @@ import argparse
 import base64
 import contextlib
 import copy
+import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
@@ -30,13 +29,18 @@ from dstrial.cli.checkpoint_source import (
 from dstrial.cli.run_entrypoint import parse_entrypoint
 from dstrial.cli.run_outcome import failure_text
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
+from dstrial.config.documents import yaml_text
+from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import CheckpointError, CheckpointLayoutError, LaunchError
 from dstrial.launch.arguments import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
-from dstrial.local.run_directory import REWRITE_VARIABLE, RunDirectory
+from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
+from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+
+    from dstrial.launch.outcome import LaunchOutcome
 
 _OWN_VARIABLES = ("DSTRIAL_", "DET_")
 
@@ -184,7 +188,7 @@ def _experiment(
     path = workspace / "experiment.yaml"
     steps = read_manifest(source.path).steps_completed
     values = _config_for(config, hparams, num_slots, zero_stage, steps)
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml_text(values), encoding="utf-8")
     return load_experiment(
         path,
         context_dir,
@@ -238,14 +242,14 @@ def _rewrite(source: CheckpointSource, experiment: ExperimentConfig, workspace: 
         CheckpointError: the trial is a script, which cannot be told to end at once.
         LaunchError: the ranks failed, or were stopped.
     """
-    from dstrial.engine.open_saved import read_rank_state
     from dstrial.launch import run_ranks, trial_command
 
     entrypoint = parse_entrypoint(experiment.entrypoint, str(source.path / "load_data.json"))
-    if entrypoint.trial is None:
+    if entrypoint.trial is None and not _is_of_trainer(source):
         raise CheckpointError(
-            f"the trial's entrypoint is the command {' '.join(entrypoint.words)!r}; expected a trial class (module:Class), "
-            "which can be told to end before the first batch. Resume the run on the new number of slots: it is reshaped then."
+            f"the trial's entrypoint is the command {' '.join(entrypoint.words)!r}; expected a trial class (module:Class) or "
+            "a script with Hugging Face's Trainer, which can be told to end before the first batch. Resume the run on the new "
+            "number of slots: it is reshaped then."
         )
     run_directory = RunDirectory.create(
         workspace / "runs",
@@ -254,6 +258,10 @@ def _rewrite(source: CheckpointSource, experiment: ExperimentConfig, workspace: 
         command=sys.argv,
         config=experiment.raw,
     )
+    if entrypoint.trial is None:
+        with _in_a_copy(experiment.context_dir, workspace):
+            written = _run_script(source, experiment, entrypoint.words, run_directory, num_slots)
+            return _newest(source, run_directory, written)
     command = trial_command(
         entrypoint.trial,
         context_dir=experiment.context_dir,
@@ -261,23 +269,80 @@ def _rewrite(source: CheckpointSource, experiment: ExperimentConfig, workspace: 
         run_dir=run_directory.path,
         resume=str(source.path),
     )
+    outcome = run_ranks(
+        command,
+        num_ranks=num_slots,
+        env=_variables(source, experiment),
+        log_dir=run_directory.begin_logs(),
+    )
+    return _newest(source, run_directory, outcome)
+
+
+def _is_of_trainer(source: CheckpointSource) -> bool:
+    """Whether a Trainer with ``DetCallback`` wrote a checkpoint."""
+    layouts = layouts_of(read_manifest(source.path), source.path)
+    return any(layout.folder.startswith("checkpoint-") for layout in layouts)
+
+
+@contextlib.contextmanager
+def _in_a_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
+    """Work in a copy of the model definition while the block lasts: a script writes beside itself."""
+    before = Path.cwd()
+    copied = workspace / "context"
+    shutil.copytree(context_dir, copied)
+    os.chdir(copied)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _run_script(
+    source: CheckpointSource,
+    experiment: ExperimentConfig,
+    words: Sequence[str],
+    run_directory: RunDirectory,
+    num_slots: int,
+) -> LaunchOutcome:
+    from dstrial.launch import run_ranks
+    from dstrial.launch.rank_main import script_command
+
+    known = run_directory.path / "known_experiment.json"
+    write_experiment(known, experiment.raw, experiment.hyperparameters)
+    return run_ranks(
+        script_command(words, directory=Path()),
+        num_ranks=num_slots,
+        env={
+            **_variables(source, experiment),
+            EXPERIMENT_VARIABLE: str(known),
+            RUN_DIR_VARIABLE: str(run_directory.path),
+            RESUME_VARIABLE: str(source.path),
+        },
+        log_dir=run_directory.begin_logs(),
+    )
+
+
+def _variables(source: CheckpointSource, experiment: ExperimentConfig) -> dict[str, str]:
+    """Return the variables of ranks on CPUs that only write a checkpoint again."""
+    trial_id = read_saved_run(source.path).trial_id
+    if trial_id is None:
+        from dstrial.engine.open_saved import read_rank_state
+
+        trial_id = int(read_rank_state(source.path, 0)["trial_id"])
     variables = {
         name: value
         for name, value in experiment.environment_variables.items()
         if not name.startswith(_OWN_VARIABLES)
     }
-    trial_id = int(read_rank_state(source.path, 0)["trial_id"])
-    outcome = run_ranks(
-        command,
-        num_ranks=num_slots,
-        env={
-            **variables,
-            REWRITE_VARIABLE: str(trial_id),
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        log_dir=run_directory.begin_logs(),
-    )
+    return {
+        **variables,
+        REWRITE_VARIABLE: str(trial_id),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _newest(source: CheckpointSource, run_directory: RunDirectory, outcome: LaunchOutcome) -> Path:
     newest = newest_checkpoint(run_directory.checkpoints_path)
     if outcome.exit_code != 0 or newest is None:
         stopped = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed"

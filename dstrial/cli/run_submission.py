@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.config import ExperimentConfig
+from dstrial.config.documents import yaml_text
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
@@ -200,7 +199,7 @@ def submit(master: Master, config: Mapping[str, Any], files: list[v1File]) -> in
         MasterError: the master refuses it or does not answer.
     """
     body = {
-        "config": yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True),
+        "config": yaml_text(dict(config)),
         "modelDefinition": [file.to_json(False) for file in files],
         "activate": True,
     }

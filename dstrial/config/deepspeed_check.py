@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_ignored import check_ignored
 from dstrial.config.deepspeed_optimizer import check_optimizer_and_scheduler
 from dstrial.config.deepspeed_pairs import check_pairs
+from dstrial.config.fillers import Filler
 from dstrial.config.findings import Findings, Lines, render
 from dstrial.config.keys import AUTO, Dialect, check_keys
 from dstrial.config.rules import deepspeed_rules, installed_deepspeed_version
@@ -26,13 +27,17 @@ class CheckResult:
         warnings: settings without effect and the like, as whole sentences.
         effective: every key DeepSpeed reads with its value: given, solved, or default. Values with a problem
             are replaced by the default.
-        batch: the solved batch equation; None if it has no solution.
+        batch: the solved batch equation; None if it has no solution, or if only the script knows its sizes.
+        notes: what is right and worth knowing, as whole sentences: who fills in each ``"auto"``.
+        filled: who fills it in and from what, by the dotted key of each ``"auto"`` that a tool fills in.
     """
 
     problems: tuple[ConfigProblem, ...]
     warnings: tuple[str, ...]
     effective: dict[str, Any]
     batch: BatchSolution | None
+    notes: tuple[str, ...] = ()
+    filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def raise_if_any(self) -> None:
         """Raise a ConfigError with all problems.
@@ -51,6 +56,7 @@ def check_deepspeed(
     lines: Lines | None = None,
     *,
     auto: Literal["error", "warning"] = "error",
+    filler: Filler | None = None,
     installed: str | None = None,
 ) -> CheckResult:
     """Check a merged DeepSpeed config by the rules of the supported release. Pure.
@@ -61,6 +67,7 @@ def check_deepspeed(
         where: label for keys without a line, such as "deepspeed config of engine 0".
         lines: ``file:line`` of each key, where known.
         auto: what ``"auto"`` is outside the batch sizes: "warning" if another tool may still fill it in.
+        filler: what puts values in place of ``"auto"``, which then decides instead of ``auto``; None if that is not known.
         installed: version of DeepSpeed that will run; by default the installed one, found without importing it.
     """
     rules = deepspeed_rules()
@@ -76,6 +83,7 @@ def check_deepspeed(
         name=f"DeepSpeed {rules.version}",
         consequence="DeepSpeed would ignore it silently",
         auto=auto,
+        filler=filler,
         unknown_is_warning=is_foreign,
         removed=rules.removed,
     )
@@ -85,16 +93,32 @@ def check_deepspeed(
     if effective["zero_optimization"]["overlap_comm"] is None:
         effective["zero_optimization"]["overlap_comm"] = effective["zero_optimization"]["stage"] == 3
     settings = Settings(normalised, effective, sizes, findings)
-    batch = _solve(batch_given, settings)
+    batch = _solve(batch_given, settings, filler)
     effective.update({key: getattr(batch, key) if batch else None for key in BATCH_KEYS})
     settings = Settings({**normalised, **batch_given}, effective, sizes, findings)
     check_pairs(settings)
-    check_optimizer_and_scheduler(settings, rules, auto=auto)
+    check_optimizer_and_scheduler(settings, rules, auto=auto, filler=filler)
     check_ignored(settings)
     for key in ("optimizer", "scheduler"):
         if key not in config:
             effective.pop(key, None)
-    return CheckResult(tuple(findings.problems), tuple(findings.warnings), effective, batch)
+    return CheckResult(
+        problems=tuple(findings.problems),
+        warnings=tuple(findings.warnings),
+        effective=effective,
+        batch=batch,
+        notes=tuple(findings.notes),
+        filled={} if filler is None else dict(_filled(config, filler)),
+    )
+
+
+def _filled(config: Mapping[str, Any], filler: Filler, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key that is "auto" and filled in, with who does it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _filled(value, filler, f"{prefix}{key}.")
+        elif value == AUTO and (says := filler.says(f"{prefix}{key}")) is not None:
+            yield f"{prefix}{key}", says
 
 
 def _normalise(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
@@ -127,7 +151,7 @@ def _normalise(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
     return normalised
 
 
-def _solve(given: Mapping[str, Any], settings: Settings) -> BatchSolution | None:
+def _solve(given: Mapping[str, Any], settings: Settings, filler: Filler | None) -> BatchSolution | None:
     """Solve the batch equation that DeepSpeed itself asserts."""
     findings, sizes = settings.findings, settings.sizes
     replicas = sizes.data_parallel_size
@@ -138,17 +162,20 @@ def _solve(given: Mapping[str, Any], settings: Settings) -> BatchSolution | None
         replicas = sizes.world_size
     elif sequence > 1 and sizes.world_size % sequence == 0:
         replicas = sizes.world_size // sequence
+    where = {key: findings.place(key) for key in BATCH_KEYS}
+    solution: BatchSolution | None
     try:
-        solution = solve_batch(
-            given[BATCH_KEYS[0]],
-            given[BATCH_KEYS[1]],
-            given[BATCH_KEYS[2]],
-            replicas,
-            where={key: findings.place(key) for key in BATCH_KEYS},
-        )
+        if filler is not None:
+            solution = filler.solve(given, replicas, where)
+        else:
+            total, micro, steps = (given[key] for key in BATCH_KEYS)
+            solution = solve_batch(total, micro, steps, replicas, where=where)
     except ConfigError as error:
         findings.problems.extend(error.problems)
         return None
+    if filler is not None:
+        _note_sizes(given, solution, filler, findings)
+        return solution
     for key in BATCH_KEYS:
         if given[key] == AUTO:
             findings.warn(
@@ -156,3 +183,17 @@ def _solve(given: Mapping[str, Any], settings: Settings) -> BatchSolution | None
                 "take the config from context.get_deepspeed_config()"
             )  # fmt: skip
     return solution
+
+
+def _note_sizes(
+    given: Mapping[str, Any], solution: BatchSolution | None, filler: Filler, findings: Findings
+) -> None:
+    is_total_given = given[BATCH_KEYS[0]] not in (None, AUTO)
+    for key in BATCH_KEYS:
+        if given[key] != AUTO:
+            continue
+        if is_total_given and solution is not None:
+            who = "dstrial.dsat.get_hf_args_with_overwrites" if filler.is_trainer else "dstrial.launch"
+            findings.note(key, f'is "auto": {who} solves it to {getattr(solution, key)} for train_batch_size')
+        else:
+            findings.note(key, f'is "auto": {filler.says(key)}')

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.config.fillers import Filler
 from dstrial.config.findings import render
 from dstrial.config.keys import AUTO
 from dstrial.config.rules import DeepSpeedRules
@@ -18,13 +19,16 @@ _KNOWN = {
 }
 
 
-def check_optimizer_and_scheduler(settings: Settings, rules: DeepSpeedRules, *, auto: str) -> None:
+def check_optimizer_and_scheduler(
+    settings: Settings, rules: DeepSpeedRules, *, auto: str, filler: Filler | None = None
+) -> None:
     """Record wrong types and parameters of both sections.
 
     Args:
         settings: the config; the sections may be absent, when user code makes the objects.
         rules: the installed release's table.
         auto: "error" or "warning" for ``"auto"`` among the parameters, as in the keys' dialect.
+        filler: what puts values in place of ``"auto"``, as in the keys' dialect.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py, ``_configure_basic_optimizer`` and ``_scheduler_from_config``.
     """
@@ -39,7 +43,7 @@ def check_optimizer_and_scheduler(settings: Settings, rules: DeepSpeedRules, *, 
             if rule is None:
                 _unknown_type(settings, "optimizer", name, list(rules.optimizers))
             else:
-                _optimizer_parameters(settings, name, rule, auto)
+                _optimizer_parameters(settings, name, rule, auto, filler)
     if settings.is_given("scheduler"):
         name = settings.value("scheduler.type")
         if not settings.is_given("scheduler.type"):
@@ -53,11 +57,13 @@ def check_optimizer_and_scheduler(settings: Settings, rules: DeepSpeedRules, *, 
                 fix = 'Add "params": {}, with the scheduler\'s arguments.'
                 settings.findings.problem("scheduler.params", "not given", "a mapping", fix)
             else:
-                _parameters(settings, "scheduler", name, rule, auto)
+                _parameters(settings, "scheduler", name, rule, auto, filler)
 
 
-def _optimizer_parameters(settings: Settings, name: str, rule: Mapping[str, Any], auto: str) -> None:
-    _parameters(settings, "optimizer", name, rule, auto)
+def _optimizer_parameters(
+    settings: Settings, name: str, rule: Mapping[str, Any], auto: str, filler: Filler | None
+) -> None:
+    _parameters(settings, "optimizer", name, rule, auto, filler)
     untested_is_allowed = settings.value("zero_allow_untested_optimizer")
     if settings.stage > 0 and not rule["zero_tested"] and not untested_is_allowed:
         settings.problem(
@@ -73,7 +79,9 @@ def _optimizer_parameters(settings: Settings, name: str, rule: Mapping[str, Any]
                 )
 
 
-def _parameters(settings: Settings, section: str, name: str, rule: Mapping[str, Any], auto: str) -> None:
+def _parameters(
+    settings: Settings, section: str, name: str, rule: Mapping[str, Any], auto: str, filler: Filler | None
+) -> None:
     parameters = settings.value(f"{section}.params") or {}
     known = rule.get("params")
     for key, value in parameters.items():
@@ -84,11 +92,18 @@ def _parameters(settings: Settings, section: str, name: str, rule: Mapping[str, 
             close = difflib.get_close_matches(key, known, n=1)
             fix = f"Write {close[0]} instead." if close else "Remove it."
             settings.findings.problem(path, f"not a parameter of {name}", f"one of {', '.join(known)}", fix)
+        elif value == AUTO and filler is not None:
+            says = filler.says(path)
+            if says is not None:
+                settings.findings.note(path, f'is "auto": {says}')
+            else:
+                expected = f"a value that {name} takes"
+                fix = f"Write the value itself; {filler.name} does not fill it in."
+                settings.findings.problem(path, render(AUTO), expected, fix)
         elif value == AUTO and auto == "error":
             expected = f"a value that {name} takes"
-            settings.problem(
-                path, expected, "Write the value itself; nothing fills it in for a DeepSpeedTrial."
-            )
+            fix = "Write the value itself; nothing fills it in for a DeepSpeedTrial."
+            settings.findings.problem(path, render(AUTO), expected, fix)
         elif value == AUTO:
             settings.warn(path, "which only another tool (Hugging Face Trainer) can fill in")
     for key in rule.get("required", ()):

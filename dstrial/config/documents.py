@@ -41,6 +41,10 @@ class _CoreLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own protocol
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which quotes what either version of YAML would read as another type."""
+
+
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node)).replace("_", "")
     return int(text, 0) if re.match(r"[-+]?0[xob]", text) else int(text)
@@ -62,9 +66,12 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
     ("merge", r"<<", "<"),
 ):
-    _CoreLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [c if c != "\0" else "" for c in _first]
-    )
+    for _class in (_CoreLoader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}",
+            re.compile(f"^(?:{_pattern})$"),
+            [c if c != "\0" else "" for c in _first],
+        )
 _CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _CoreLoader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -76,6 +83,15 @@ def parse_yaml_value(text: str) -> Any:
         yaml.YAMLError: the text is not YAML.
     """
     return yaml.load(text, Loader=_CoreLoader)  # noqa: S506 - a subclass of SafeLoader
+
+
+def yaml_text(value: Any) -> str:
+    """Write plain values as YAML that reads back as the same values, by the rules of version 1.2 and of 1.1.
+
+    PyYAML alone would write the word ``"2e-3"`` without quotes, which version 1.2 reads as a number.
+    """
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)  # a SafeDumper
+    return text
 
 
 def read_yaml(path: Path, label: str) -> Document:

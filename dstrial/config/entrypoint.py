@@ -11,7 +11,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from dstrial.config.fillers import Filler
 from dstrial.config.findings import Findings, render
+from dstrial.config.script_source import find_script
 
 _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -23,10 +25,13 @@ class TrialSource:
     Attributes:
         trial: ``module:Class``, or None if the entrypoint names none.
         mentions_pipeline: whether ``PipelineModule`` appears in that module; a hint, no more.
+        filler: what puts values in place of ``"auto"`` in the DeepSpeed config of a script; None for a trial, and where the
+            script's source does not tell.
     """
 
     trial: str | None
     mentions_pipeline: bool = False
+    filler: Filler | None = None
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
@@ -55,7 +60,7 @@ def check_entrypoint(
     trial = trial_spec(entrypoint)
     if trial is None:
         _check_script(entrypoint, context_dir, findings)
-        return TrialSource(None)
+        return TrialSource(None, filler=Filler.of(find_script(_words(entrypoint), context_dir)))
     if not _TRIAL_FORM.fullmatch(trial):
         fix = "Write model_def:MyTrial for class MyTrial in model_def.py."
         findings.problem("entrypoint", render(trial), "module:Class", fix)

@@ -242,7 +242,11 @@ def check_experiment(
             merged = found.merged
             if resumed is not None and resumed.keeps_batch:
                 merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
-            checks[key] = (found, check_deepspeed(merged, sizes, found.label, found.lines, auto=auto))
+            checked_one = check_deepspeed(
+                merged, sizes, found.label, found.lines, auto=auto, filler=source.filler
+            )
+            checks[key] = (found, checked_one)
+            notes.extend(checked_one.notes)
             findings.problems.extend(checks[key][1].problems)
             findings.warnings.extend(checks[key][1].warnings)
     if resumed is not None:

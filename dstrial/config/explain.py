@@ -23,7 +23,7 @@ class ExplainedValue:
     Attributes:
         key: dotted key.
         value: the value DeepSpeed runs with, rendered as JSON.
-        origin: ``file:line``, "overwrite_deepspeed_args (file:line)", "solved" or "DeepSpeed's default".
+        origin: ``file:line``, "overwrite_deepspeed_args (file:line)", "solved", "DeepSpeed's default", or who fills it in.
     """
 
     key: str
@@ -58,6 +58,10 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> ExplainedValue:
+    says = checked.filled.get(dotted(path))
+    if says is not None and not (checked.batch is not None and path[0] in checked.batch.solved):
+        place = locate(source.lines, path, source.label)
+        return ExplainedValue(dotted(path), json.dumps(AUTO), f"{says} ({place})")
     return ExplainedValue(
         dotted(path), json.dumps(value, ensure_ascii=False), _origin(path, value, source, checked)
     )

@@ -70,6 +70,7 @@ class Findings:
         self._where = where
         self.problems: list[ConfigProblem] = []
         self.warnings: list[str] = []
+        self.notes: list[str] = []
 
     def place(self, path: KeyPath | str) -> str:
         """Return ``file:line: key`` for a key path or a dotted key."""
@@ -91,6 +92,12 @@ class Findings:
         found = f"{self.place(path)} {text}"
         if found not in self.warnings:
             self.warnings.append(found)
+
+    def note(self, path: KeyPath | str, text: str) -> None:
+        """Record something that is right and worth knowing; ``text`` goes on after ``file:line: key``."""
+        found = f"{self.place(path)} {text}"
+        if found not in self.notes:
+            self.notes.append(found)
 
     def raise_if_any(self) -> None:
         """Raise a ConfigError with every problem recorded so far.

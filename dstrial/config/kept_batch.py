@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
-from dstrial.config.saved_run import EngineRecord, SavedRun, given_sizes
+from dstrial.config.saved_run import FILLED_KEY, EngineRecord, SavedRun, given_sizes
 from dstrial.errors import ConfigError, ConfigProblem
 
 
@@ -42,6 +42,10 @@ def keep_batch(
     """
     wanted = saved.train_batch_size
     given = given_sizes(config)
+    is_filled = bool(saved.given.get(FILLED_KEY)) or "auto" in (config.get(key) for key in BATCH_KEYS)
+    if is_filled and given[0] is None:
+        # What a script's arguments fill in is looked at again by the ranks, which know them.
+        given = (wanted, given[1], given[2])
     places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
     own = _own_solution(given, data_parallel_size)
     limit = given[1] or saved.micro_batch_limit
@@ -49,7 +53,7 @@ def keep_batch(
     if own is not None and own.train_batch_size == wanted and own.train_micro_batch_size_per_gpu <= limit:
         if given[1] is not None or given != given_sizes(saved.given):
             return own
-    elif given[0] != wanted and not is_same:
+    elif given[0] != wanted and not is_same and any(size is not None for size in given):
         raise ConfigError([_another_batch(places, given, own, saved, data_parallel_size, checkpoint)])
     if wanted % data_parallel_size:
         raise ConfigError([_undivided(places, saved, data_parallel_size, checkpoint, ranks_per_replica)])

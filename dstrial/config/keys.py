@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.config.fillers import Filler
 from dstrial.config.findings import Findings, KeyPath, dotted, render
 
 AUTO = "auto"
@@ -98,6 +99,7 @@ class Dialect:
         null_is_absent: whether null under any key means that the key is not given.
         auto: what ``"auto"`` is where nothing in the rules allows it: "error", "warning", or "value" for an
             ordinary string.
+        filler: what puts values in place of ``"auto"``, which then decides instead of ``auto``; None if that is not known.
         unknown_is_warning: whether unknown keys are only warned about.
         removed: keys that were legal once, by the dotted section they stood in.
     """
@@ -106,6 +108,7 @@ class Dialect:
     consequence: str = ""
     null_is_absent: bool = False
     auto: str = "value"
+    filler: Filler | None = None
     unknown_is_warning: bool = False
     removed: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
@@ -218,7 +221,18 @@ def _check_value(
 def _check_auto(
     rule: Rule, section: Section, dialect: Dialect, findings: Findings, path: KeyPath
 ) -> tuple[bool, Any]:
-    if section.strict:
+    if dialect.filler is not None:
+        says = dialect.filler.says(dotted(path))
+        if says is not None:
+            findings.note(path, f'is "auto": {says}')
+        else:
+            findings.problem(
+                path,
+                f'"auto", which {dialect.filler.name} does not fill in',
+                _expectation(rule),
+                "Write the value itself, or remove the key to take DeepSpeed's default.",
+            )
+    elif section.strict:
         default = "" if rule.section is not None else f" ({render(rule.default)})"
         findings.warn(
             path, f'is "auto", which {dialect.name} takes as its default{default} unless a tool fills it in'

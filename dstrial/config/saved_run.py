@@ -11,6 +11,9 @@ from dstrial.config.batch import BATCH_KEYS
 RESUME_VARIABLE = "DSTRIAL_RESUME"
 """Environment variable with the checkpoint that a run goes on from: a directory, a uuid, or ``latest``."""
 
+FILLED_KEY = "filled_by_arguments"
+"""Key of ``EngineRecord.given``, true where what the DeepSpeed config leaves open comes from a script's arguments."""
+
 CHECKPOINT_FORMAT = "dstrial"
 """The value of ``format`` in the metadata of checkpoints of ours."""
 

@@ -15,9 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from dstrial.config.documents import read_yaml_text
+from dstrial.config.documents import read_yaml_text, yaml_text
 from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
 from dstrial.config.experiment_rules import EXPERIMENT
@@ -461,7 +459,7 @@ def merge_override(original: str, override: str) -> str:
             "Create a new experiment to change it.",
         )
         raise ConfigError([problem])
-    return yaml.safe_dump(merged, sort_keys=False)
+    return yaml_text(merged)
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dstrial.checkpoint.file_roles import rank_state_name
+from dstrial.checkpoint.file_roles import engine_folder, rank_state_name
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.mapped_file import load_mapped
 from dstrial.engine.saved_engine import SavedEngine
@@ -18,7 +18,7 @@ _TIED_PREFIX = "tied_modules."
 
 
 def open_saved_engine(root: str | pathlib.Path, engine_idx: int, layout: Layout) -> SavedEngine:
-    """Open one engine of a checkpoint that ``DeepSpeedTrial.save`` wrote.
+    """Open one engine of a checkpoint that ``DeepSpeedTrial.save``, Accelerate or the Hugging Face Trainer wrote.
 
     Args:
         root: the checkpoint's directory.
@@ -38,7 +38,13 @@ def open_saved_engine(root: str | pathlib.Path, engine_idx: int, layout: Layout)
             state = read_rank_state(path, rank)
             for key, of_layer in state["engines"][engine_idx].get("tied_modules", {}).items():
                 tied.setdefault(key, of_layer)  # ranks of the first stage come first
-    return SavedEngine(path, f"model{engine_idx}", layout, tied)
+    return SavedEngine(path, layout.folder or folder_in(path, engine_idx), layout, tied)
+
+
+def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
+    """Return the folder of an engine in a checkpoint directory, as ``engine_folder`` names it."""
+    path = pathlib.Path(root)
+    return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
 
 
 def read_rank_state(root: str | pathlib.Path, rank: int) -> dict[str, Any]:

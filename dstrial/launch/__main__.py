@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import ConfigError, DstrialError, LaunchError
+from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.arguments import slots_argument
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
+from dstrial.launch.resume_check import resumption_problems, saved_run_of_trial
+from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
+from dstrial.local.resume import saved_run_to_resume
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
     RUNS_DIR_VARIABLE,
@@ -93,15 +98,44 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
         command = script_command(options.script, directory=Path())
     # Ranks of a trial go to the context directory before they look for a relative one.
     env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
-    return run_ranks(
-        command,
-        num_ranks=num_slots(options.slots, configured),
-        env={**env, **(experiment.environment_variables if experiment is not None else {})},
-        shutdown_timeout_s=(
-            experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
-        ),
-        on_stop=_tell_stopping,
+    if experiment is not None:
+        env |= experiment.environment_variables
+    num_ranks = num_slots(options.slots, configured)
+    with tempfile.TemporaryDirectory(prefix="dstrial-script-") as directory:
+        if experiment is not None and not options.trial:
+            env |= _script_variables(experiment, num_ranks, Path(directory), env)
+        return run_ranks(
+            command,
+            num_ranks=num_ranks,
+            env=env,
+            shutdown_timeout_s=(
+                experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
+            ),
+            on_stop=_tell_stopping,
+        )
+
+
+def _script_variables(
+    experiment: ExperimentConfig, num_ranks: int, directory: Path, env: Mapping[str, str]
+) -> dict[str, str]:
+    """Tell the ranks of a script, which read no config of ours, of the experiment and of its DeepSpeed config."""
+    path = directory / "experiment.json"
+    write_experiment(path, experiment.raw, experiment.hyperparameters)
+    accelerate = accelerate_variables(
+        experiment.hyperparameters,
+        num_ranks=num_ranks,
+        directory=directory,
+        environ={**os.environ, **env},
+        context_dir=experiment.context_dir,
+        extents=_extents(experiment.raw),
+        resumed=saved_run_to_resume(),
     )
+    return {EXPERIMENT_VARIABLE: str(path), **accelerate}
+
+
+def _extents(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = (config.get("data") or {}).get("dstrial")
+    return section if isinstance(section, Mapping) else {}
 
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
@@ -121,16 +155,31 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     _require_resumable(info)
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
-    outcome = run_ranks(
-        command,
-        num_ranks=max(len(info.slot_ids), 1),
-        env={"DET_CHIEF_IP": placement.master_addr},
-        log_dir=None if run is None else run.begin_logs(),
-        shutdown_timeout_s=float(timeout_s),
-        on_line=_print_for_cluster,
-        on_stop=_tell_stopping,
-        placement=placement,
-    )
+    env = {"DET_CHIEF_IP": placement.master_addr}
+    with tempfile.TemporaryDirectory(prefix="dstrial-script-") as directory:
+        if not options.trial:
+            env |= accelerate_variables(
+                info.trial.hparams,
+                num_ranks=max(sum(info.container_slot_counts), 1),
+                directory=Path(directory),
+                environ=os.environ,
+                extents=_extents(info.trial._config),
+                resumed=saved_run_of_trial(
+                    info.trial._config,
+                    trial_id=int(info.trial.trial_id),
+                    latest_checkpoint=info.latest_checkpoint,
+                ),
+            )
+        outcome = run_ranks(
+            command,
+            num_ranks=max(len(info.slot_ids), 1),
+            env=env,
+            log_dir=None if run is None else run.begin_logs(),
+            shutdown_timeout_s=float(timeout_s),
+            on_line=_print_for_cluster,
+            on_stop=_tell_stopping,
+            placement=placement,
+        )
     if run is not None:
         write_json_atomically(run.outcome_path, outcome.to_json())
     return outcome
@@ -142,8 +191,6 @@ def _require_resumable(info: ClusterInfo) -> None:
     Raises:
         ConfigError: with everything that keeps it from going on.
     """
-    from dstrial.launch.resume_check import resumption_problems
-
     problems = resumption_problems(
         info.trial._config,
         info.trial.hparams,
@@ -165,7 +212,6 @@ def _load(options: argparse.Namespace) -> ExperimentConfig | None:
     if options.config is None:
         return None
     from dstrial.config import load_experiment
-    from dstrial.local.resume import saved_run_to_resume
 
     return load_experiment(
         options.config, options.context_dir, (), slots=options.slots, resumed=saved_run_to_resume()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
+from dstrial.launch.accelerate_ranks import watch_for_accelerate
 from dstrial.launch.failures import record_exception
 from dstrial.launch.trial_import import import_trial, is_determined_trial, user_traceback
 from dstrial.ranks.identity import identify
@@ -205,6 +206,7 @@ def _run_determined_trial(trial_class: type[Any], spec: str) -> None:
 
 
 def _run_script(script: str, arguments: Sequence[str]) -> None:
+    watch_for_accelerate()
     path = Path(script)
     sys.argv = [script, *arguments]
     sys.path[0] = str(path.resolve().parent)
@@ -217,6 +219,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> None:
+    watch_for_accelerate()
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

@@ -36,12 +36,9 @@ def resumption_problems(
         latest_checkpoint: uuid of the checkpoint; None if the trial starts anew.
         context_dir: directory of the model definition; the current one if left out.
     """
-    is_mirrored = bool(os.environ.get(RUN_DIR_VARIABLE))
-    saved = _saved_run(config.get("checkpoint_storage") or {}, latest_checkpoint, is_mirrored=is_mirrored)
+    saved = saved_run_of_trial(config, trial_id=trial_id, latest_checkpoint=latest_checkpoint)
     if saved is None:
         return []
-    own_id = LOCAL_ID if is_mirrored else trial_id
-    saved = saved.of_trial(own_id)
     section = (config.get("data") or {}).get("dstrial")
     return resume_problems(
         saved,
@@ -50,6 +47,24 @@ def resumption_problems(
         configs=deepspeed_configs(hyperparameters, context_dir or Path()),
         slots_key="the number of ranks",
     )
+
+
+def saved_run_of_trial(
+    config: Mapping[str, Any], *, trial_id: int, latest_checkpoint: str | None
+) -> SavedRun | None:
+    """Return what the checkpoint says that a cluster's trial goes on from.
+
+    Args:
+        config: the experiment config, as the trial has it.
+        trial_id: the trial.
+        latest_checkpoint: uuid of the checkpoint; None if the trial starts anew.
+
+    Returns:
+        None for a new trial, and for a checkpoint whose directory is not on this machine.
+    """
+    is_mirrored = bool(os.environ.get(RUN_DIR_VARIABLE))
+    saved = _saved_run(config.get("checkpoint_storage") or {}, latest_checkpoint, is_mirrored=is_mirrored)
+    return None if saved is None else saved.of_trial(LOCAL_ID if is_mirrored else trial_id)
 
 
 def _saved_run(

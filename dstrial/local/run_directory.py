@@ -34,8 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dstrial.config.documents import yaml_text
 from dstrial.errors import DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically, write_text_atomically
 
@@ -281,7 +280,7 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Store the effective experiment config, replacing what is there."""
-        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        text = yaml_text(dict(config))
         write_text_atomically(self.experiment_config_path, text)
 
     def read_record(self) -> RunRecord:

@@ -52,6 +52,7 @@ class AgreementPoints:
         wish: returns this rank's reason to stop, or None; cheap, called at points of agreement and, when
             there is only one rank, after every batch (then through ``is_wished``).
         clock: seconds, monotonic.
+        interval_s: how long a wish may wait for the next point.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class AgreementPoints:
         distributed: core.DistributedContext,
         wish: Callable[[], StopReason | None],
         clock: Callable[[], float] = time.monotonic,
+        interval_s: float = INTERVAL_S,
     ) -> None:
+        self._interval_s = interval_s
         self._distributed = distributed
         self._wish = wish
         self._clock = clock
@@ -110,5 +113,5 @@ class AgreementPoints:
             return self._distance
         marked_batches, marked_time_s = self._mark
         elapsed_s = max(self._clock() - marked_time_s, 1e-9)
-        wanted = int(INTERVAL_S * (batches_trained - marked_batches) / elapsed_s)
+        wanted = int(self._interval_s * (batches_trained - marked_batches) / elapsed_s)
         return max(1, min(wanted, self._distance * _MAX_GROWTH))

@@ -17,9 +17,9 @@ import torch
 
 from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.layout import Layout, compatible
-from dstrial.checkpoint.manifest import Manifest, read_manifest, share_of
+from dstrial.checkpoint.manifest import Manifest
 from dstrial.checkpoint.reshape_rules import reshape_problems
-from dstrial.checkpoint.verify import Damage, damaged_error, verify_files
+from dstrial.checkpoint.verify import read_verified
 from dstrial.engine.batch_sizes import recount_micro_batches
 from dstrial.engine.extra_state import extra_state_for, merged_tied_modules
 from dstrial.engine.open_saved import read_rank_state
@@ -33,7 +33,7 @@ from dstrial.loop.progress import Progress
 from dstrial.loop.random_states import restore_random_states
 from dstrial.loop.reducers import restore_reducer, training_reductions
 from dstrial.trial.context import DeepSpeedTrialContext
-from dstrial.trial.trial import DeepSpeedTrial
+from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -52,7 +52,7 @@ class Checkpointing:
 
     def __init__(
         self,
-        trial: DeepSpeedTrial,
+        trial: Checkpointable,
         context: DeepSpeedTrialContext,
         callbacks: Callbacks,
         progress: Progress,
@@ -128,6 +128,7 @@ class Checkpointing:
             self._callbacks.call("on_checkpoint_load_start", state)
             if is_reshaped:
                 self._load_reshaped(path, state["all_engines"], saved, now)
+                self._trial._load_beside_engines(context, path)
             else:
                 self._trial.load(context, path)
             for engine_idx, engine in enumerate(context.models):
@@ -187,7 +188,8 @@ class Checkpointing:
             if engine.has_moe_layers
         ]
         trial_class = type(self._trial)
-        if trial_class.save is not DeepSpeedTrial.save or trial_class.load is not DeepSpeedTrial.load:
+        is_own = trial_class.save is not Checkpointable.save or trial_class.load is not Checkpointable.load
+        if is_own and not trial_class._saves_engines_by_tag:
             problems.append(
                 f"{trial_class.__name__} writes its checkpoints itself: resume it with the layout it was written for"
             )
@@ -256,7 +258,7 @@ class Checkpointing:
     ) -> None:
         for engine_idx, engine in enumerate(self._context.models):
             tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
-            saved_engine = SavedEngine(path, f"model{engine_idx}", saved[engine_idx], tied)
+            saved_engine = SavedEngine(path, self._trial._engine_tag(engine_idx), saved[engine_idx], tied)
             load_reshaped(engine, saved_engine, now[engine_idx])
 
     def _extra_state(
@@ -284,22 +286,9 @@ class Checkpointing:
     def _read_verified(self, path: pathlib.Path) -> Manifest:
         """Read the manifest and compare every file with it, each rank its share. Ranks: all, collectively."""
         distributed = self._context.distributed
-        mine: list[Damage] | CheckpointError
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError as error:
-            mine = error
-        else:
-            names = share_of(sorted(manifest.files), distributed.local_rank, distributed.local_size)
-            mine = verify_files(path, manifest, only=names)
-        gathered = distributed.allgather(mine)
-        for found in gathered:
-            if isinstance(found, CheckpointError):
-                raise found
-        damages = {damage.path: damage for found in gathered for damage in found}
-        if damages:
-            raise damaged_error(path, [damages[name] for name in sorted(damages)])
-        return manifest
+        return read_verified(
+            path, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
+        )
 
 
 def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequence[Layout]) -> None:

@@ -38,7 +38,7 @@ from dstrial.loop.reports import ReportsUnderway
 from dstrial.loop.save_job import SaveJob, SaveStatus, together
 from dstrial.ranks.control import ControlChannel
 from dstrial.trial.context import DeepSpeedTrialContext
-from dstrial.trial.trial import DeepSpeedTrial
+from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -104,7 +104,7 @@ class Saving:
 
     def __init__(
         self,
-        trial: DeepSpeedTrial,
+        trial: Checkpointable,
         context: DeepSpeedTrialContext,
         callbacks: Callbacks,
         progress: Progress,
@@ -126,7 +126,7 @@ class Saving:
         self._is_prepared = False
         self._job: SaveJob | None = None
         self._own_channel: ControlChannel | None = None
-        self._saves_itself = type(trial).save is not DeepSpeedTrial.save
+        self._saves_itself = type(trial).save is not Checkpointable.save
         self._files_are_seen = any(
             callbacks.overrides(name) for name in ("on_checkpoint_end", "on_checkpoint_write_end")
         )
@@ -312,7 +312,7 @@ class Saving:
         """Return the files of a checkpoint that this rank reads back in the same layout."""
         names = [rank_state_name(self._context.distributed.rank)]
         for engine_idx, engine in enumerate(self._context.models):
-            names += engine_files(engine, f"model{engine_idx}").read
+            names += engine_files(engine, self._trial._engine_tag(engine_idx)).read
         return names
 
     # ---- the thread ----------------------------------------------------------------------------------

@@ -187,6 +187,17 @@ def shutdown() -> None:
         os.environ.pop(name, None)
 
 
+def keep() -> None:
+    """Leave the process group up for as long as the process lives: ``shutdown`` then does nothing.
+
+    For a group that was made for a library, which goes on using it after everything of dstrial's has ended.
+
+    Ranks: each its own; no communication.
+    """
+    global _created
+    _created = None
+
+
 @contextlib.contextmanager
 def _without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
     """Keep DeepSpeed from compiling its shared-memory collective while it sets up a group on CPU.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -225,7 +226,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             model_parallel_size=max(world_size // (pipeline_stages * adapter.data_parallel_world_size), 1),
             is_pipeline=is_pipeline,
         )
-        result = check_deepspeed(engine.config, sizes, where=f"DeepSpeed config of engine {len(self.models)}")
+        # Accelerate 1.15 lets DeepSpeed print its progress every infinity steps.
+        config = {key: value for key, value in engine.config.items() if value != math.inf}
+        result = check_deepspeed(config, sizes, where=f"DeepSpeed config of engine {len(self.models)}")
         if result.problems:
             raise ConfigError(result.problems)
         if self.distributed.rank == 0:

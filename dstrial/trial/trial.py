@@ -32,7 +32,38 @@ class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined 
         )
 
 
-class DeepSpeedTrial(det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it
+class Checkpointable:
+    """What is saved and loaded with the engines of a context: a trial, or the objects of another library's loop."""
+
+    _saves_engines_by_tag = False
+    """Whether an overridden ``save`` writes every engine through DeepSpeed under ``_engine_tag`` all the same."""
+
+    def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:
+        """Write every wrapped engine under ``path``, engine *i* with the tag ``model<i>``. Ranks: all.
+
+        Override it to save something else; then override ``load`` too.
+        """
+        for engine_idx, engine in enumerate(context.models):
+            state.save_engine(engine, path, f"model{engine_idx}")
+
+    def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
+        """Read back what ``save`` wrote. Ranks: all.
+
+        Raises:
+            CheckpointError: an engine found nothing to load.
+        """
+        for engine_idx, engine in enumerate(context.models):
+            state.load_engine(engine, load_path, f"model{engine_idx}")
+
+    def _engine_tag(self, engine_idx: int) -> str:
+        """Return the tag under which ``save`` writes an engine."""
+        return f"model{engine_idx}"
+
+    def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
+        """Read back what ``save`` wrote besides the engines, after these were brought into another layout. Ranks: all."""
+
+
+class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it
     """A model, its data and its steps, for training with DeepSpeed.
 
     Subclass it. In ``__init__`` call ``deepspeed.initialize`` and pass every engine to
@@ -137,23 +168,6 @@ class DeepSpeedTrial(det.LegacyTrial):  # type: ignore[misc]  # determined ships
         ``AVG``, the default, is weighted by records.
         """
         return pytorch.Reducer.AVG
-
-    def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:
-        """Write every wrapped engine under ``path``, engine *i* with the tag ``model<i>``. Ranks: all.
-
-        Override it to save something else; then override ``load`` too.
-        """
-        for engine_idx, engine in enumerate(context.models):
-            state.save_engine(engine, path, f"model{engine_idx}")
-
-    def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Read back what ``save`` wrote. Ranks: all.
-
-        Raises:
-            CheckpointError: an engine found nothing to load.
-        """
-        for engine_idx, engine in enumerate(context.models):
-            state.load_engine(engine, load_path, f"model{engine_idx}")
 
     def get_batch_length(self, batch: Any) -> int:
         """Return the number of records in one item of a loader; override it for batches of your own type."""

@@ -1,10 +1,11 @@
 import json
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config.documents import parse_yaml_value, read_json, read_yaml, read_yaml_text
+from dstrial.config.documents import parse_yaml_value, read_json, read_yaml, read_yaml_text, yaml_text
 from dstrial.errors import ConfigError
 
 VALUES = st.recursive(
@@ -118,3 +119,12 @@ def test_an_unreadable_file_is_a_config_error(tmp_path):
 def test_a_character_that_yaml_does_not_have_is_a_config_error():
     with pytest.raises(ConfigError, match="the changed config: the text is not YAML"):
         read_yaml_text("a: \0", "the changed config")
+
+
+def test_written_yaml_reads_back_as_the_same_values() -> None:
+    value = {
+        "words": ["2e-3", "1e5", "0x1f", "yes", "True", "null", "1_000", "a: b"],
+        "numbers": [2e-3, 1, True, None],
+    }
+    assert parse_yaml_value(yaml_text(value)) == value
+    assert yaml.safe_load(yaml_text(value)) == value

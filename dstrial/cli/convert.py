@@ -1,0 +1,178 @@
+"""``dstrial convert``: make an experiment of another tool's config."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dstrial.cli.text_table import text_table
+from dstrial.config import load_experiment
+from dstrial.config.documents import read_json, read_yaml
+from dstrial.config.findings import render
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.integrations.accelerate.convert import JSON_NAME, YAML_NAME, Choices, Conversion, convert
+from dstrial.integrations.accelerate.experiment_text import deepspeed_json, experiment_yaml, open_decisions
+from dstrial.launch.arguments import slots_argument
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+T = TypeVar("T")
+
+_FILES = {
+    "json": JSON_NAME,
+    "yaml": YAML_NAME,
+    "variable": f"{YAML_NAME}, variable",
+    "nowhere": "-",
+    "unknown": "?",
+}
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its arguments."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="make an experiment of another tool's config",
+        description="Make an experiment config and a DeepSpeed JSON of another tool's config, and say where every key went.",
+    )
+    tools = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
+    accelerate = tools.add_parser(
+        "accelerate",
+        help="of a file that `accelerate config` wrote",
+        description=f"Write {JSON_NAME} and {YAML_NAME} of a file that `accelerate config` wrote. What such a file cannot say "
+        "(script, micro batch, optimizer, searcher) is asked for on a terminal, and otherwise marked in the files. "
+        "Accelerate need not be installed.",
+    )
+    accelerate.add_argument("config", metavar="default_config.yaml", type=Path, help="the Accelerate config")
+    accelerate.add_argument(
+        "--entrypoint", metavar="SCRIPT", help="the training script, with its arguments in the same word"
+    )
+    accelerate.add_argument(
+        "--micro-batch", type=slots_argument, metavar="N", help="records of one forward pass on one rank"
+    )
+    accelerate.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", default=Path(), help="where to write (default: .)"
+    )
+    accelerate.add_argument("--force", action="store_true", help="replace files that exist")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Convert, write, check and print; return 0 if the result passes the check, else 1."""
+    label = str(args.config)
+    config = read_yaml(args.config, label).value
+    if not isinstance(config, Mapping):
+        fix = "Name a file that `accelerate config` wrote."
+        raise ConfigError([ConfigProblem(label, render(config), "a mapping", fix)])
+    conversion = convert(
+        config, _choices(args), label=label, deepspeed_file=_deepspeed_file(args.config, config)
+    )
+    targets = {
+        args.output / JSON_NAME: deepspeed_json(conversion),
+        args.output / YAML_NAME: experiment_yaml(conversion, args.config.name),
+    }
+    _write(targets, force=args.force)
+    _print_keys(conversion)
+    return _check(args.output / YAML_NAME, args.output, conversion)
+
+
+def _choices(args: argparse.Namespace) -> Choices:
+    name = args.config.resolve().stem
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return Choices(args.entrypoint, args.micro_batch, name)
+    return Choices(
+        entrypoint=args.entrypoint or _ask("Training script, with its arguments", str),
+        micro_batch_size=args.micro_batch
+        or _ask("Records of one forward pass on one rank (empty: of the script's loader)", _positive),
+        name=name,
+        metric=_ask("Validation metric that the searcher compares (empty: decide later)", str),
+        num_batches=_ask("Optimizer steps to train (empty: decide later)", _positive),
+        learning_rate=_ask(
+            "Learning rate of an AdamW in the JSON (empty: the script's own optimizer)", float
+        ),
+    )
+
+
+def _ask(question: str, read: Callable[[str], T]) -> T | None:
+    while True:
+        text = input(f"{question}: ").strip()
+        if not text:
+            return None
+        try:
+            return read(text)
+        except ValueError:
+            sys.stdout.write(f"  {text!r} cannot be read; expected a number.\n")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read the file that the config names, relative to the current directory, as accelerate does, or to the config's."""
+    section = config.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
+    if named in (None, "", "none"):
+        return None
+    found = next((place for place in (Path(str(named)), path.parent / str(named)) if place.is_file()), None)
+    where = f"{path}: deepspeed_config.deepspeed_config_file"
+    if found is None:
+        fix = f"Run the command where {named} lies, or correct the path."
+        raise ConfigError(
+            [ConfigProblem(where, f"{named!r}, which does not exist", "an existing JSON file", fix)]
+        )
+    value = read_json(found, str(found)).value
+    if not isinstance(value, dict):
+        problem = ConfigProblem(
+            where, f"a file with {render(value)}", "a JSON object", "Put the settings between braces."
+        )
+        raise ConfigError([problem])
+    return value
+
+
+def _write(targets: Mapping[Path, str], *, force: bool) -> None:
+    existing = [path for path in targets if path.exists()]
+    if existing and not force:
+        fix = "Name another directory with -o, or pass --force to replace them."
+        raise ConfigError([ConfigProblem(str(path), "there already", "a new file", fix) for path in existing])
+    for path, text in targets.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            problem = ConfigProblem(
+                str(path),
+                f"not writable ({error.strerror})",
+                "a writable directory",
+                "Name another one with -o.",
+            )
+            raise ConfigError([problem]) from error
+
+
+def _print_keys(conversion: Conversion) -> None:
+    rows = [(key.key, render(key.value), _FILES[key.outcome], key.explanation) for key in conversion.keys]
+    sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
+    unknown = [key.key for key in conversion.keys if key.outcome == "unknown"]
+    if unknown:
+        sys.stdout.write(f"warning: unknown to accelerate 1.15, and not taken over: {', '.join(unknown)}\n")
+
+
+def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
+    sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
+    for decision in open_decisions(conversion):
+        sys.stdout.write(f"choose: {decision}\n")
+    try:
+        checked = load_experiment(path, context_dir, require_concrete=False, require_entrypoint=True)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{path} does not pass `dstrial check` yet\n")
+        return 1
+    for warning in checked.warnings:
+        sys.stdout.write(f"warning: {warning}\n")
+    sys.stdout.write(f"{path}: ok\n")
+    return 0

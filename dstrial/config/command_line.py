@@ -1,0 +1,140 @@
+"""A command line as ``HfArgumentParser`` reads it: find a flag, change it, add it. Pure.
+
+Source: transformers 4.56 and 5.23 ``hf_argparser.py`` (every field of a dataclass is an option spelled with underscores or with
+dashes; a boolean one may stand without a value) on top of the standard library's ``argparse`` (the last one of a flag counts,
+``--`` ends the options, an unambiguous beginning of a name stands for it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+_TRUE = ("yes", "true", "t", "y", "1")
+_FALSE = ("no", "false", "f", "n", "0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GivenFlag:
+    """One flag of a command line.
+
+    Attributes:
+        word_idx: position of the word that names it.
+        spelling: how it is spelled there, dashes in front included.
+        value: what is given; None for a flag without a value.
+        is_joined: whether the value stands in the same word, behind ``=``.
+    """
+
+    word_idx: int
+    spelling: str
+    value: str | None
+    is_joined: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommandLine:
+    """The words behind a script's name.
+
+    Attributes:
+        words: as the shell splits them.
+    """
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> CommandLine:
+        """Take words over; the sequence is not kept."""
+        return cls(tuple(words))
+
+    def find(self, name: str) -> GivenFlag | None:
+        """Return the flag that counts, the last one of its name; None if it is not given.
+
+        Args:
+            name: of the dataclass's field: ``learning_rate``.
+        """
+        found = self._all(name)
+        return found[-1] if found else None
+
+    def value(self, name: str) -> str | None:
+        """Return the value of a flag; None if it is not given, or given without one."""
+        flag = self.find(name)
+        return None if flag is None else flag.value
+
+    def truth(self, name: str) -> bool | None:
+        """Return what a boolean flag says; None if it is not given or says nothing that is read as a boolean."""
+        flag = self.find(name)
+        if flag is None:
+            return None
+        if flag.value is None or flag.value.lower() in _TRUE:
+            return True
+        return False if flag.value.lower() in _FALSE else None
+
+    def with_value(self, name: str, value: str) -> CommandLine:
+        """Return the command line with a flag set: changed where it counts, or added behind the other options."""
+        flag = self.find(name)
+        words = [*self.words]
+        if flag is None:
+            end = self._end
+            words[end:end] = [f"--{name}", value]
+        elif flag.is_joined:
+            words[flag.word_idx] = f"{flag.spelling}={value}"
+        elif flag.value is None:
+            words[flag.word_idx : flag.word_idx + 1] = [flag.spelling, value]
+        else:
+            words[flag.word_idx + 1] = value
+        return CommandLine(tuple(words))
+
+    def without(self, name: str) -> CommandLine:
+        """Return the command line without a flag, however often it was given."""
+        words = [*self.words]
+        for flag in reversed(self._all(name)):
+            num_words = 1 if flag.is_joined or flag.value is None else 2
+            del words[flag.word_idx : flag.word_idx + num_words]
+        return CommandLine(tuple(words))
+
+    def abbreviations(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        """Return words that are beginnings of a flag's name, of two parts of it at least, each with that name.
+
+        A shorter beginning is more likely a flag of the script's own.
+        """
+        known = list(names)
+        found = []
+        for word in self.words[: self._end]:
+            written = _name(word)
+            if written is None or written in known or "_" not in written:
+                continue
+            found += [(word.partition("=")[0], name) for name in known if name.startswith(written)][:1]
+        return found
+
+    @property
+    def _end(self) -> int:
+        """Where the options end and only positional arguments follow."""
+        return self.words.index("--") if "--" in self.words else len(self.words)
+
+    def _all(self, name: str) -> list[GivenFlag]:
+        end = self._end
+        found = []
+        for word_idx, word in enumerate(self.words[:end]):
+            if _name(word) != name:
+                continue
+            spelling, is_joined, joined = word.partition("=")
+            following = self.words[word_idx + 1] if word_idx + 1 < end else None
+            value = (
+                joined if is_joined else following if following is not None and _is_value(following) else None
+            )
+            found.append(GivenFlag(word_idx, spelling, value, bool(is_joined)))
+        return found
+
+
+def _name(word: str) -> str | None:
+    """Return the field that a word names; None if it is no long option."""
+    if not word.startswith("--") or len(word) == len("--"):
+        return None
+    return word[2:].partition("=")[0].replace("-", "_")
+
+
+def _is_value(word: str) -> bool:
+    """Say whether argparse takes a word behind an option for its value."""
+    return not word.startswith("-") or word == "-" or " " in word or bool(_NEGATIVE_NUMBER.match(word))

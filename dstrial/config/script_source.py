@@ -1,0 +1,126 @@
+"""Which library trains in a script, told from the script's source and that of its own modules; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from dstrial.config.command_line import CommandLine
+
+Library = Literal["trainer", "accelerate"]
+"""Hugging Face's ``Trainer``, or a loop of the script's own with ``accelerate.Accelerator``."""
+
+# trl's trainers are subclasses of transformers' Trainer, with its arguments.
+_TRAINER_MODULES = ("transformers", "trl")
+_TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
+_ACCELERATE_NAMES = ("Accelerator",)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScriptSource:
+    """A script that an entrypoint starts.
+
+    Attributes:
+        path: its file.
+        arguments: what the entrypoint passes to it.
+        library: what trains in it, as far as its source tells; None if it does not.
+    """
+
+    path: Path
+    arguments: CommandLine
+    library: Library | None
+
+
+def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
+    """Return the script of an entrypoint: its first word that is a Python file there, or the module behind its last ``-m``.
+
+    Args:
+        words: of the entrypoint.
+        context_dir: directory that files and modules are looked for in.
+    """
+    for word_idx, word in enumerate(words):
+        if word.endswith(".py") and (context_dir / word).is_file():
+            return _script(context_dir / word, words[word_idx + 1 :], context_dir)
+        if word == "-m" and word_idx + 1 < len(words):
+            path = _module_file(words[word_idx + 1], (context_dir,))
+            if path is not None:
+                return _script(path, words[word_idx + 2 :], context_dir)
+    return None
+
+
+def _script(path: Path, arguments: Sequence[str], context_dir: Path) -> ScriptSource:
+    roots = (path.parent, context_dir)
+    found = _libraries(path)
+    for module in _imported_modules(path):
+        below = _module_file(module, roots)
+        if below is not None:
+            found |= _libraries(below)
+    library: Library | None = next((name for name in ("trainer", "accelerate") if name in found), None)
+    return ScriptSource(path, CommandLine.of(arguments), library)
+
+
+def _libraries(path: Path) -> set[str]:
+    """Return which libraries a module mentions the entry points of."""
+    tree = _tree(path)
+    if tree is None:
+        return set()
+    modules = dict(_module_aliases(tree))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        names: list[tuple[str, str]] = []
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            names = [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [(modules.get(node.value.id, ""), node.attr)]
+        for module, name in names:
+            top_level = module.split(".")[0]
+            if top_level in _TRAINER_MODULES and name.endswith(_TRAINER_ENDINGS):
+                found.add("trainer")
+            elif top_level == "accelerate" and name in _ACCELERATE_NAMES:
+                found.add("accelerate")
+    return found
+
+
+def _module_aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.asname or alias.name.split(".")[0], alias.name
+
+
+def _imported_modules(path: Path) -> list[str]:
+    """Return the modules that a file imports, those of its own package without the leading dots."""
+    tree = _tree(path)
+    if tree is None:
+        return []
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module or ""
+            # What is imported from a package may be a module of it.
+            found += [package, *(f"{package}.{alias.name}".lstrip(".") for alias in node.names)]
+    return found
+
+
+def _module_file(module: str, roots: Sequence[Path]) -> Path | None:
+    if not module:
+        return None
+    for root in roots:
+        base = root.joinpath(*module.split("."))
+        for candidate in (base.with_name(f"{base.name}.py"), base / "__main__.py", base / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _tree(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError, SyntaxError):
+        # Whoever runs it is told where.
+        return None

@@ -1,0 +1,187 @@
+"""What an ``Accelerator`` holds, as something that dstrial saves, loads and reshapes; and whether it can be trusted with it."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from dstrial.errors import CheckpointError, CheckpointLayoutError, RankError, TrialContractError
+from dstrial.ranks.identity import RankIdentity
+from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.trial import Checkpointable
+
+_RANDOM_STATES = "random_states_0.pkl"
+
+
+class Accelerated(Checkpointable):
+    """Saves and loads through ``accelerator.save_state`` and ``accelerator.load_state``.
+
+    Args:
+        accelerator: the script's, with everything prepared.
+
+    Source: accelerate 1.15 ``Accelerator.save_state``: engine *i* under the tag ``pytorch_model`` or ``pytorch_model_<i>``,
+        schedulers that DeepSpeed does not own, samplers, registered objects and random states beside them.
+    """
+
+    _saves_engines_by_tag = True
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:  # noqa: ARG002  # the base's
+        """Write everything that the accelerator has prepared or registered. Ranks: all, collectively."""
+        self._accelerator.save_state(str(path))
+
+    def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
+        """Read back what ``save`` wrote.
+
+        Raises:
+            CheckpointError: an engine found nothing to load.
+
+        Ranks: all, collectively.
+        """
+        with contextlib.ExitStack() as stack:
+            for engine in context.models:
+                stack.enter_context(_loads_or_raises(engine, load_path))
+            self._accelerator.load_state(str(load_path))
+
+    def _engine_tag(self, engine_idx: int) -> str:
+        return "pytorch_model" if engine_idx == 0 else f"pytorch_model_{engine_idx}"
+
+    def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
+        with contextlib.ExitStack() as stack:
+            for engine in context.models:
+                stack.enter_context(_loads_nothing(engine))
+            self._accelerator.load_state(str(load_path))
+        self._count_scheduler_steps_of(_num_processes_of(load_path))
+
+    def _count_scheduler_steps_of(self, num_saved: int) -> None:
+        """Let schedulers that Accelerate steps once per process stand where they stood.
+
+        Source: accelerate 1.15 ``AcceleratedScheduler.step``.
+        """
+        now = int(self._accelerator.num_processes)
+        if num_saved == now or self._accelerator.split_batches:
+            return
+        for scheduler in self._accelerator._schedulers:
+            if not getattr(scheduler, "step_with_optimizer", False) or not hasattr(
+                scheduler, "split_batches"
+            ):
+                continue
+            inner = scheduler.scheduler
+            if not isinstance(inner, torch.optim.lr_scheduler.LambdaLR):
+                raise CheckpointLayoutError(
+                    f"the {type(inner).__name__} is stepped once for each of {num_saved} processes and is now one of {now}; "
+                    "expected a schedule that does not depend on their number. Make the accelerator with "
+                    "step_scheduler_with_optimizer=False, and step the scheduler once per batch."
+                )
+            inner.last_epoch = inner.last_epoch * now // num_saved
+            inner._step_count = inner.last_epoch + 1
+            rates = [
+                base * f(inner.last_epoch) for base, f in zip(inner.base_lrs, inner.lr_lambdas, strict=True)
+            ]
+            for group, rate in zip(inner.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            inner._last_lr = rates
+
+
+def require_all_ranks(accelerator: Any, identity: RankIdentity) -> None:
+    """Refuse an accelerator that does not see the ranks that were launched, or that does not use DeepSpeed.
+
+    Raises:
+        RankError: it counts other ranks.
+        TrialContractError: it trains without DeepSpeed.
+
+    Ranks: any; no communication.
+    """
+    if accelerator.num_processes != identity.world_size:
+        raise RankError(
+            f"accelerator.num_processes is {accelerator.num_processes}; expected {identity.world_size}, the ranks that were "
+            "launched: each would train alone on all the data. Start the script with `python -m dstrial.launch`, or on the "
+            'CPU make it Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]).'
+        )
+    if accelerator.process_index != identity.rank:
+        raise RankError(
+            f"accelerator.process_index is {accelerator.process_index}; expected {identity.rank}, this process's rank. "
+            "Make the accelerator in the process that the launcher started."
+        )
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind != "DEEPSPEED":
+        raise TrialContractError(
+            f"accelerator.distributed_type is {kind}; expected DEEPSPEED. Give the experiment a "
+            "hyperparameters.deepspeed_config and start the script with `python -m dstrial.launch`, or pass "
+            "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...)); leave ACCELERATE_USE_CPU unset, with which "
+            "Accelerate turns DeepSpeed off."
+        )
+
+
+def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
+    """Return the engines that an accelerator has prepared, in their order.
+
+    Raises:
+        TrialContractError: it has prepared no model, or one that is no DeepSpeed engine.
+    """
+    models = list(accelerator._models)
+    if not models:
+        raise TrialContractError(
+            "the accelerator has prepared no model; expected accelerator.prepare(model, ...) before reporter.resume(). "
+            "Call it first."
+        )
+    for model in models:
+        if not isinstance(model, DeepSpeedEngine):
+            raise TrialContractError(
+                f"accelerator.prepare returned a {type(model).__name__}; expected a DeepSpeed engine, since DeepSpeed is "
+                "configured. Prepare the model after the accelerator was made with DeepSpeed."
+            )
+    return models
+
+
+@contextlib.contextmanager
+def _loads_or_raises(engine: DeepSpeedEngine, path: pathlib.Path) -> Iterator[None]:
+    """Make an engine that finds nothing to load say so, which DeepSpeed only warns of, while the block lasts."""
+    load = engine.load_checkpoint
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        loaded, client_state = load(*args, **kwargs)
+        if loaded is None:
+            raise CheckpointError(
+                f"checkpoint {path} holds nothing that DeepSpeed can load; expected engine files. Resume from another "
+                "checkpoint."
+            )
+        return loaded, client_state
+
+    engine.load_checkpoint = load_checkpoint
+    try:
+        yield
+    finally:
+        _unbind(engine, load)
+
+
+@contextlib.contextmanager
+def _loads_nothing(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Keep Accelerate from loading an engine that is loaded already, while the block lasts."""
+    load = engine.load_checkpoint
+    engine.load_checkpoint = lambda *_args, **_kwargs: (None, {})
+    try:
+        yield
+    finally:
+        _unbind(engine, load)
+
+
+def _unbind(engine: DeepSpeedEngine, load: Any) -> None:
+    if (
+        getattr(load, "__self__", None) is engine
+        and getattr(type(engine), "load_checkpoint", None) is not None
+    ):
+        vars(engine).pop("load_checkpoint", None)
+    else:
+        engine.load_checkpoint = load
+
+
+def _num_processes_of(path: pathlib.Path) -> int:
+    return len(list(path.glob(_RANDOM_STATES.replace("0", "*"))))

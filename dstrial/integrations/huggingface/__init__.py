@@ -1,0 +1,52 @@
+"""Hugging Face's ``Trainer`` as a trial: ``DetCallback`` reports, checkpoints and stops; ``train`` resumes.
+
+::
+
+    with huggingface.init() as core_context:
+        hparams = huggingface.hyperparameters(core_context)
+        arguments = dsat.get_hf_args_with_overwrites(sys.argv[1:], hparams)
+        (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(arguments)
+        callback = huggingface.DetCallback(core_context, args)
+        trainer = Trainer(model=model, args=args, callbacks=[callback], ...)
+        huggingface.train(trainer, callback)
+
+Names are resolved at first use: importing this package imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dstrial.integrations.extras import require
+
+if TYPE_CHECKING:
+    from dstrial.integrations.huggingface.callback import DetCallback
+    from dstrial.integrations.huggingface.context import hyperparameters, init
+    from dstrial.integrations.huggingface.operation import CurrentOperation
+    from dstrial.integrations.huggingface.training import train
+
+__all__ = ["DetCallback", "train", "init", "hyperparameters", "CurrentOperation"]
+
+_HOMES = {
+    "CurrentOperation": "operation",
+    "DetCallback": "callback",
+    "hyperparameters": "context",
+    "init": "context",
+    "train": "training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require("transformers", "accelerate", extra="huggingface", who=__name__)
+    # DeepSpeed settles its accelerator when it is first imported, so it has to be chosen before.
+    importlib.import_module("dstrial.ranks.process_group").prepare_accelerator()
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,131 @@
+"""What a Trainer's arguments and state mean, alike in transformers 4.56 and 5."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dstrial.config.saved_run import EngineRecord, SavedRun, given_settings
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.integrations.huggingface.batch import ArgumentSizes, batch_problems
+from dstrial.integrations.huggingface.lengths import TrainerLength, length_problems
+from dstrial.integrations.huggingface.metrics import LogKind, kind_of
+
+if TYPE_CHECKING:
+    from transformers import TrainerState, TrainingArguments
+
+
+def output_dir(args: TrainingArguments) -> pathlib.Path:
+    """Return where the Trainer writes its directories ``checkpoint-<step>``."""
+    return pathlib.Path(str(args.output_dir))
+
+
+def sizes_of(args: TrainingArguments) -> ArgumentSizes:
+    """Return the batch sizes of one rank."""
+    return ArgumentSizes(int(args.train_batch_size), int(args.gradient_accumulation_steps))
+
+
+def length_of(args: TrainingArguments) -> TrainerLength:
+    """Return how long the Trainer trains."""
+    return TrainerLength.of(int(args.max_steps), float(args.num_train_epochs))
+
+
+def saves_best(args: TrainingArguments) -> bool:
+    """Whether an evaluation decides if the Trainer saves after it."""
+    return _word(args.save_strategy) == "best"
+
+
+def evaluates(args: TrainingArguments) -> bool:
+    """Whether the Trainer evaluates while it trains, and so has a set for it."""
+    return _word(args.eval_strategy) != "no"
+
+
+def is_deepspeed(args: TrainingArguments) -> bool:
+    """Whether DeepSpeed trains."""
+    return bool(args.deepspeed) or getattr(args, "deepspeed_plugin", None) is not None
+
+
+def given_of(args: TrainingArguments) -> dict[str, Any]:
+    """Return what ``EngineRecord.given`` is to keep of the arguments of a run that begins."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
+    kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
+    return {**kinds, **sizes_of(args).given()}
+
+
+def problems_of(
+    args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
+) -> list[ConfigProblem]:
+    """Return everything in which the arguments contradict the ranks, the searcher and the checkpoint.
+
+    Args:
+        args: the Trainer's.
+        searcher: the ``searcher`` section of the experiment config.
+        saved: the checkpoint that this very trial goes on from; None for a new one.
+        num_ranks: ranks that were launched.
+    """
+    found = []
+    is_seen_whole = int(args.world_size) == num_ranks
+    if not is_seen_whole:
+        found.append(
+            ConfigProblem(
+                "args.world_size",
+                str(args.world_size),
+                f"{num_ranks}, the ranks that were launched; else each of them would train by itself",
+                "Make the TrainingArguments inside `with dstrial.integrations.huggingface.init() as core_context:`.",
+            )
+        )
+    found += length_problems(searcher, length_of(args), sizes_of(args).train_batch_size(num_ranks))
+    if saved is not None and saved.engines and is_seen_whole:
+        try:
+            found += batch_problems(sizes_of(args), saved, num_ranks)
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
+    """Return what a checkpoint says of a Trainer without DeepSpeed: its batch, which any number of ranks can share.
+
+    Args:
+        args: the Trainer's.
+        train_batch_size: records of one batch over all ranks.
+    """
+    sizes, world_size = sizes_of(args), int(args.world_size)
+    return EngineRecord(
+        engine_kind="data_parallel",
+        world_size=world_size,
+        data_parallel_size=world_size,
+        pipeline_stages=1,
+        model_parallel_size=1,
+        zero_stage=0,
+        offload_optimizer="none",
+        offload_parameters="none",
+        optimizer="",
+        wrapper="",
+        lr_scheduler="",
+        train_batch_size=train_batch_size,
+        micro_batch_size=sizes.micro_batch_size,
+        micro_batches_per_batch=sizes.micro_batches_per_batch,
+        given=sizes.given(),
+        micro_batch_limit=sizes.micro_batch_size,
+    )
+
+
+def owes_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the evaluation of the step from which training goes on was due and has not ended."""
+    step = state.global_step
+    has_ended = any(
+        entry.get("step") == step and kind_of(entry) is LogKind.EVALUATION for entry in state.log_history
+    )
+    if step == 0 or has_ended:
+        return False
+    strategy = _word(args.eval_strategy)
+    if strategy == "steps":
+        return bool(step % int(state.eval_steps) == 0 and step >= float(args.eval_delay or 0))
+    return strategy == "epoch" and float(state.epoch or 0.0).is_integer()
+
+
+def _word(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))

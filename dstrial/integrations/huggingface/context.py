@@ -1,0 +1,147 @@
+"""Where a Trainer script runs: a core context for every place, and the facts of its trial."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from determined import core
+
+from dstrial.config.batch import BATCH_KEYS
+from dstrial.config.saved_run import RESUME_VARIABLE, SavedRun
+from dstrial.integrations.cpu_ranks import cpu_ranks
+from dstrial.integrations.huggingface.batch import ArgumentSizes, kept_sizes
+from dstrial.local.experiment_file import read_experiment
+from dstrial.local.mirror import MirroredTrainContext
+from dstrial.local.run_directory import REWRITE_VARIABLE
+from dstrial.loop.resumed_run import resumed_run, trial_id_of
+from dstrial.ranks.stop import StopSignals
+from dstrial.surroundings import SURROUNDINGS_ATTRIBUTE, Surroundings, cluster_info, core_context
+
+OVERWRITE_KEY = "overwrite_deepspeed_args"
+
+
+@contextlib.contextmanager
+def init(
+    *, exp_conf: dict[str, Any] | None = None, run_dir: str | os.PathLike[str] | None = None
+) -> Iterator[core.Context]:
+    """Give a Trainer script its core context: on a cluster, under the embedded master, and outside of any.
+
+    As :func:`dstrial.core_context`; and accelerate, which the Trainer trains through, sees all ranks where they are CPUs.
+    ``det.core.init(distributed=...)`` serves ``DetCallback`` as well.
+
+    Args:
+        exp_conf: experiment config, for outside of any cluster: ``searcher`` and ``hyperparameters`` are looked at; that of
+            ``python -m dstrial.launch --config`` if left out.
+        run_dir: where such a run keeps its files; a new directory under ``./runs`` if left out.
+
+    Raises:
+        RankIdentityError: the environment contradicts itself about who this process is.
+
+    Ranks: all, collectively.
+    """
+    known = read_experiment() if exp_conf is None else None
+    if known is not None:
+        exp_conf = {**known.config, "hyperparameters": known.hyperparameters}
+    with core_context(exp_conf=exp_conf, run_dir=run_dir) as made, cpu_ranks():
+        yield made
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrialFacts:
+    """What is known of the trial that a core context belongs to.
+
+    Attributes:
+        trial_id: number by which its checkpoints know it.
+        searcher: the ``searcher`` section of its config; empty where there is none.
+        exp_conf: its config; empty where there is none.
+        hparams: its hyperparameters.
+        latest_checkpoint: the checkpoint that it goes on from; None for a new one.
+        signals: requests to stop that reached this process; None where nobody collects them.
+        is_rewrite: whether the checkpoint is only to be loaded and saved again (``dstrial checkpoint reshape``).
+    """
+
+    trial_id: int
+    searcher: Mapping[str, Any]
+    exp_conf: Mapping[str, Any]
+    hparams: Mapping[str, Any]
+    latest_checkpoint: str | None
+    signals: StopSignals | None
+    is_rewrite: bool
+
+    @classmethod
+    def of(cls, context: core.Context) -> TrialFacts:
+        """Return those of a core context, whoever made it. Ranks: all; no communication."""
+        found: Surroundings | None = getattr(context, SURROUNDINGS_ATTRIBUTE, None)
+        info = cluster_info() if found is None else found.info
+        is_mirrored = isinstance(context.train, MirroredTrainContext)
+        exp_conf = (info.trial._config if info is not None else None) or {}
+        if found is not None and found.exp_conf is not None:
+            exp_conf = found.exp_conf
+        is_rewrite = bool(os.environ.get(REWRITE_VARIABLE))
+        hparams = info.trial.hparams if info is not None else exp_conf.get("hyperparameters") or {}
+        latest = info.latest_checkpoint if info is not None else None
+        if latest is None and (info is None or is_mirrored):
+            latest = os.environ.get(RESUME_VARIABLE) or None
+        if latest == "latest":
+            newest = context.checkpoint.newest() if hasattr(context.checkpoint, "newest") else None
+            latest = None if newest is None else str(newest.uuid)
+        return cls(
+            trial_id=trial_id_of(info, is_mirrored=is_mirrored),
+            searcher={} if is_rewrite else exp_conf.get("searcher") or {},
+            exp_conf=exp_conf,
+            hparams=hparams,
+            latest_checkpoint=latest,
+            signals=None if found is None else found.signals,
+            is_rewrite=is_rewrite,
+        )
+
+
+def hyperparameters(
+    core_context: core.Context,
+    arguments: Sequence[str] | None = None,
+    hparams: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the trial's hyperparameters, such that a run that goes on keeps its batch on any number of slots.
+
+    Pass them to ``dstrial.dsat.get_hf_args_with_overwrites`` before the arguments are parsed: a Trainer's batch is fixed once
+    its ``TrainingArguments`` are made. Where the run goes on and its arguments come to another batch on the slots that there
+    are now, ``overwrite_deepspeed_args`` get the three batch sizes that keep it. Arguments that were changed on purpose since
+    are left alone, and refused by ``DetCallback``.
+
+    Args:
+        core_context: of the trial.
+        arguments: the script's command line; ``sys.argv[1:]`` if left out.
+        hparams: hyperparameters; those of the trial if left out. Not changed.
+
+    Raises:
+        ConfigError: the ranks there are cannot share the batch evenly.
+
+    Ranks: all, collectively (one broadcast, where there is a checkpoint to go on from).
+    """
+    facts = TrialFacts.of(core_context)
+    result: dict[str, Any] = copy.deepcopy(dict(facts.hparams if hparams is None else hparams))
+    saved = saved_run_of(core_context)
+    if saved is None or not saved.engines:
+        return result
+    overwrite = dict(result.get(OVERWRITE_KEY) or {})
+    given = ArgumentSizes.of_command_line(sys.argv[1:] if arguments is None else arguments).overwritten(
+        overwrite
+    )
+    solution = kept_sizes(given, saved, core_context.distributed.size)
+    if solution is not None:
+        result[OVERWRITE_KEY] = {**overwrite, **{key: getattr(solution, key) for key in BATCH_KEYS}}
+    return result
+
+
+def saved_run_of(context: core.Context) -> SavedRun | None:
+    """Return what the checkpoint says that this very trial goes on from; None without one. Ranks: all, collectively."""
+    found: Surroundings | None = getattr(context, SURROUNDINGS_ATTRIBUTE, None)
+    info = cluster_info() if found is None else found.info
+    is_mirrored = isinstance(context.train, MirroredTrainContext)
+    return resumed_run(context, info, None, is_mirrored=is_mirrored)

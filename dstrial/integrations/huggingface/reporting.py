@@ -1,0 +1,121 @@
+"""What of a Trainer's training is reported: metrics once per step, evaluations as a whole, progress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from determined import core
+
+from dstrial.integrations.huggingface.metrics import (
+    LogKind,
+    Throughput,
+    kind_of,
+    reported,
+    require_searcher_metrics,
+)
+from dstrial.local.mirror import MirroredTrainContext
+from dstrial.local.train_context import LocalTrainContext
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+
+class Reporting:
+    """Reports for one training; every rank keeps count, and the chief tells.
+
+    Args:
+        context: of the trial.
+        searcher: the ``searcher`` section of the experiment config.
+        filter_metrics: parts of names, of which a metric must have one; None reports all.
+
+    Attributes:
+        speed: counts records and tokens per second.
+    """
+
+    def __init__(
+        self, context: core.Context, searcher: Mapping[str, Any], filter_metrics: Sequence[str] | None
+    ) -> None:
+        self.speed = Throughput()
+        self._train = context.train
+        self._is_chief = context.distributed.rank == 0
+        self._filter = filter_metrics
+        wanted = [(f"searcher.{key}", searcher.get(key)) for key in ("metric", "time_metric")]
+        self._wanted = [(key, str(name)) for key, name in wanted if name]
+        self._last_training = -1
+        self._last_validation = -1
+        self._last_percent = 0
+        self._evaluated: dict[str, Any] = {}
+        self._evaluated_step = -1
+
+    def start(self, state: TrainerState) -> None:
+        """Begin at the step from which training goes on. Ranks: all; no communication among them."""
+        if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
+            self._train.rewind_to(state.global_step)
+        self._last_percent = 100 * state.global_step // max(state.max_steps, 1)
+        self.speed.start(state.global_step, float(state.num_input_tokens_seen))
+
+    def is_validated(self, step: int) -> bool:
+        """Whether the evaluation of a step was reported."""
+        return step <= self._last_validation
+
+    def log(
+        self, logs: Mapping[str, Any], state: TrainerState, train_batch_size: int, *, is_stopped: bool
+    ) -> None:
+        """Take a line that the Trainer logs: training metrics are reported, an evaluation's kept until it is complete.
+
+        Args:
+            logs: the line.
+            state: the Trainer's.
+            train_batch_size: records of one batch over all ranks.
+            is_stopped: whether training ends before its length; the means of its summary are then of a part.
+        """
+        kind, step = kind_of(logs), state.global_step
+        if kind is LogKind.EVALUATION:
+            if step != self._evaluated_step:
+                self.flush(state)
+                self._evaluated, self._evaluated_step = {}, step
+            self._evaluated |= logs
+        elif step > self._last_training and (
+            kind is LogKind.TRAINING or (kind is LogKind.SUMMARY and not is_stopped)
+        ):
+            metrics = reported(logs, self._filter)
+            if kind is LogKind.TRAINING:
+                metrics |= self.speed.report(step, float(state.num_input_tokens_seen), train_batch_size)
+            self._last_training = step
+            if self._is_chief:
+                self._train.report_training_metrics(step, {**metrics, **_position(state)})
+
+    def flush(self, state: TrainerState) -> None:
+        """Report what the evaluation sets of a step gave, once.
+
+        Raises:
+            TrialContractError: a metric that the searcher goes by is not among it; on every rank.
+        """
+        step, logs = self._evaluated_step, self._evaluated
+        if not logs:
+            return
+        self._evaluated, self._evaluated_step = {}, -1
+        if self.is_validated(step):
+            return
+        names = [name for _, name in self._wanted]
+        metrics = {**reported(logs, self._filter, names), **_position(state)}
+        require_searcher_metrics(metrics, self._wanted)
+        self._last_validation = step
+        if self._is_chief:
+            self._train.report_validation_metrics(step, metrics)
+
+    def progress(self, step: int, max_steps: int) -> None:
+        """Report how far training is, at most a hundred times."""
+        if not self._is_chief or max_steps <= 0:
+            return
+        if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
+            self._train.report_batches(step, max_steps)
+        percent = 100 * step // max_steps
+        if percent > self._last_percent:
+            self._last_percent = percent
+            self._train.report_progress(min(step / max_steps, 1.0))
+
+
+def _position(state: TrainerState) -> dict[str, Any]:
+    return {"batches": state.global_step, "epochs": float(state.epoch or 0.0)}

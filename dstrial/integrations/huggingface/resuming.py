@@ -1,0 +1,303 @@
+"""Open the checkpoint that a Trainer goes on from, and load its engine in whatever layout runs now."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from determined import core
+
+from dstrial.checkpoint.file_roles import layouts_of
+from dstrial.checkpoint.layout import Layout, compatible
+from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
+from dstrial.checkpoint.reshape_rules import reshape_problems
+from dstrial.checkpoint.verify import read_verified
+from dstrial.engine.files import describe_rank
+from dstrial.engine.open_saved import open_saved_engine
+from dstrial.engine.parameter_table import collect_layout
+from dstrial.engine.reshape import load_reshaped
+from dstrial.engine.saved_engine import MASTER, SavedEngine
+from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
+from dstrial.local.json_files import read_json
+
+logger = logging.getLogger("dstrial.integrations.huggingface")
+
+STATE_NAME = "trainer_state.json"
+
+_TRAINER_DIRECTORY = re.compile(r"checkpoint-(\d+)")
+_WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedCheckpoint:
+    """A checkpoint that is there to be read.
+
+    Attributes:
+        uuid: its name.
+        root: its directory.
+        trainer_directory: what the Trainer wrote: ``checkpoint-<step>`` in ``root``, or ``root`` itself.
+        step: batches trained.
+        manifest: None where another program than dstrial wrote it.
+        layouts: of its engine; empty for a Trainer without DeepSpeed, and without a manifest.
+        continues: whether it is of this very trial, whose steps go on; of another one only the weights are taken over.
+    """
+
+    uuid: str
+    root: pathlib.Path
+    trainer_directory: pathlib.Path
+    step: int
+    manifest: Manifest | None
+    layouts: tuple[Layout, ...]
+    continues: bool
+
+
+@contextlib.contextmanager
+def opened(context: core.Context, uuid: str, trial_id: int) -> Iterator[OpenedCheckpoint]:
+    """Give a checkpoint to read from while the block lasts, every file compared with its manifest.
+
+    Args:
+        context: of the trial.
+        uuid: its name, or its directory.
+        trial_id: number of the trial.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or it is no Trainer's.
+        CheckpointDamagedError: a file differs from the manifest.
+
+    Ranks: all, collectively.
+    """
+    with contextlib.ExitStack() as stack:
+        if pathlib.Path(uuid).is_absolute():
+            root = pathlib.Path(uuid)
+            metadata = _metadata_beside(root)
+        else:
+            root = pathlib.Path(stack.enter_context(context.checkpoint.restore_path(uuid)))
+            found = context.checkpoint.get_metadata(uuid) if context.distributed.rank == 0 else None
+            metadata = context.distributed.broadcast(found) or {}
+        manifest: Manifest | None = None
+        if (root / MANIFEST_NAME).is_file():
+            distributed = context.distributed
+            manifest = read_verified(
+                root, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
+            )
+        directory = _trainer_directory(root)
+        written_by = metadata.get("trial_id")
+        yield OpenedCheckpoint(
+            uuid=uuid,
+            root=root,
+            trainer_directory=directory,
+            step=_step_of(directory),
+            manifest=manifest,
+            layouts=() if manifest is None else layouts_of(manifest, root),
+            continues=written_by is None or int(written_by) == trial_id,
+        )
+
+
+def _metadata_beside(root: pathlib.Path) -> Mapping[str, Any]:
+    return dict(read_json(root / "metadata.json") or {})
+
+
+def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
+    """Return the newest ``checkpoint-<step>`` in a checkpoint, or the checkpoint itself if it is one.
+
+    Raises:
+        CheckpointNotFoundError: neither.
+    """
+    if (root / STATE_NAME).is_file():
+        return root
+    found = [
+        (int(match[1]), path)
+        for path in (root.iterdir() if root.is_dir() else ())
+        if (match := _TRAINER_DIRECTORY.fullmatch(path.name)) and (path / STATE_NAME).is_file()
+    ]
+    if not found:
+        raise CheckpointNotFoundError(
+            f"checkpoint {root} has no checkpoint-<step>/{STATE_NAME}; expected what a Trainer with DetCallback wrote. Resume "
+            "with the program that wrote it, or start a new trial."
+        )
+    return max(found)[1]
+
+
+def _step_of(directory: pathlib.Path) -> int:
+    state = read_json(directory / STATE_NAME) or {}
+    return int(state.get("global_step", 0))
+
+
+@contextlib.contextmanager
+def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
+    """Give the directory from which a Trainer with a certain micro batch resumes, while the block lasts.
+
+    The Trainer takes the micro batch of the checkpoint in place of that of its arguments, whatever the number of ranks. So one
+    with another micro batch gets a directory of links to the checkpoint's files, in which the state says its own.
+
+    Args:
+        found: the checkpoint.
+        train_batch_size: records of one forward pass of one process, ``args.train_batch_size``.
+
+    Ranks: any; no communication.
+    Source: transformers 4.56 ``Trainer.train``; 5.23 does so with ``auto_find_batch_size``.
+    """
+    state = read_json(found.trainer_directory / STATE_NAME) or {}
+    if state.get("train_batch_size") in (None, train_batch_size):
+        yield found.trainer_directory
+        return
+    with tempfile.TemporaryDirectory(prefix="dstrial-resume-") as made:
+        directory = pathlib.Path(made) / found.trainer_directory.name
+        directory.mkdir()
+        for path in found.trainer_directory.iterdir():
+            if path.name != STATE_NAME:
+                (directory / path.name).symlink_to(path.resolve())
+        values = {**state, "train_batch_size": train_batch_size}
+        (directory / STATE_NAME).write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
+        yield directory
+
+
+def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
+    """Load weights, optimizer and scheduler of the checkpoint, brought into the layout of the engine.
+
+    Args:
+        engine: freshly made.
+        opened_checkpoint: what the run goes on from.
+        distributed: the ranks.
+
+    Raises:
+        CheckpointLayoutError: it cannot be loaded in this layout.
+        CheckpointError: a value is not the checkpoint's afterwards, or there was nothing to load.
+
+    Ranks: all, collectively.
+    """
+    if not opened_checkpoint.layouts:
+        _load_as_it_is(engine, opened_checkpoint)
+        return
+    saved = opened_checkpoint.layouts[0]
+    now = collect_layout(engine, distributed.allgather)
+    differences = compatible(saved, now)
+    if not differences:
+        _load_as_it_is(engine, opened_checkpoint)
+        return
+    problems = reshape_problems(saved, now)
+    if engine.has_moe_layers:
+        problems.append("experts are spread over the ranks that wrote it: set the layout back")
+    if problems:
+        raise CheckpointLayoutError(
+            f"checkpoint {opened_checkpoint.root} was written for another layout ({'; '.join(differences)}), and it cannot be "
+            f"brought into this one: {'; '.join(problems)}."
+        )
+    if distributed.rank == 0:
+        logger.info(
+            "checkpoint %s is brought into another layout: %s",
+            opened_checkpoint.uuid,
+            "; ".join(differences[:3]),
+        )
+    saved_engine = open_saved_engine(opened_checkpoint.root, 0, saved)
+    load_reshaped(engine, saved_engine, now)
+    _load_buffers(engine, saved_engine)
+
+
+def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint) -> None:
+    path = str(opened_checkpoint.trainer_directory)
+    loaded, _ = type(engine).load_checkpoint(
+        engine, path, load_optimizer_states=True, load_lr_scheduler_states=True
+    )
+    if loaded is None:
+        raise CheckpointError(
+            f"checkpoint {path} holds nothing that DeepSpeed can load on {describe_rank(engine)}; expected the engine's files. "
+            "Resume from another checkpoint."
+        )
+
+
+def _load_buffers(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
+    """Put the module's persistent buffers in, as replica 0 had them; the others are made by the model."""
+    buffers = saved.buffers()
+    with torch.no_grad():
+        for name, buffer in engine.module.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+
+
+def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) -> None:
+    """Take over the weights of another trial's checkpoint, before a Trainer wraps the model.
+
+    Args:
+        model: the Trainer's, not wrapped; under ZeRO 3 its parameters may be cut over the ranks already.
+        opened_checkpoint: the other trial's.
+
+    Raises:
+        CheckpointLayoutError: it has no weights that can be read here, or those of another model.
+
+    Ranks: all, collectively (ZeRO 3 gathers one parameter at a time; else no communication).
+    """
+    source = _saved_weights(opened_checkpoint)
+    parameters = dict(model.named_parameters())
+    missing = sorted(name for name in parameters if name not in source)
+    if missing:
+        raise CheckpointLayoutError(
+            f"checkpoint {opened_checkpoint.root} has no parameter {missing[0]!r}; expected those of the model. Start from the "
+            "weights of the same model, or without them."
+        )
+    for name, parameter in parameters.items():
+        with _whole(parameter):
+            if not _is_cut(parameter) or torch.distributed.get_rank() == 0:
+                parameter.data.copy_(source[name])
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in source:
+                buffer.copy_(source[name])
+
+
+class _SavedWeights:
+    """Weights by name, read one at a time from a DeepSpeed engine's files."""
+
+    def __init__(self, saved: SavedEngine) -> None:
+        self._saved = saved
+        self._buffers = saved.buffers()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._saved.places or name in self._buffers
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._buffers[name] if name in self._buffers else self._saved.full(name, MASTER)
+
+
+def _saved_weights(opened_checkpoint: OpenedCheckpoint) -> Any:
+    if opened_checkpoint.layouts:
+        return _SavedWeights(open_saved_engine(opened_checkpoint.root, 0, opened_checkpoint.layouts[0]))
+    directory = opened_checkpoint.trainer_directory
+    names = [name for name in _WEIGHTS_NAMES if (directory / name).is_file()]
+    if not names:
+        raise CheckpointLayoutError(
+            f"checkpoint {directory} has no {_WEIGHTS_NAMES[0]}; expected the weights of another trial in it. Start from a "
+            "checkpoint that dstrial wrote, or without one."
+        )
+    from safetensors.torch import load_file
+
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("model*.safetensors")):
+        weights |= load_file(path)
+    return weights
+
+
+def _is_cut(parameter: torch.nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id") and math.prod(getattr(parameter, "ds_shape", ())) > 0
+
+
+@contextlib.contextmanager
+def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Put a parameter that ZeRO 3 has cut together while the block lasts; what rank 0 writes is what all get."""
+    if not _is_cut(parameter):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        yield

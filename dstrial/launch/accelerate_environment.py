@@ -1,0 +1,127 @@
+"""What ``accelerate launch`` would tell a script about DeepSpeed, made from the experiment instead of Accelerate's own config.
+
+A script that calls ``accelerate.Accelerator()`` learns from environment variables that it is to use DeepSpeed, and from which
+JSON. They point to a copy of the experiment's DeepSpeed config with the overwrites in it; the user's file is left alone.
+
+Source: accelerate 1.15 ``utils/launch.py:prepare_deepspeed_cmd_env`` (what is exported), ``utils/dataclasses.py:DeepSpeedPlugin``
+and ``state.py`` (what is read).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.config import ParallelSizes, SavedRun, solve_batch
+from dstrial.config.batch import BATCH_KEYS
+from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
+from dstrial.config.findings import Findings
+from dstrial.config.resume_check import with_kept_batch
+from dstrial.config.saved_run import given_sizes
+
+USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+"""Environment variable that makes ``Accelerator()`` use DeepSpeed if it is ``true``."""
+
+CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+"""Environment variable with the path of the JSON that ``Accelerator()`` hands to DeepSpeed."""
+
+MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
+"""Environment variable that fills in ``"auto"`` for ``fp16.enabled`` and ``bf16.enabled``."""
+
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+"""Environment variable with the accumulation of ``accelerator.accumulate``."""
+
+_FILE_NAME = "deepspeed_config.json"
+
+
+def accelerate_variables(
+    hyperparameters: Mapping[str, Any],
+    *,
+    num_ranks: int,
+    directory: Path,
+    environ: Mapping[str, str],
+    context_dir: Path | None = None,
+    extents: Mapping[str, Any] | None = None,
+    resumed: SavedRun | None = None,
+) -> dict[str, str]:
+    """Return the variables for the ranks of a script, and write the DeepSpeed config that they name.
+
+    Args:
+        hyperparameters: the trial's; without a ``deepspeed_config`` there is nothing to say.
+        num_ranks: ranks of the job, on all machines.
+        directory: an existing directory for the effective config, which lives as long as the ranks.
+        environ: variables that the ranks get anyhow; a user's own value of one of these variables wins.
+        context_dir: what the path of the config is relative to; the current directory if left out.
+        extents: ``data.dstrial`` of the experiment config, which may say how replicas are formed.
+        resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
+
+    Returns:
+        Nothing if the trial has no DeepSpeed config, or where the user has turned DeepSpeed off.
+
+    Raises:
+        ConfigError: the DeepSpeed config cannot be read, or its batch sizes do not fit these ranks.
+    """
+    if hyperparameters.get(MAIN_KEY) is None or environ.get(USE_DEEPSPEED, "true").lower() != "true":
+        return {}
+    findings = Findings({}, "experiment config")
+    source = read_deepspeed(
+        MAIN_KEY, hyperparameters, context_dir or Path(), {}, "experiment config", findings
+    )
+    findings.raise_if_any()
+    assert source is not None
+    effective = effective_config(source, _sizes(num_ranks, extents), resumed)
+    path = directory / _FILE_NAME
+    path.write_text(json.dumps(effective, indent=2) + "\n", encoding="utf-8")
+    variables = {USE_DEEPSPEED: "true", CONFIG_FILE: str(path)}
+    precision = next((name for name in ("fp16", "bf16") if _is_enabled(effective.get(name))), None)
+    if precision is not None:
+        variables[MIXED_PRECISION] = precision
+    steps = effective.get(BATCH_KEYS[2])
+    if isinstance(steps, int):
+        variables[ACCUMULATION] = str(steps)
+    return {name: value for name, value in variables.items() if name not in environ}
+
+
+def effective_config(
+    source: DeepSpeedSource, sizes: ParallelSizes, resumed: SavedRun | None
+) -> dict[str, Any]:
+    """Return a DeepSpeed config as Accelerate can take it for these ranks.
+
+    Accelerate sets ``gradient_accumulation_steps`` to 1 where it is missing, whatever ``train_batch_size`` says, and refuses a
+    config without ``zero_optimization``. So a given ``train_batch_size`` is solved for all three sizes. Without one,
+    ``"auto"`` stays, which Accelerate fills in from the script.
+
+    Args:
+        source: the experiment's config.
+        sizes: the ranks now, and how they are divided.
+        resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
+
+    Raises:
+        ConfigError: the batch sizes do not fit these ranks.
+    """
+    merged: dict[str, Any] = source.merged
+    if resumed is not None and resumed.keeps_batch and resumed.engines:
+        merged = with_kept_batch(source, resumed, sizes, [], is_main=True)
+    total, micro, steps = given_sizes(merged)
+    if total is not None:
+        solution = solve_batch(total, micro, steps, sizes.data_parallel_size)
+        merged = {**merged, **{key: getattr(solution, key) for key in BATCH_KEYS}}
+    return {"zero_optimization": {"stage": 0}, **merged}
+
+
+def _sizes(num_ranks: int, extents: Mapping[str, Any] | None) -> ParallelSizes:
+    stages, model = (
+        value if isinstance(value := (extents or {}).get(key), int) else 1
+        for key in ("pipeline_stages", "model_parallel_size")
+    )
+    try:
+        return ParallelSizes(num_ranks, stages, model)
+    except ValueError:
+        # Said with the key's place by whoever checks the experiment config.
+        return ParallelSizes(num_ranks)
+
+
+def _is_enabled(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True

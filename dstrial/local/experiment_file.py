@@ -1,0 +1,45 @@
+"""How the ranks of a script learn off a cluster of the experiment that their launcher was given."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+EXPERIMENT_VARIABLE = "DSTRIAL_EXPERIMENT"
+"""Environment variable with the path of a JSON file that holds an experiment config and its hyperparameters."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownExperiment:
+    """What a script's launcher was told.
+
+    Attributes:
+        config: the whole experiment config with defaults.
+        hyperparameters: value by name.
+    """
+
+    config: dict[str, Any]
+    hyperparameters: dict[str, Any]
+
+
+def write_experiment(path: Path, config: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
+    """Write the file that ``EXPERIMENT_VARIABLE`` is to name."""
+    text = json.dumps({"config": config, "hyperparameters": hyperparameters}, default=str)
+    path.write_text(text, encoding="utf-8")
+
+
+def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment | None:
+    """Return the experiment that this rank's launcher was given; None if it was given none.
+
+    Args:
+        environ: environment variables; this process's if left out.
+    """
+    path = (os.environ if environ is None else environ).get(EXPERIMENT_VARIABLE)
+    if not path:
+        return None
+    values = json.loads(Path(path).read_text(encoding="utf-8"))
+    return KnownExperiment(values["config"], values["hyperparameters"])

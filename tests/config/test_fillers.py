@@ -1,0 +1,207 @@
+"""``"auto"`` in the DeepSpeed config of a Hugging Face or Accelerate script: recognised, and who fills it in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.config import ExperimentConfig, explain, load_experiment
+from dstrial.config.script_source import find_script
+from dstrial.errors import ConfigError
+
+EXPERIMENT = """\
+name: test
+entrypoint: python3 -m dstrial.launch train.py {arguments}
+hyperparameters: {{deepspeed_config: ds.json}}
+searcher: {{name: single, metric: loss, max_length: {{batches: 10}}}}
+resources: {{slots_per_trial: 2}}
+"""
+BATCH = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+)
+FOR_BOTH = {
+    **BATCH,
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2},
+}
+TRAINER = "from transformers import Trainer\n"
+ACCELERATE = "from accelerate import Accelerator\n"
+
+Load = Callable[..., ExperimentConfig]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def loaded(
+        config: dict[str, Any], script: str, arguments: str = "", files: dict[str, str] | None = None
+    ) -> ExperimentConfig:
+        for name, text in {"train.py": script, **(files or {})}.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        (tmp_path / "exp.yaml").write_text(EXPERIMENT.format(arguments=arguments))
+        (tmp_path / "ds.json").write_text(json.dumps(config, indent=1))
+        return load_experiment(tmp_path / "exp.yaml", tmp_path)
+
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (TRAINER, "trainer"),
+        ("import transformers\nclass Mine(transformers.Trainer): ...\n", "trainer"),
+        ("import transformers as hf\nhf.Seq2SeqTrainer()\n", "trainer"),
+        ("from transformers import HfArgumentParser as Parser\n", "trainer"),
+        ("def main():\n    from transformers import TrainingArguments\n", "trainer"),
+        ("from trl import SFTTrainer\n", "trainer"),
+        (ACCELERATE + TRAINER, "trainer"),
+        (ACCELERATE, "accelerate"),
+        ("import accelerate\naccelerate.Accelerator()\n", "accelerate"),
+        ("from accelerate.accelerator import Accelerator\n", "accelerate"),
+        ("from transformers import AutoModel\n", None),
+        ("from mine import Trainer\n", None),
+        ("# from transformers import Trainer\n", None),
+        ("this is no Python\n", None),
+    ],
+)
+def test_the_library_is_recognised_in_the_source(tmp_path: Path, source: str, expected: str | None) -> None:
+    (tmp_path / "train.py").write_text(source)
+
+    found = find_script(["python3", "train.py"], tmp_path)
+
+    assert found is not None
+    assert found.library == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "below", "expected"),
+    [
+        ("import training\n", {"training.py": TRAINER}, "trainer"),
+        ("from parts import training\n", {"parts/training.py": TRAINER}, "trainer"),
+        ("from parts.training import main\n", {"parts/training.py": ACCELERATE}, "accelerate"),
+        ("import training\n", {"training.py": "import deeper\n", "deeper.py": TRAINER}, None),
+    ],
+)
+def test_one_level_of_the_scripts_own_modules_is_looked_through(
+    tmp_path: Path, source: str, below: dict[str, str], expected: str | None
+) -> None:
+    for name, text in {"train.py": source, **below}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    found = find_script(["python3", "train.py"], tmp_path)
+
+    assert found is not None
+    assert found.library == expected
+
+
+@pytest.mark.parametrize(
+    "entrypoint",
+    [
+        "python3 -m dstrial.launch train.py --seed 1",
+        "python3 -m dstrial.launch -- python3 train.py --seed 1",
+        "python3 -m determined.launch.torch_distributed --trial python3 train.py --seed 1",
+        "python3 -m dstrial.launch -m train --seed 1",
+    ],
+)
+def test_the_script_and_its_arguments_are_found_behind_every_launcher(
+    tmp_path: Path, entrypoint: str
+) -> None:
+    (tmp_path / "train.py").write_text(TRAINER)
+
+    found = find_script(entrypoint.split(), tmp_path)
+
+    assert found is not None
+    assert (found.path, found.arguments.words) == (tmp_path / "train.py", ("--seed", "1"))
+
+
+def test_the_trainer_fills_in_from_its_arguments(load: Load) -> None:
+    config = {
+        **FOR_BOTH,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+
+    loaded = load(config, TRAINER, "--per_device_train_batch_size 4 --learning-rate=0.1 --bf16")
+
+    notes = "\n".join(loaded.notes)
+    assert '"auto": the Trainer fills it in from --learning_rate (0.1 in the entrypoint)' in notes
+    assert "--bf16 (true in the entrypoint)" in notes
+    assert "--max_grad_norm (not in the entrypoint: the script's own or the Trainer's default)" in notes
+    assert (
+        "--gradient_accumulation_steps (not in the entrypoint: the script's own or the Trainer's default of 1)"
+        in notes
+    )
+    assert (
+        'reduce_bucket_size is "auto": the Trainer fills it in from the hidden size in the model\'s config'
+        in notes
+    )
+    assert not [warning for warning in loaded.warnings if "auto" in warning]
+    assert loaded.deepspeed is not None
+    assert loaded.deepspeed_check is not None
+    assert loaded.deepspeed_check.batch is not None
+    assert loaded.deepspeed_check.batch.train_batch_size == 4 * 2
+    rows = {row.key: row for row in explain(loaded.deepspeed, loaded.deepspeed_check)}
+    assert rows["gradient_clipping"].value == '"auto"'
+    assert rows["gradient_clipping"].origin.startswith("the Trainer fills it in from --max_grad_norm")
+
+
+def test_a_given_batch_is_solved_with_the_arguments(load: Load) -> None:
+    loaded = load({**FOR_BOTH, "train_batch_size": 32}, TRAINER, "--per_device_train_batch_size 4")
+
+    assert loaded.deepspeed_check is not None
+    assert loaded.deepspeed_check.batch is not None
+    assert loaded.deepspeed_check.batch.gradient_accumulation_steps == 4
+    assert any(
+        "get_hf_args_with_overwrites solves it to 4 for train_batch_size" in note for note in loaded.notes
+    )
+
+
+def test_a_batch_without_a_solution_is_a_problem_for_scripts_too(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"ds\.json:2: train_batch_size is 33"):
+        load({**FOR_BOTH, "train_batch_size": 33}, TRAINER)
+
+
+def test_accelerate_fills_in_from_the_script(load: Load) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+
+    loaded = load({**FOR_BOTH, "optimizer": optimizer}, ACCELERATE)
+
+    notes = "\n".join(loaded.notes)
+    assert "Accelerate fills in the batch_size of the DataLoader that the script prepares" in notes
+    assert "Accelerate fills in Accelerator(mixed_precision=...)" in notes
+    assert "Accelerate fills in the lr of the script's DummyOptim" in notes
+    assert loaded.deepspeed_check is not None
+    assert loaded.deepspeed_check.batch is None
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "problem"),
+    [
+        (TRAINER, {"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}, "overlap_comm"),
+        (TRAINER, {"prescale_gradients": "auto"}, "prescale_gradients"),
+        (ACCELERATE, {"optimizer": {"type": "AdamW", "params": {"betas": "auto"}}}, "betas"),
+    ],
+)
+def test_what_nobody_fills_in_is_a_problem(
+    load: Load, script: str, more: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf'{problem} is "auto".*does not fill (it )?in') as caught:
+        load({**FOR_BOTH, **more}, script)
+
+    assert len(caught.value.problems) == 1
+
+
+def test_a_script_that_tells_nothing_is_checked_as_before(load: Load) -> None:
+    config = {**FOR_BOTH, "train_micro_batch_size_per_gpu": 4}
+
+    warnings = "\n".join(load(config, "print('a script')\n").warnings)
+
+    assert (
+        'gradient_clipping is "auto", which only another tool (Hugging Face Trainer) can fill in' in warnings
+    )

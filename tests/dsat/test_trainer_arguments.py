@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.config.deepspeed_source import read_deepspeed
+from dstrial.config.findings import Findings
+from dstrial.config.saved_run import EngineRecord, SavedRun
+from dstrial.dsat.decisions import Outcome
+from dstrial.dsat.trainer_arguments import ReconciledArguments, reconcile
+from dstrial.errors import ConfigError
+
+AUTO_BATCH = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+)
+
+
+def reconciled(
+    arguments: str,
+    config: dict[str, Any],
+    overwrite: dict[str, Any] | None = None,
+    *,
+    world_size: int = 1,
+    resumed: SavedRun | None = None,
+) -> ReconciledArguments:
+    hparams = {"deepspeed_config": config, "overwrite_deepspeed_args": overwrite or {}}
+    before = copy.deepcopy(hparams)
+    source = read_deepspeed("deepspeed_config", hparams, Path(), {}, "exp.yaml", Findings({}, "exp.yaml"))
+    assert source is not None
+    merged = copy.deepcopy(source.merged)
+    words = arguments.split()
+    found = reconcile(words, source, world_size, resumed=resumed)
+    assert (words, hparams, source.merged) == (arguments.split(), before, merged)
+    return found
+
+
+def problems_of(arguments: str, config: dict[str, Any], **more: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        reconciled(arguments, config, **more)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def sizes(found: ReconciledArguments) -> tuple[int, int, int]:
+    return tuple(found.config[key] for key in AUTO_BATCH)  # type: ignore[return-value]
+
+
+def flags(found: ReconciledArguments) -> tuple[str | None, str | None]:
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    micro, steps = (found.arguments.value(name) for name in names)
+    return micro, steps
+
+
+def saved(*, micro: int, steps: int, replicas: int) -> SavedRun:
+    engine = EngineRecord(
+        engine_kind="data_parallel",
+        world_size=replicas,
+        data_parallel_size=replicas,
+        pipeline_stages=1,
+        model_parallel_size=1,
+        zero_stage=2,
+        offload_optimizer="none",
+        offload_parameters="none",
+        optimizer="AdamW",
+        wrapper="",
+        lr_scheduler="",
+        train_batch_size=micro * steps * replicas,
+        micro_batch_size=micro,
+        micro_batches_per_batch=steps,
+        given={"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps},
+        micro_batch_limit=micro,
+    )
+    return SavedRun("some-uuid", 10, 1, (engine,))
+
+
+def test_a_batch_is_solved_for_the_ranks_as_everywhere_else() -> None:
+    found = reconciled(
+        "--per_device_train_batch_size 4", {**AUTO_BATCH, "train_batch_size": 64}, world_size=2
+    )
+
+    assert sizes(found) == (64, 4, 8)
+    assert flags(found) == ("4", "8")
+
+
+def test_arguments_yield_to_a_given_batch_accumulation_first() -> None:
+    found = reconciled(
+        "--per_device_train_batch_size=4 --gradient_accumulation_steps=2",
+        {"train_batch_size": 32},
+        world_size=2,
+    )
+
+    assert flags(found) == ("4", "4")  # and not 8 x 2
+    (listed,) = found.contradictions
+    assert "train_batch_size is 32 and --gradient_accumulation_steps is 2" in listed.text
+    assert "overwrite_deepspeed_args: {train_batch_size: auto}" in listed.text
+
+
+def test_a_micro_batch_that_does_not_divide_yields_too() -> None:
+    found = reconciled(
+        "--per_device_train_batch_size 5 --gradient_accumulation_steps 4", {"train_batch_size": 32}
+    )
+
+    assert flags(found) == ("8", "4")
+
+
+def test_a_batch_that_nothing_gives_is_left_to_the_trainer() -> None:
+    found = reconciled("--seed 1", {})
+
+    assert sizes(found) == ("auto", "auto", "auto")
+    assert flags(found) == (None, None)
+
+
+def test_a_config_without_a_solution_says_so_with_everything_else_that_is_wrong() -> None:
+    found = problems_of(
+        "--learning_rate fast --gradient_accumulation_steps 0",
+        {
+            "optimizer": {"type": "AdamW", "params": {"eps": "1e-8", "betas": 0.9}},
+            "fp16": {"enabled": True},
+            "bf16": {"enabled": True},
+            "gradient_clipping": -1,
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_max_lr": 1}},
+        },
+    )
+
+    assert len(found) == 7
+    assert any("command line: --learning_rate" in problem and '"fast"' in problem for problem in found)
+    assert any("--gradient_accumulation_steps" in problem for problem in found)
+    assert any("Write 1.0e-08, without quotes" in problem for problem in found)
+    assert any("bf16.enabled is true, and fp16.enabled is true too" in problem for problem in found)
+    assert any("warmup_num_steps is 0; expected a whole number of at least 1" in problem for problem in found)
+
+    (contradiction,) = problems_of("", {"train_batch_size": 9}, world_size=2)
+    assert "train_batch_size is 9" in contradiction
+
+
+def test_a_number_of_the_config_wins_over_the_argument_and_an_overwrite_over_both() -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "gradient_clipping": 0.5}
+    overwrite = {"optimizer": {"params": {"lr": 0.01}}}
+
+    found = reconciled("--learning-rate=1e-05 --max_grad_norm 0.5", config, overwrite)
+
+    assert found.arguments.words[:3] == ("--learning-rate=0.01", "--max_grad_norm", "0.5")
+    assert [decision.argument for decision in found.contradictions] == ["--learning_rate"]
+
+
+def test_an_overwrite_with_auto_lets_the_argument_win() -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+
+    found = reconciled("--learning_rate 1e-05", config, {"optimizer": {"params": {"lr": "auto"}}})
+
+    assert found.arguments.value("learning_rate") == "1e-05"
+    assert found.config["optimizer"]["params"]["lr"] == "auto"
+    assert not found.contradictions
+
+
+def test_an_overwritten_learning_rate_reaches_the_scheduler() -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}},
+    }
+
+    found = reconciled("", config, {"optimizer": {"params": {"lr": 0.01}}})
+
+    assert found.arguments.value("learning_rate") == "0.01"
+    assert found.config["scheduler"]["params"]["warmup_max_lr"] == 0.01
+
+
+def test_a_parameter_that_the_optimizer_does_not_take_is_not_added() -> None:
+    found = reconciled("--adam_beta1 0.5 --weight_decay 0.1", {"optimizer": {"type": "SGD", "params": {}}})
+
+    assert found.config["optimizer"]["params"] == {"weight_decay": "auto"}
+
+
+def test_an_overwrite_of_one_precision_switches_the_other_off() -> None:
+    found = reconciled("--bf16", {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})
+
+    assert (found.config["bf16"]["enabled"], found.config["fp16"]["enabled"]) == (False, True)
+    assert (found.arguments.truth("bf16"), found.arguments.truth("fp16")) == (False, True)
+
+
+def test_a_warmup_ratio_goes_where_the_config_has_a_number_of_steps() -> None:
+    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+
+    found = reconciled("--warmup_ratio 0.1 --seed 2", config)
+
+    assert found.arguments.value("warmup_ratio") is None
+    assert found.arguments.value("warmup_steps") == "10"
+    assert [decision.outcome for decision in found.contradictions] == [Outcome.ARGUMENT_REMOVED]
+
+
+def test_the_length_of_training_wins_over_the_length_of_the_schedule() -> None:
+    config = {
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 5}}
+    }
+
+    found = reconciled("--num_train_epochs 3", config)
+
+    assert found.config["scheduler"]["params"]["total_num_steps"] == "auto"
+
+
+def test_abbreviations_and_files_of_arguments_are_refused() -> None:
+    (abbreviation,) = problems_of("--learning_r 0.1", {})
+    (file,) = problems_of("arguments.json", {})
+
+    assert "expected the whole name --learning_rate" in abbreviation
+    assert "a file with the arguments" in file
+
+
+def test_the_batch_of_a_run_that_goes_on_is_kept_on_more_ranks() -> None:
+    resumed = saved(micro=4, steps=2, replicas=1)
+
+    found = reconciled(
+        "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
+        AUTO_BATCH,
+        world_size=2,
+        resumed=resumed,
+    )
+
+    assert sizes(found) == (8, 4, 1)
+    assert flags(found) == ("4", "1")
+    assert not found.contradictions
+    assert Outcome.KEPT in {decision.outcome for decision in found.decisions}
+
+
+def test_the_batch_is_kept_where_the_config_fixes_all_three_sizes() -> None:
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+
+    found = reconciled("", config, world_size=1, resumed=saved(micro=4, steps=1, replicas=2))
+
+    assert sizes(found) == (8, 4, 2)
+    assert flags(found) == ("4", "2")
+
+
+def test_sizes_that_were_changed_on_purpose_are_not_touched() -> None:
+    found = reconciled(
+        "--per_device_train_batch_size 16",
+        AUTO_BATCH,
+        world_size=2,
+        resumed=saved(micro=4, steps=2, replicas=1),
+    )
+
+    assert flags(found) == ("16", "1")
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused() -> None:
+    (problem,) = problems_of(
+        "--per_device_train_batch_size 4",
+        AUTO_BATCH,
+        world_size=3,
+        resumed=saved(micro=4, steps=1, replicas=2),
+    )
+
+    assert "some-uuid" in problem
+
+
+def test_sizes_that_keep_the_batch_from_outside_are_no_contradiction() -> None:
+    overwrite = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+
+    found = reconciled(
+        "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
+        AUTO_BATCH,
+        overwrite,
+        world_size=2,
+        resumed=saved(micro=4, steps=2, replicas=1),
+    )
+
+    assert flags(found) == ("4", "1")
+    assert not found.contradictions

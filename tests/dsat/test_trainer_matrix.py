@@ -1,0 +1,98 @@
+"""What is returned for every pair of an argument and a key is accepted by the real Trainer of the installed transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The whole table, made by two ranks with real ``TrainingArguments``."""
+    directory = tmp_path_factory.mktemp("table")
+    file = directory / "table.json"
+    script = str(ROOT / "tools" / "trainer_arguments_table.py")
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    finished = subprocess.run(
+        [sys.executable, "-m", "dstrial.launch", "--slots", str(NUM_RANKS), script, "--json", str(file)],
+        cwd=directory,
+        env={
+            **kept,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",
+            "TMPDIR": str(directory),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout
+    made: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return made
+
+
+@pytest.mark.ranks
+def test_the_trainer_accepts_what_is_returned_in_every_case(rows: list[dict[str, Any]]) -> None:
+    refused = [(row["pair"], row["case"], row["verdict"]) for row in rows if row["verdict"] != "accepts"]
+
+    assert len(rows) >= 95
+    assert not refused
+    assert {row["world_size"] for row in rows} == {NUM_RANKS}
+
+
+@pytest.mark.ranks
+def test_no_given_argument_is_without_effect(rows: list[dict[str, Any]]) -> None:
+    assert not [(row["pair"], row["case"], row["ignored"]) for row in rows if row["ignored"]]
+
+
+@pytest.mark.ranks
+def test_the_cases_are_ones_that_the_trainer_alone_refuses_or_gets_wrong(rows: list[dict[str, Any]]) -> None:
+    alone = {(row["pair"], row["case"]): row["alone"] for row in rows}
+
+    contradictory = {key: verdict for key, verdict in alone.items() if "contradict" in key[1]}
+    assert len(contradictory) > 20
+    assert not [key for key, verdict in contradictory.items() if verdict == "accepts"]
+    assert [verdict for verdict in alone.values() if verdict.startswith("accepts and ignores")]
+
+
+@pytest.mark.ranks
+def test_neither_the_arguments_nor_the_file_of_the_user_are_changed(rows: list[dict[str, Any]]) -> None:
+    assert all(row["is_untouched"] for row in rows)
+
+
+@pytest.mark.ranks
+def test_everything_that_was_contradictory_is_listed_at_once(rows: list[dict[str, Any]]) -> None:
+    (row,) = (row for row in rows if row["case"] == "everything contradictory")
+
+    changed = [(flag, key) for flag, key, outcome, _ in row["outcomes"] if outcome.endswith("_CHANGED")]
+    assert [flag for flag, _ in changed] == [
+        "--deepspeed",
+        "--per_device_train_batch_size",
+        "--gradient_accumulation_steps",
+        "--max_grad_norm",
+        "--learning_rate",
+        "--adam_epsilon",
+        "--weight_decay",
+        "--warmup_steps",
+        "--adam_beta1",
+        "--max_steps",
+        "--bf16",
+    ]
+    for _, _, outcome, text in row["outcomes"]:
+        if outcome.endswith("_CHANGED"):
+            assert "wins" in text
+            assert "to win, " in text or "Set both" in text

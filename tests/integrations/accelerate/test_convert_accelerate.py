@@ -1,0 +1,262 @@
+"""Files that ``accelerate config`` wrote become experiments that pass the check, and no key is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrial.cli.app import main
+from dstrial.config import load_experiment
+from dstrial.errors import ConfigError
+from dstrial.integrations.accelerate.convert import Choices, Conversion, convert
+
+CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.yaml"))
+SCRIPT = "from accelerate import Accelerator\n\naccelerator = Accelerator()\n"
+CHOICES = Choices("train.py", 4, "converted")
+
+
+def converted(config: Mapping[str, Any], choices: Choices = CHOICES, **more: Any) -> Conversion:
+    return convert(config, choices, label="default_config.yaml", **more)
+
+
+def of_file(name: str) -> Conversion:
+    return converted(yaml.safe_load((Path(__file__).parent / "configs" / f"{name}.yaml").read_text()))
+
+
+def plugin(**keys: Any) -> dict[str, Any]:
+    return {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": keys}
+
+
+def leaves(config: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}.{name}" if name else key
+        for key, value in config.items()
+        for name in (value if isinstance(value, Mapping) and value else [""])
+    ]
+
+
+def explained(conversion: Conversion, key: str) -> tuple[str, str]:
+    (found,) = [one for one in conversion.keys if one.key == key]
+    return found.outcome, found.explanation
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_a_file_of_the_questionnaire_becomes_an_experiment_that_passes_the_check(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    exit_code = main(
+        [
+            "convert",
+            "accelerate",
+            str(config),
+            "--entrypoint",
+            "train.py",
+            "--micro-batch",
+            "4",
+            "-o",
+            str(tmp_path),
+        ]
+    )
+
+    printed = capsys.readouterr()
+    assert exit_code == 0, printed.err
+    given = yaml.safe_load(config.read_text())
+    rows = {line.split("  ")[0] for line in printed.out.splitlines()}
+    assert set(leaves(given)) <= rows
+    assert "unknown" not in printed.out
+    checked = load_experiment(tmp_path / "experiment.yaml", tmp_path, require_entrypoint=True)
+    assert checked.slots_per_trial == given["num_processes"]
+    assert checked.deepspeed_check is not None
+    assert checked.deepspeed_check.batch is not None
+    assert checked.deepspeed_check.batch.train_micro_batch_size_per_gpu == 4
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_a_batch_that_is_left_to_the_script_passes_the_check_too(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    command = ["convert", "accelerate", str(config), "--entrypoint", "train.py", "-o", str(tmp_path)]
+
+    assert main(command) == 0
+    assert main(["check", str(tmp_path / "experiment.yaml"), str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "ds_config.json").read_text())
+    assert written["train_micro_batch_size_per_gpu"] == "auto"
+
+
+def test_there_are_files_of_every_kind() -> None:
+    given = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS}
+    sections = [config.get("deepspeed_config") or {} for config in given.values()]
+    assert len(given) >= 12
+    assert {section.get("zero_stage") for section in sections} >= {0, 1, 2, 3}
+    assert {section.get("offload_optimizer_device") for section in sections} >= {"none", "cpu", "nvme"}
+    assert {section.get("offload_param_device") for section in sections} >= {"none", "cpu", "nvme"}
+    assert {config.get("mixed_precision") for config in given.values()} >= {"no", "fp16", "bf16"}
+    assert any(section.get("deepspeed_hostfile") for section in sections)
+    assert any(section.get("deepspeed_config_file") for section in sections)
+    assert {config["num_machines"] for config in given.values()} == {1, 2}
+
+
+def test_offload_to_nvme_keeps_its_paths() -> None:
+    assert of_file("zero3_offload_nvme").deepspeed == {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme/optimizer"},
+            "offload_param": {"device": "nvme", "nvme_path": "/nvme/params"},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+    }
+
+
+def test_clipping_accumulation_and_precision_become_keys_of_the_json() -> None:
+    half = of_file("zero2_offload_cpu_fp16").deepspeed
+    assert half["gradient_clipping"] == 0.5
+    assert half["fp16"] == {"enabled": True, "auto_cast": True}
+    assert half["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert of_file("zero1_bf16").deepspeed["gradient_accumulation_steps"] == 4
+
+
+def test_what_deepspeed_does_not_offload_in_a_stage_is_left_out_with_the_reason() -> None:
+    conversion = of_file("zero2_offload_everything")
+    assert "offload_param" not in conversion.deepspeed["zero_optimization"]
+    outcome, reason = explained(conversion, "deepspeed_config.offload_param_device")
+    assert (outcome, "stage 3 only, and this is stage 2" in reason) == ("nowhere", True)
+    nvme = of_file("zero2_offload_nvme")
+    assert nvme.deepspeed["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert "NVMe in stage 3 only" in explained(nvme, "deepspeed_config.offload_optimizer_device")[1]
+
+
+def test_what_the_json_cannot_hold_becomes_a_variable_that_accelerate_reads() -> None:
+    assert of_file("dynamo_debug_moe").variables == {
+        "ACCELERATE_DEBUG_MODE": "true",
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "MixtralSparseMoeBlock",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_DYNAMO_MODE": "reduce-overhead",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "True",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+    }
+    assert of_file("zero3_init_save16").variables["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "true"
+
+
+def test_cpu_training_does_not_set_the_variable_that_turns_deepspeed_off() -> None:
+    variables = of_file("multi_cpu").variables
+    assert variables == {"DS_ACCELERATOR": "cpu"}
+    assert of_file("multi_cpu").deepspeed["zero_optimization"] == {"stage": 0}
+
+
+def test_a_deepspeed_file_is_taken_over_whole_and_decides() -> None:
+    content = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 1},
+    }
+    config = {**plugin(deepspeed_config_file="ds.json", zero_stage=3), "mixed_precision": "bf16"}
+
+    conversion = converted(config, deepspeed_file=content)
+
+    assert conversion.deepspeed == content
+    assert conversion.overwrites == {"train_micro_batch_size_per_gpu": 4}
+    assert explained(conversion, "deepspeed_config.zero_stage")[0] == "nowhere"
+    assert explained(conversion, "mixed_precision")[0] == "nowhere"
+    assert config["deepspeed_config"]["zero_stage"] == 3
+
+
+def test_unknown_keys_are_named_and_nothing_is_done_with_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    source = tmp_path / "mine.yaml"
+    source.write_text(yaml.safe_dump({**plugin(zero_stage=1, zero_speed=9), "each": 1}))
+
+    main(
+        [
+            "convert",
+            "accelerate",
+            str(source),
+            "--entrypoint",
+            "train.py",
+            "--micro-batch",
+            "2",
+            "-o",
+            str(tmp_path),
+        ]
+    )
+
+    warning = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: unknown")
+    )
+    assert warning.endswith("each, deepspeed_config.zero_speed") or warning.endswith(
+        "deepspeed_config.zero_speed, each"
+    )
+    assert "zero_speed" not in (tmp_path / "ds_config.json").read_text()
+
+
+def test_wrong_values_and_other_libraries_are_refused_all_at_once() -> None:
+    config = {
+        "compute_environment": "AMAZON_SAGEMAKER",
+        "distributed_type": "FSDP",
+        "num_processes": "two",
+        "mixed_precision": "fp4",
+    }
+    with pytest.raises(ConfigError) as caught:
+        converted(config)
+    assert [problem.where.rpartition(" ")[2] for problem in caught.value.problems] == list(config)
+
+
+def test_existing_files_are_replaced_only_when_asked_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "ds_config.json").write_text("mine")
+    command = ["convert", "accelerate", str(CONFIGS[-1]), "--entrypoint", "train.py", "--micro-batch", "2"]
+
+    assert main([*command, "-o", str(tmp_path)]) == 1
+    assert (tmp_path / "ds_config.json").read_text() == "mine"
+    assert not (tmp_path / "experiment.yaml").exists()
+    assert "is there already; expected a new file" in capsys.readouterr().err
+    assert main([*command, "-o", str(tmp_path), "--force"]) == 0
+    assert json.loads((tmp_path / "ds_config.json").read_text())["train_micro_batch_size_per_gpu"] == 2
+
+
+def test_a_deepspeed_file_that_is_not_there_is_an_error_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "config_file.yaml"
+    shutil.copy(Path(__file__).parent / "configs" / "config_file.yaml", source)
+
+    assert main(["convert", "accelerate", str(source), "-o", str(tmp_path)]) == 1
+
+    assert "'ds_zero2.json', which does not exist" in capsys.readouterr().err
+
+
+def test_what_the_file_cannot_say_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["convert", "accelerate", str(CONFIGS[-1]), "-o", str(tmp_path)])
+
+    text = (tmp_path / "experiment.yaml").read_text()
+    marked = [line.split("#")[0].strip() for line in text.splitlines() if "CHOOSE:" in line]
+    assert {
+        "entrypoint: python3 -m dstrial.launch train.py",
+        "metric: validation_loss",
+        "batches: 1000",
+    } <= set(marked)
+    assert json.loads((tmp_path / "ds_config.json").read_text())["train_micro_batch_size_per_gpu"] == "auto"
+    decisions = [line for line in capsys.readouterr().out.splitlines() if line.startswith("choose: ")]
+    assert [line.split()[1] for line in decisions] == [
+        "entrypoint:",
+        "train_micro_batch_size_per_gpu:",
+        "optimizer:",
+        "searcher.metric:",
+        "searcher.max_length:",
+    ]

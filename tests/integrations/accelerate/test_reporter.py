@@ -1,0 +1,170 @@
+"""An Accelerate loop is a trial: it trains on all ranks, stops, goes on with other ranks, and refuses to go wrong silently."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrial.cli.app import main as dstrial
+from dstrial.testing.ranks import run_script
+
+PROGRAM = Path(__file__).with_name("reporter_program.py")
+DEADLINE_S = 200
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        importlib.util.find_spec("accelerate") is None, reason="Requires: [accelerate, transformers]"
+    ),
+]
+
+CONFIG = {
+    "name": "reporter",
+    "entrypoint": "python3 -m dstrial.launch reporter_program.py",
+    "hyperparameters": {
+        "deepspeed_config": {
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": 3},
+        },
+        "lr": 0.01,
+    },
+    "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 9}},
+    "scheduling_unit": 1,
+    "min_validation_period": {"batches": 3},
+    "min_checkpoint_period": {"batches": 4},
+    "checkpoint_policy": "none",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launch printed and left in its run directory."""
+
+    output: str
+    run: Path
+
+    def values(self, group: str, metric: str) -> list[tuple[int, float]]:
+        rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        return [(row["steps_completed"], row["metrics"][metric]) for row in rows if row["group"] == group]
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        marks = sorted(self.run.glob("checkpoints/*/COMPLETE"))
+        return {json.loads(mark.read_text())["steps_completed"]: mark.parent for mark in marks}
+
+
+def launch(
+    directory: Path, *arguments: str, slots: int, env: dict[str, str] | None = None, exit_code: int = 0
+) -> str:
+    shutil.copy(PROGRAM, directory)
+    (directory / "e.yaml").write_text(yaml.safe_dump(CONFIG))
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "DSTRIAL_"))
+    }
+    command = [sys.executable, "-m", "dstrial.launch", "--config", "e.yaml", "--slots", str(slots)]
+    ended = subprocess.run(
+        [*command, "reporter_program.py", *arguments],
+        cwd=directory,
+        env={**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == exit_code, ended.stdout
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Two ranks, ZeRO 3, all 9 batches, with a checkpoint after 4."""
+    directory = tmp_path_factory.mktemp("whole")
+    output = launch(directory, slots=2)
+    (run,) = directory.glob("runs/reporter/*")
+    return Launched(output, run)
+
+
+@pytest.fixture(scope="module")
+def resumed(whole: Launched, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """The same run, gone on with from batch 4 on one rank, and asked to stop within batch 7."""
+    directory = tmp_path_factory.mktemp("resumed")
+    run = shutil.copytree(whole.run, directory / "run")
+    env = {"DSTRIAL_RUN_DIR": str(run), "DSTRIAL_RESUME": str(whole.checkpoints[4])}
+    return Launched(launch(directory, "--stop-at", "6", slots=1, env=env), run)
+
+
+def test_all_ranks_train_with_deepspeed_to_the_end(whole: Launched) -> None:
+    assert whole.output.count("ranks=2 kind=DEEPSPEED") == 2
+    assert whole.output.count("stopped=None at 9 of 9") == 2
+    assert [batch for batch, _ in whole.values("training", "loss")] == list(range(1, 10))
+    assert [batch for batch, _ in whole.values("validation", "validation_loss")] == [3, 6, 9]
+    assert sorted(whole.checkpoints) == [4, 8, 9]
+    assert json.loads((whole.run / "run.json").read_text())["state"] == "completed"
+
+
+def test_the_checkpoint_is_sharded_and_the_tools_read_it(
+    whole: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = whole.checkpoints[4]
+    names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    assert {f"pytorch_model/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)} <= names
+    assert {"custom_checkpoint_0.pkl", "scheduler.bin", "manifest.json", "dstrial_rank1.pt"} <= names
+    assert dstrial(["checkpoint", "verify", str(path)]) == 0
+    assert dstrial(["checkpoint", "inspect", str(path)]) == 0
+    assert "ZeRO stage 3" in capsys.readouterr().out
+    target = whole.run / "model.safetensors"
+    assert dstrial(["checkpoint", "export", str(path), str(target), "--format", "safetensors"]) == 0
+    assert target.stat().st_size > 0
+
+
+def test_one_rank_goes_on_where_two_were_as_if_nothing_had_happened(
+    whole: Launched, resumed: Launched
+) -> None:
+    assert "ranks=1 kind=DEEPSPEED" in resumed.output
+    before, after = whole.values("training", "loss"), resumed.values("training", "loss")
+    assert [batch for batch, _ in after] == list(range(1, 8))
+    assert [loss for _, loss in after] == pytest.approx([loss for _, loss in before[:7]], rel=1e-6)
+    # Schedule, an object of the script's own and counts, too.
+    assert resumed.values("validation", "records") == [(3, 24), (6, 48)]
+    rates = dict(resumed.values("validation", "rate"))
+    assert rates == pytest.approx({batch: 0.01 / (1 + 0.1 * batch) for batch in (3, 6)})
+
+
+def test_asked_to_stop_it_stops_with_a_checkpoint(resumed: Launched) -> None:
+    assert "stopped=StopReason.SIGNAL at 7 of 9" in resumed.output
+    assert max(resumed.checkpoints) == 9  # of the run before; that of batch 7 is beside it
+    assert 7 in resumed.checkpoints
+
+
+def test_a_loop_that_does_not_resume_is_told_the_line_to_add(resumed: Launched) -> None:
+    assert "before resume(): reporter.step() is called before reporter.resume()" in resumed.output
+    assert "Add reporter.resume() after accelerator.prepare(...)" in resumed.output
+
+
+def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
+    # Without dstrial.launch, and so without the backend: what torchrun alone does on the CPU.
+    results = run_script(PROGRAM, 2, check=False)
+    for result in results:
+        assert result.exit_code != 0
+        if importlib.metadata.version("accelerate").startswith("1.15."):
+            assert "accelerator.num_processes is 1; expected 2, the ranks that were launched" in result.stderr
+        else:  # releases that see the ranks use no DeepSpeed either
+            assert "expected 2, the ranks" in result.stderr or "expected DEEPSPEED" in result.stderr
+
+
+def test_an_accelerator_without_deepspeed_is_refused() -> None:
+    (result,) = run_script(PROGRAM, 1, check=False)
+    assert result.exit_code != 0
+    assert "accelerator.distributed_type is NO; expected DEEPSPEED" in result.stderr

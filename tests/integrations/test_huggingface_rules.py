@@ -1,0 +1,200 @@
+"""What of the Trainer's integration decides and computes, without a Trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dstrial.config.saved_run import EngineRecord, SavedRun
+from dstrial.errors import ConfigError, TrialContractError
+from dstrial.integrations.huggingface.batch import ArgumentSizes, batch_problems, kept_sizes
+from dstrial.integrations.huggingface.data_wait import STOPPING_WAIT_S, WAIT_S, DataWait
+from dstrial.integrations.huggingface.lengths import TrainerLength, length_problems
+from dstrial.integrations.huggingface.metrics import (
+    LogKind,
+    Throughput,
+    kind_of,
+    reported,
+    require_searcher_metrics,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def saved_run(world_size: int = 2, micro: int = 4, accumulation: int = 1) -> SavedRun:
+    engine = EngineRecord(
+        engine_kind="data_parallel",
+        world_size=world_size,
+        data_parallel_size=world_size,
+        pipeline_stages=1,
+        model_parallel_size=1,
+        zero_stage=2,
+        offload_optimizer="none",
+        offload_parameters="none",
+        optimizer="AdamW",
+        wrapper="",
+        lr_scheduler="",
+        train_batch_size=world_size * micro * accumulation,
+        micro_batch_size=micro,
+        micro_batches_per_batch=accumulation,
+        given=ArgumentSizes(micro, accumulation).given(),
+        micro_batch_limit=micro,
+    )
+    return SavedRun("a-checkpoint", 7, 0, (engine,))
+
+
+@pytest.mark.parametrize(
+    ("searcher", "max_steps", "epochs", "num_problems"),
+    [
+        ({}, 100, 3.0, 0),
+        ({"max_length": {"batches": 100}}, 100, 3.0, 0),
+        ({"max_length": {"batches": 99}}, 100, 3.0, 1),
+        ({"max_length": {"epochs": 3}}, -1, 3.0, 0),
+        ({"max_length": {"epochs": 3}}, 100, 3.0, 1),
+        ({"max_length": {"records": 800}}, 100, 3.0, 0),
+        ({"max_length": 100}, 100, 3.0, 0),
+        ({"max_time": 100, "time_metric": "batches"}, 100, 3.0, 0),
+        ({"max_time": 3, "time_metric": "epochs"}, 100, 3.0, 1),
+        ({"max_time": 3, "time_metric": "hours"}, 100, 3.0, 0),
+        ({"max_length": {"batches": 1}, "max_time": 2, "time_metric": "batches"}, 100, 3.0, 2),
+    ],
+)
+def test_lengths_have_to_agree(
+    searcher: dict[str, object], max_steps: int, epochs: float, num_problems: int
+) -> None:
+    found = length_problems(searcher, TrainerLength.of(max_steps, epochs), train_batch_size=8)
+    assert len(found) == num_problems
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3"],
+        ["--per_device_train_batch_size=4", "--gradient_accumulation_steps=3"],
+        [
+            "--per-device-train-batch-size",
+            "9",
+            "--per_device_train_batch_size=4",
+            "--gradient_accumulation_steps",
+            "3",
+        ],
+    ],
+)
+def test_batch_sizes_are_read_from_a_command_line(words: list[str]) -> None:
+    assert ArgumentSizes.of_command_line(words) == ArgumentSizes(4, 3)
+    assert ArgumentSizes.of_command_line([]) == ArgumentSizes(8, 1)
+
+
+def test_on_fewer_ranks_the_accumulation_keeps_the_batch() -> None:
+    solution = kept_sizes(ArgumentSizes(4, 1), saved_run(), num_ranks=1)
+    assert solution is not None
+    assert (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps) == (4, 2)
+
+
+def test_on_more_ranks_the_micro_batch_keeps_the_batch() -> None:
+    solution = kept_sizes(ArgumentSizes(4, 1), saved_run(), num_ranks=4)
+    assert solution is not None
+    assert (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps) == (2, 1)
+
+
+def test_arguments_that_keep_the_batch_or_were_changed_on_purpose_are_left_alone() -> None:
+    assert kept_sizes(ArgumentSizes(8, 1), saved_run(), num_ranks=1) is None
+    assert kept_sizes(ArgumentSizes(5, 1), saved_run(), num_ranks=1) is None
+    assert batch_problems(ArgumentSizes(8, 1), saved_run(), num_ranks=1) == []
+    (problem,) = batch_problems(ArgumentSizes(5, 1), saved_run(), num_ranks=1)
+    assert "5 x 1 x 1 = 5; expected 8" in str(problem)
+
+
+def test_ranks_that_cannot_share_the_batch_are_told_how_many_can() -> None:
+    with pytest.raises(ConfigError, match="Go on with 2 or 4 slots"):
+        kept_sizes(ArgumentSizes(4, 1), saved_run(), num_ranks=3)
+
+
+def test_logs_are_sorted_by_their_names() -> None:
+    assert kind_of({"loss": 1.0, "epoch": 0.1, "train_runtime": 1.0}) is LogKind.TRAINING
+    assert kind_of({"eval_loss": 1.0, "eval_runtime": 1.0}) is LogKind.EVALUATION
+    assert kind_of({"train_runtime": 1.0, "train_loss": 2.0}) is LogKind.SUMMARY
+    assert kind_of({"test_loss": 1.0}) is LogKind.OTHER
+
+
+def test_the_searchers_metrics_pass_every_filter() -> None:
+    logs = {
+        "eval_loss": 1.0,
+        "eval_f1": 0.5,
+        "eval_runtime": 3.0,
+        "epoch": 1.0,
+        "eval_samples_per_second": 9.0,
+    }
+    assert reported(logs, None) == {"eval_loss": 1.0, "eval_f1": 0.5, "eval_samples_per_second": 9.0}
+    assert reported(logs, ["f1"], ["eval_loss"]) == {"eval_loss": 1.0, "eval_f1": 0.5}
+    assert "epoch" in logs
+
+
+def test_missing_metrics_are_told_together_with_those_there_are() -> None:
+    wanted = [("searcher.metric", "eval_accuracy"), ("searcher.time_metric", "hours")]
+    with pytest.raises(TrialContractError, match=r"eval_accuracy.*hours.*: batches, eval_loss"):
+        require_searcher_metrics({"eval_loss": 1.0, "batches": 2}, wanted)
+
+
+def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
+    clock = Clock()
+    speed = Throughput(clock)
+    speed.start(0, 0.0)
+    clock.now_s += 2.0
+    speed.pause()
+    clock.now_s += 50.0
+    speed.go_on()
+    clock.now_s += 2.0
+    assert speed.report(4, 800.0, train_batch_size=10) == {
+        "samples_per_second": 10.0,
+        "tokens_per_second": 200.0,
+    }
+    assert speed.report(4, 800.0, train_batch_size=10) == {}
+
+
+def test_a_long_wait_for_data_names_the_rank_and_is_told_again_when_it_has_doubled() -> None:
+    clock = Clock()
+    wait = DataWait(3, lambda: False, clock)
+    wait.begin(7)
+    clock.now_s += WAIT_S - 1
+    assert wait.look() is None
+    clock.now_s += 1
+    assert "rank 3 has waited 30 s for its next batch after step 7" in str(wait.look())
+    clock.now_s += WAIT_S - 1
+    assert wait.look() is None
+    clock.now_s += 1
+    assert "60 s" in str(wait.look())
+    wait.end()
+    assert wait.look() is None
+
+
+def test_where_a_stop_is_asked_for_a_wait_is_told_sooner() -> None:
+    clock = Clock()
+    wait = DataWait(0, lambda: True, clock)
+    wait.begin(7)
+    clock.now_s += STOPPING_WAIT_S
+    assert "follows it after its next step" in str(wait.look())
+
+
+def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, dstrial.integrations.huggingface; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_missing_library_is_an_error_with_the_line_to_run() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'transformers' else found(name, *a)\n"
+        "from dstrial.integrations.huggingface import DetCallback\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "pip install 'dstrial[huggingface]'" in ended.stderr

@@ -1,0 +1,276 @@
+"""DetCallback with a real Trainer: reports, checkpoints, stops and resumes, with DeepSpeed and without, on 1 and 2 ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.checkpoint.manifest import read_manifest
+from dstrial.checkpoint.wholeness import examine
+from dstrial.cli.app import main as dstrial
+from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
+from dstrial.local.run_directory import RunDirectory
+from dstrial.testing.ranks import run_script
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(290)]
+
+PROGRAM = Path(__file__).with_name("trainer_program.py")
+
+
+class Runs:
+    """Starts runs of the program and reads what they left."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.directories: dict[str, Path] = {}
+        self.facts: dict[str, list[dict[str, Any]]] = {}
+
+    def settings(self, name: str, directory_of: str | None = None, **asked: Any) -> dict[str, Any]:
+        """Settings of a run; of another run's directory if it goes on from that."""
+        source = directory_of or name
+        if source not in self.directories:
+            made = RunDirectory.create(
+                self.directory / "runs", name=source, context_dir=self.directory, command=["test"], config={}
+            )
+            self.directories[source] = made.path
+        self.directories[name] = self.directories[source]
+        return {
+            "name": name,
+            "run_dir": str(self.directories[name]),
+            "output": str(self.directory / "output" / source),
+            **asked,
+        }
+
+    def copied(self, name: str, source: str) -> None:
+        """Let a run begin with a copy of what another one left, its links copied too."""
+        path = self.directories[source]
+        self.directories[name] = path.with_name(f"{path.name}-{name}")
+        shutil.copytree(path, self.directories[name])
+
+    def launch(self, num_ranks: int, *runs: dict[str, Any]) -> None:
+        path = self.directory / f"{num_ranks}-{runs[0]['name']}.json"
+        path.write_text(json.dumps([{k: v for k, v in run.items() if k != "name"} for run in runs]))
+        run_script(PROGRAM, num_ranks, str(path), deadline_s=200, env={"HF_HUB_OFFLINE": "1"})
+        by_rank = [json.loads(path.with_name(f"{path.name}.{rank}").read_text()) for rank in range(num_ranks)]
+        for idx, run in enumerate(runs):
+            self.facts[run["name"]] = [of_rank[idx] for of_rank in by_rank]
+
+    def reports(self, name: str, group: str) -> dict[int, dict[str, Any]]:
+        rows = [
+            json.loads(line) for line in (self.directories[name] / "metrics.jsonl").read_text().splitlines()
+        ]
+        found = [(row["steps_completed"], row["metrics"]) for row in rows if row["group"] == group]
+        assert len(found) == len(dict(found)), "a step was reported twice"
+        return dict(found)
+
+    def losses(self, name: str) -> dict[int, float]:
+        return {step: metrics["loss"] for step, metrics in self.reports(name, "training").items()}
+
+    def evaluations(self, name: str) -> dict[int, float]:
+        return {step: metrics["eval_loss"] for step, metrics in self.reports(name, "validation").items()}
+
+    def checkpoint(self, name: str) -> Path:
+        newest = newest_checkpoint(self.directories[name] / "checkpoints")
+        assert newest is not None
+        return newest.path
+
+    def steps_of_checkpoints(self, name: str) -> list[int]:
+        return [found.steps_completed for found in list_checkpoints(self.directories[name] / "checkpoints")]
+
+
+LENGTHS = {"metric": "eval_loss", "max_length": {"batches": 7}, "max_time": 2, "time_metric": "epochs"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All runs of this module, in three launches because importing transformers takes seconds."""
+    made = Runs(tmp_path_factory.mktemp("trainer"))
+    new = made.settings
+    made.launch(
+        2,
+        new("zero2", stage=2, counts_tokens=True),
+        new("zero2-paused", stage=2, pause_at=3),
+        new("zero3", stage=3, micro=1, accumulation=2),
+        new("zero3-paused", stage=3, micro=1, accumulation=2, pause_at=3),
+        new("ddp", options={"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}),
+        new("ddp-paused", pause_at=3, options={"save_strategy": "steps", "save_steps": 2}),
+        new("ended", stage=2, pause_in_evaluation=2, eval_steps=2),
+    )
+    made.copied("zero2-to-1", "zero2-paused")
+    made.copied("zero2-to-zero3", "zero2-paused")
+    made.copied("zero2-another-batch", "zero2-paused")
+    made.copied("zero2-unresumed", "zero2-paused")
+    made.copied("zero3-to-1", "zero3-paused")
+    made.copied("ddp-to-1", "ddp-paused")
+    one = {"micro": 4, "resume": "latest"}
+    made.launch(
+        1,
+        new("zero2-to-1", stage=2, **one),
+        new("zero2-to-zero3", stage=3, **one),
+        new("zero3-to-1", stage=3, **one),
+        new("ddp-to-1", **one),
+        new("zero2-again", "zero2-to-1", stage=2, **one),
+        new("alone-zero2", stage=2, micro=4),
+        new("alone-zero2-paused", stage=2, micro=4, pause_at=3),
+        new("alone-zero3-paused", stage=3, micro=4, pause_at=3),
+        new("left", micro=4, pause_in_evaluation=2, eval_steps=2, leave_evaluation=True),
+        new("left-resumed", "left", eval_steps=2, leave_evaluation=True, **one),
+        new("zero2-another-batch", stage=2, resume="latest", error=True),
+        new("zero2-unresumed", stage=2, micro=4, resume="latest", is_plain=True, error=True),
+        new("no-metric", searcher={"metric": "eval_accuracy"}, eval_steps=1, num_eval_sets=2, error=True),
+        new("lengths", searcher=LENGTHS, error=True),
+        new("sets", eval_steps=3, num_eval_sets=2, is_plain=True, callback={"filter_metrics": ["set1"]}),
+    )
+    made.launch(
+        2,
+        new("zero2-to-2", "alone-zero2-paused", stage=2, resume="latest"),
+        new("zero3-to-2", "alone-zero3-paused", stage=3, resume="latest"),
+        new("zero2-paused", stage=2, resume="latest"),
+        new("zero3-paused", stage=3, micro=1, accumulation=2, resume="latest"),
+        new("ddp-paused", resume="latest", options={"save_strategy": "steps", "save_steps": 2}),
+    )
+    return made
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "ddp"])
+def test_a_run_that_was_paused_has_the_losses_of_one_that_was_not(runs: Runs, kind: str) -> None:
+    assert [fact["is_stopped"] for fact in runs.facts[kind]] == [False, False]
+    assert runs.losses(f"{kind}-paused") == runs.losses(kind)
+    assert runs.evaluations(f"{kind}-paused") == runs.evaluations(kind)
+    assert sorted(runs.losses(kind)) == [1, 2, 3, 4, 5, 6]
+    assert sorted(runs.evaluations(kind)) == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("resumed", "whole"),
+    [
+        ("zero2-to-1", "zero2"),
+        ("zero2-to-zero3", "zero2"),
+        ("zero3-to-1", "zero3"),
+        ("ddp-to-1", "ddp"),
+        ("zero2-to-2", "alone-zero2"),
+        ("zero3-to-2", "alone-zero2"),
+    ],
+)
+def test_a_run_goes_on_with_its_losses_on_another_number_of_ranks(
+    runs: Runs, resumed: str, whole: str
+) -> None:
+    assert sorted(runs.losses(resumed)) == [1, 2, 3, 4, 5, 6]
+    assert runs.losses(resumed) == pytest.approx(runs.losses(whole), rel=2e-6)
+
+
+def test_all_ranks_stop_at_the_same_step_and_keep_a_checkpoint_of_it(runs: Runs) -> None:
+    for name in ("zero2-paused", "zero3-paused", "ddp-paused", "ended"):
+        assert all(fact["is_stopped"] for fact in runs.facts[name]) or name != "ended"
+    ended = runs.facts["ended"]
+    assert [fact["ended_at"] for fact in ended] == [2, 2]
+    assert sorted(runs.losses("ended")) == [1, 2]
+    assert sorted(runs.evaluations("ended")) == [2]
+    assert runs.steps_of_checkpoints("ended") == [2]
+
+
+def test_an_evaluation_that_may_be_left_is_left_and_made_up_for_later(runs: Runs) -> None:
+    (fact,) = runs.facts["left"]
+    assert (fact["global_step"], fact["num_prediction_steps"]) == (2, 1)
+    assert runs.steps_of_checkpoints("left") == [2, 4, 6]
+    assert sorted(runs.evaluations("left")) == [2, 4, 6]
+    assert runs.evaluations("left")[4] == pytest.approx(runs.evaluations("ddp")[4])
+    assert sorted(runs.losses("left")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_with_nothing_left_to_train_trains_nothing(runs: Runs) -> None:
+    (fact,) = runs.facts["zero2-again"]
+    assert fact["global_step"] == 6
+    assert sorted(runs.losses("zero2-to-1")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_reports_say_where_training_is_and_how_fast(runs: Runs) -> None:
+    metrics = runs.reports("zero2", "training")[3]
+    assert (metrics["batches"], metrics["epochs"]) == (3, pytest.approx(0.3))
+    assert metrics["samples_per_second"] > 0
+    assert metrics["tokens_per_second"] > 0
+    evaluation = runs.reports("zero2", "validation")[4]
+    assert evaluation["batches"] == 4
+    assert {"eval_loss", "eval_samples_per_second"} < set(evaluation)
+    assert not any(name.endswith("_runtime") for name in evaluation)
+
+
+def test_evaluation_sets_are_reported_together_and_filtered_by_name(runs: Runs) -> None:
+    reports = runs.reports("sets", "validation")
+    assert sorted(reports) == [3, 6]
+    assert set(reports[3]) == {"eval_set1_loss", "eval_set1_samples_per_second", "batches", "epochs"}
+    assert set(runs.reports("sets", "training")[1]) == {"samples_per_second", "batches", "epochs"}
+
+
+def test_a_checkpoint_is_the_directory_of_its_step_and_shares_its_files(runs: Runs) -> None:
+    checkpoint = runs.checkpoint("zero3-paused")
+    names = {path.name for path in checkpoint.iterdir()}
+    assert names == {"checkpoint-6", "manifest.json", "metadata.json", "load_data.json", "COMPLETE"}
+    assert examine(checkpoint, needs_mark=True).is_whole
+    manifest = read_manifest(checkpoint)
+    assert manifest.layouts[0]["folder"] == "checkpoint-6/global_step6"
+    shard = "checkpoint-6/global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    assert manifest.files[shard].reader_ranks == (1,)
+    written = runs.directory / "output" / "zero3-paused" / shard
+    assert written.samefile(checkpoint / shard)
+
+
+def test_the_trainers_own_limit_of_checkpoints_takes_nothing_from_the_stored_ones(runs: Runs) -> None:
+    assert [path.name for path in (runs.directory / "output" / "ddp").iterdir()] == ["checkpoint-6"]
+    assert runs.steps_of_checkpoints("ddp") == [2, 4, 6]
+    for found in list_checkpoints(runs.directories["ddp"] / "checkpoints"):
+        assert examine(found.path, needs_mark=True).is_whole
+
+
+def test_a_step_that_is_trained_again_leaves_the_checkpoint_of_the_first_time_as_it_was(runs: Runs) -> None:
+    for found in list_checkpoints(runs.directories["ddp-paused"] / "checkpoints"):
+        assert examine(found.path, needs_mark=True).is_whole
+
+
+def test_an_exported_checkpoint_is_a_model_that_transformers_loads(runs: Runs, tmp_path: Path) -> None:
+    assert (
+        dstrial(
+            ["checkpoint", "export", str(runs.checkpoint("zero3")), str(tmp_path / "m"), "--format", "hf"]
+        )
+        == 0
+    )
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.n_embd == 32
+
+
+def test_arguments_that_give_another_batch_are_refused_with_those_that_keep_it(runs: Runs) -> None:
+    (fact,) = runs.facts["zero2-another-batch"]
+    assert "ConfigError" in fact["error"]
+    assert "2 x 1 x 1 = 2; expected 4" in fact["error"]
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in fact["error"]
+
+
+def test_a_trainer_that_starts_afresh_in_spite_of_a_checkpoint_is_told_the_line_to_write(runs: Runs) -> None:
+    (fact,) = runs.facts["zero2-unresumed"]
+    assert "trainer.train() starts at step 0; expected step" in fact["error"]
+    assert "dstrial.integrations.huggingface.train(trainer, callback)" in fact["error"]
+    assert "resume_from_checkpoint=callback.checkpoint_path" in fact["error"]
+
+
+def test_a_searcher_metric_that_does_not_exist_is_an_error_naming_those_that_do(runs: Runs) -> None:
+    (fact,) = runs.facts["no-metric"]
+    assert "searcher.metric is 'eval_accuracy'" in fact["error"]
+    assert "eval_set0_loss" in fact["error"]
+    assert "eval_set1_loss" in fact["error"]
+
+
+def test_all_contradictions_of_lengths_are_told_at_once(runs: Runs) -> None:
+    (fact,) = runs.facts["lengths"]
+    assert (
+        "searcher.max_length is {'batches': 7}; expected the length of the Trainer, 6 batches"
+        in fact["error"]
+    )
+    assert "searcher.max_time is 2 with searcher.time_metric epochs" in fact["error"]

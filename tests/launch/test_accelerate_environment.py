@@ -1,0 +1,119 @@
+"""What the ranks of a script are told for Accelerate, and what of the user's stays as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.config import EngineRecord, SavedRun
+from dstrial.errors import ConfigError
+from dstrial.launch.accelerate_environment import accelerate_variables
+
+BASE = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}}
+
+
+def variables(tmp_path: Path, config: Any = None, num_ranks: int = 2, **more: Any) -> dict[str, str]:
+    return accelerate_variables(
+        {"deepspeed_config": BASE if config is None else config},
+        num_ranks=num_ranks,
+        directory=tmp_path,
+        environ=more.pop("environ", {}),
+        **more,
+    )
+
+
+def written(tmp_path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((tmp_path / "deepspeed_config.json").read_text())
+    return content
+
+
+def test_a_script_is_told_to_use_deepspeed_and_from_which_file(tmp_path: Path) -> None:
+    assert variables(tmp_path) == {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "deepspeed_config.json"),
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+    }
+
+
+def test_a_given_batch_is_solved_because_accelerate_would_take_one_step_of_accumulation(
+    tmp_path: Path,
+) -> None:
+    variables(tmp_path)
+    assert written(tmp_path)["gradient_accumulation_steps"] == 2
+    variables(tmp_path, num_ranks=4)
+    assert written(tmp_path)["gradient_accumulation_steps"] == 1
+
+
+def test_what_the_script_is_to_fill_in_stays_auto(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "fp16": {"enabled": "auto"},
+    }
+    told = variables(tmp_path, config)
+    assert written(tmp_path) == {**config, "zero_optimization": {"stage": 0}}
+    assert sorted(told) == ["ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_USE_DEEPSPEED"]
+
+
+def test_the_copy_has_the_overwrites_and_the_file_of_the_user_stays(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(BASE))
+    told = accelerate_variables(
+        {
+            "deepspeed_config": "ds.json",
+            "overwrite_deepspeed_args": {"zero_optimization": {"stage": 3}, "bf16": None},
+        },
+        num_ranks=1,
+        directory=tmp_path,
+        environ={},
+        context_dir=tmp_path,
+    )
+    assert written(tmp_path)["zero_optimization"] == {"stage": 3}
+    assert "ACCELERATE_MIXED_PRECISION" not in told
+    assert json.loads((tmp_path / "ds.json").read_text()) == BASE
+
+
+def test_a_value_of_the_users_own_wins(tmp_path: Path) -> None:
+    own = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json", "ACCELERATE_MIXED_PRECISION": "no"}
+    assert variables(tmp_path, environ=own) == {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+    }
+    assert variables(tmp_path, environ={"ACCELERATE_USE_DEEPSPEED": "false"}) == {}
+
+
+def test_an_experiment_without_a_deepspeed_config_is_told_nothing(tmp_path: Path) -> None:
+    assert accelerate_variables({"lr": 1}, num_ranks=2, directory=tmp_path, environ={}) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_an_error_with_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_batch_size is 16"):
+        variables(tmp_path, num_ranks=3)
+
+
+def test_a_run_that_goes_on_keeps_its_batch_on_another_number_of_ranks(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    engine = EngineRecord(
+        engine_kind="data_parallel",
+        world_size=2,
+        data_parallel_size=2,
+        pipeline_stages=1,
+        model_parallel_size=1,
+        zero_stage=2,
+        offload_optimizer="none",
+        offload_parameters="none",
+        optimizer="AdamW",
+        wrapper="DeepSpeedZeroOptimizer",
+        lr_scheduler="",
+        train_batch_size=8,
+        micro_batch_size=4,
+        micro_batches_per_batch=1,
+        given=config,
+        micro_batch_limit=4,
+    )
+    variables(tmp_path, config, num_ranks=1, resumed=SavedRun("c", 5, 0, (engine,)))
+    assert [written(tmp_path)[key] for key in ("train_batch_size", *config)] == [8, 4, 2]
