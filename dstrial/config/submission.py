@@ -22,29 +22,17 @@ from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.findings import Findings, render
 from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.mounts import complete_mounts
 from dstrial.config.resume_rules import fitting_slots
 from dstrial.config.saved_run import SavedRun
+from dstrial.config.storage import complete_storage, laid_over
+from dstrial.config.template_merge import merge_template
 from dstrial.errors import ConfigError, ConfigProblem
 
 LABEL = "experiment config"
 _POLICY_ACTIONS = ("cancel_retries", "exclude_node")
 INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
 
-_SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
-_STORAGE_FIELDS = {
-    "shared_fs": (
-        "host_path",
-        "storage_path",
-        "propagation",
-        "container_path",
-        "checkpoint_path",
-        "tensorboard_path",
-    ),
-    "directory": ("container_path",),
-    "s3": ("bucket", "prefix", "access_key", "secret_key", "endpoint_url"),
-    "gcs": ("bucket", "prefix"),
-    "azure": ("container", "connection_string", "account_url", "credential"),
-}
 _LOG_POLICIES = (
     {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
     {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},
@@ -109,6 +97,7 @@ class Submission:
         warnings: doubtful things, as whole sentences.
         interpreter: the Python that the config asks for, None for the master's.
         exceeds_slots: whether a trial needs more slots than there are, so that it waits.
+        template: the template that was under it; None for none.
     """
 
     config: dict[str, Any]
@@ -116,6 +105,7 @@ class Submission:
     warnings: tuple[str, ...]
     interpreter: str | None
     exceeds_slots: bool
+    template: Mapping[str, Any] | None = None
 
 
 def check_submission(
@@ -125,6 +115,7 @@ def check_submission(
     defaults: MasterDefaults,
     num_slots: int | None = None,
     resumed: SavedRun | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Submission:
     """Check a config with its model definition, and fill in every default.
 
@@ -134,6 +125,7 @@ def check_submission(
         defaults: the master's.
         num_slots: how many slots there are; None to leave that out.
         resumed: the checkpoint that its trial goes on from, if it does; its batch is kept.
+        template: a part of a config that gives what the config leaves out.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
@@ -147,6 +139,7 @@ def check_submission(
         _check_concurrency(raw, findings)
         _check_variables(raw, findings)
         _check_lists(raw, findings)
+        complete_mounts(raw, findings)
         slots = raw["resources"]["slots_per_trial"]
         max_slots = raw["resources"]["max_slots"]
         if (
@@ -173,6 +166,8 @@ def check_submission(
                 )
 
     if isinstance(document.value, dict):
+        if template is not None:
+            document.value.update(merge_template(template, document.value))
         _add_defaults(document.value, defaults)
     experiment = check_experiment(
         document,
@@ -188,7 +183,7 @@ def check_submission(
     config["name"] = given.get("name") or _random_name()
     if (given.get("reproducibility") or {}).get("experiment_seed") is None:
         config["reproducibility"]["experiment_seed"] = int(time.time())
-    config["checkpoint_storage"] = _storage(config["checkpoint_storage"])
+    config["checkpoint_storage"] = complete_storage(config["checkpoint_storage"])
     config["log_policies"] = _log_policies(given.get("log_policies") or [])
     config["labels"] = sorted({str(label) for label in config["labels"] or []})
     image = config["environment"].get("image")
@@ -201,6 +196,7 @@ def check_submission(
         warnings=tuple(warning for warning in experiment.warnings if "is a search space" not in warning),
         interpreter=variables.get(INTERPRETER_VARIABLE) or None,
         exceeds_slots=bool(exceeds),
+        template=template,
     )
 
 
@@ -248,12 +244,8 @@ def search_section(config_text: str) -> dict[str, Any]:
 def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
     """Put the master's storage and variables into a config that has been read, where it says nothing else."""
     storage = config.get("checkpoint_storage")
-    if storage is None:
-        config["checkpoint_storage"] = dict(defaults.checkpoint_storage)
-    elif isinstance(storage, dict):
-        kind = storage.get("type")
-        if kind in (None, defaults.checkpoint_storage["type"]):
-            config["checkpoint_storage"] = {**defaults.checkpoint_storage, **_without_none(storage)}
+    if storage is None or isinstance(storage, dict):
+        config["checkpoint_storage"] = laid_over(storage or {}, defaults.checkpoint_storage)
     if not defaults.environment_variables:
         return
     environment = config.get("environment")
@@ -269,10 +261,6 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
         }
     elif isinstance(given, list):
         environment["environment_variables"] = [*defaults.environment_variables, *given]
-
-
-def _without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in mapping.items() if value is not None}
 
 
 def _check_time(searcher: Mapping[str, Any], findings: Findings) -> None:
@@ -369,12 +357,12 @@ def _check_lists(raw: Mapping[str, Any], findings: Findings) -> None:
             )
         else:
             _check_policy(index, policy, findings)
-    for key in ("workspace", "project"):
-        wanted = {"workspace": "Uncategorized", "project": "Uncategorized"}[key]
-        if raw[key] not in ("", wanted):
-            findings.problem(
-                key, render(raw[key]), f"{wanted}, the only one there is, or nothing", "Remove it."
-            )
+    missing = [key for key in ("workspace", "project") if not raw[key]]
+    if len(missing) == 1:
+        other = "project" if missing == ["workspace"] else "workspace"
+        findings.problem(
+            missing[0], "not given", f"a name, as there is a {other}", f"Add {missing[0]}, or remove {other}."
+        )
 
 
 def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> None:
@@ -396,18 +384,6 @@ def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> 
         findings.problem(
             (*where, "pattern"), render(pattern), f"a regular expression ({error})", "Correct the pattern."
         )
-
-
-def _storage(storage: Mapping[str, Any]) -> dict[str, Any]:
-    kind = storage["type"]
-    kept = {field: storage.get(field) for field in _STORAGE_FIELDS[kind]}
-    saved = {
-        field: default if storage.get(field) is None else storage[field]
-        for field, default in _SAVE_DEFAULTS.items()
-    }
-    if kind == "shared_fs" and kept["propagation"] is None:
-        kept["propagation"] = "rprivate"
-    return {"type": kind, **kept, **saved}
 
 
 def _log_policies(given: list[Any]) -> list[dict[str, Any]]:

@@ -75,8 +75,8 @@ def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: 
     return [item.uuid for item in candidates if item.uuid not in kept]
 
 
-def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
-    """Return where a checkpoint's files lie on this machine.
+def _root(storage: Mapping[str, Any]) -> Path:
+    """Return the directory of a storage on this machine.
 
     Raises:
         MasterError: the storage is no directory of this machine.
@@ -84,18 +84,43 @@ def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
     kind = storage.get("type")
     if kind == "shared_fs":
         base = Path(str(storage["host_path"]))
-        if storage.get("storage_path"):
-            base = base / str(storage["storage_path"])
-    elif kind == "directory":
-        base = Path(str(storage["container_path"]))
-    else:
-        raise MasterError(
-            f"checkpoint_storage.type is {kind!r}; expected shared_fs or directory, whose files this master can reach. "
-            "Delete them with the storage's own tools."
-        )
+        return base / str(storage["storage_path"]) if storage.get("storage_path") else base
+    if kind == "directory":
+        return Path(str(storage["container_path"]))
+    raise MasterError(
+        f"checkpoint_storage.type is {kind!r}; expected shared_fs or directory, whose files this master can reach. "
+        "Delete them with the storage's own tools."
+    )
+
+
+def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
+    """Return where a checkpoint's files lie on this machine.
+
+    Raises:
+        MasterError: the storage is no directory of this machine.
+    """
+    root = _root(storage)
     if not uuid or "/" in uuid or uuid in (".", ".."):
         raise MasterError(f"{uuid!r} is no checkpoint's uuid; expected one without slashes.")
-    return base / uuid
+    return root / uuid
+
+
+def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
+    """Delete the TensorBoard files of an experiment's trials; nothing happens where there are none.
+
+    Raises:
+        MasterError: the storage cannot be reached, or a file cannot be deleted.
+
+    Source: Determined 0.38.1 determined/tensorboard/build.py, where they lie.
+    """
+    directory = _root(storage) / cluster_id / "tensorboard" / "experiment" / str(experiment_id)
+    try:
+        if directory.is_dir() and not directory.is_symlink():
+            shutil.rmtree(directory)
+    except OSError as error:
+        raise MasterError(
+            f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
+        ) from error
 
 
 def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:

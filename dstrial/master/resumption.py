@@ -14,11 +14,9 @@ from typing import Any
 
 from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config import SavedRun, fitting_slots, resume_problems
-from dstrial.config.documents import read_yaml_text
 from dstrial.config.entrypoint import trial_spec
 from dstrial.config.saved_run import RESUME_VARIABLE
-from dstrial.config.submission import LABEL
-from dstrial.errors import CheckpointError, ConfigError
+from dstrial.errors import CheckpointError
 from dstrial.master.store import checkpoints as checkpoint_rows
 
 # The launchers that start as many ranks as there are slots; another command may start any number.
@@ -42,19 +40,13 @@ def of_warm_start(connection: sqlite3.Connection, uuid: str | None) -> SavedRun 
     return None if saved is None else saved.of_trial(-1)
 
 
-def of_submission(connection: sqlite3.Connection, config_text: str) -> SavedRun | None:
+def of_submission(connection: sqlite3.Connection, config: Mapping[str, Any]) -> SavedRun | None:
     """Return what the checkpoint says from which the first trial of a config starts; None without one.
 
     Args:
         connection: to the store.
-        config_text: YAML, not checked yet; what is wrong with it is said by its check.
+        config: not checked yet; what is wrong with it is said by its check.
     """
-    try:
-        config = read_yaml_text(config_text, LABEL).value
-    except ConfigError:
-        return None
-    if not isinstance(config, Mapping):
-        return None
     saved = _of_run_directory(config)
     if saved is not None:
         return saved

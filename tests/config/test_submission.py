@@ -102,7 +102,7 @@ def test_a_deepspeed_config_that_cannot_train_is_refused(tmp_path: Path) -> None
             "a name that the master sets itself",
         ),
         (GOOD + "labels: [1]\n", "expected a string"),
-        (GOOD + "workspace: mine\nproject: p\n", "the only one there is"),
+        (GOOD + "workspace: mine\n", "project is not given; expected a name"),
         (GOOD + "log_policies: [boom]\n", "a mapping with pattern"),
         (GOOD + "resources: {slots: 2}\n", "Write slots_per_trial instead"),
         (

@@ -85,6 +85,16 @@ _CHECKPOINT = {
     "state": "STATE_COMPLETED",
     "training": {},
 }
+_RUN_FILTER = json.dumps(
+    {
+        "filterGroup": {
+            "kind": "group",
+            "conjunction": "and",
+            "children": [{"kind": "field", "columnName": "id", "operator": ">", "value": 0}],
+        },
+        "showArchived": True,
+    }
+)
 _BODIES: dict[str, Any] = {
     "auth/login": {"username": "fuzz", "password": "x", "isHashed": True},
     "users": {"user": {"username": "fuzz", "admin": False, "active": True}, "password": "Fuzz-1-pass"},
@@ -102,6 +112,25 @@ _BODIES: dict[str, Any] = {
         "checkpointStorage": {"saveTrialBest": 1},
     },
     "experiments/{experiment_id}/retain_logs": {"experimentId": 1, "numDays": 3},
+    "experiments/{experiment_id}/move": {"experimentId": 1, "destinationProjectId": 2},
+    "workspaces": {"name": "fuzz", "checkpointStorageConfig": {"type": "shared_fs", "host_path": "/x"}},
+    "workspaces/{workspace_id}": {"name": "fuzzy", "checkpointStorageConfig": {}},
+    "workspaces/{workspace_id}/projects": {"name": "fuzz", "key": "FUZZ", "description": "d"},
+    "projects/{project_id}": {"name": "fuzzy", "key": "FUZ"},
+    "projects/{project_id}/move": {"destinationWorkspaceId": 2},
+    "projects/{project_id}/notes": {"notes": [{"name": "n", "contents": "c"}]},
+    "projects/{project_id}/experiments/move": {"experimentIds": [1], "destinationProjectId": 2},
+    "projects/{project_id}/experiments/pause": {"filters": {"states": ["STATE_ACTIVE"], "name": "f"}},
+    "templates/{template}": {"name": "t", "config": {"max_restarts": 1}, "workspaceId": 0},
+    "template/rename": {"oldName": "t", "newName": "t2"},
+    "models": {"name": "m", "metadata": {"a": 1}, "labels": ["l"], "workspaceName": "Uncategorized"},
+    "models/{model}": {"description": "d", "labels": ["a", "b"], "metadata": {"b": 2}},
+    "models/{model}/move": {"destinationWorkspaceId": 1},
+    "models/{model}/versions": {"checkpointUuid": "OWN", "name": "v", "labels": ["l"]},
+    "models/{model}/versions/{version}": {"notes": "n", "metadata": {"a": 1}},
+    "runs": {"projectId": 1, "sort": "id=desc,hp.lr=asc", "filter": _RUN_FILTER},
+    "runs/pause": {"runIds": [1, 2], "projectId": 1},
+    "runs/move": {"runIds": [1], "sourceProjectId": 1, "destinationProjectId": 2},
     "preview-hp-search": {
         "config": {"searcher": {"name": "random", "metric": "a", "max_trials": 3}},
         "seed": 3,
@@ -124,6 +153,7 @@ _QUERY_NAMES = (
     *("limit", "offset", "sortBy", "orderBy", "states", "users", "archived", "name", "labels", "group"),
     *("trialIds", "timeoutSeconds", "timestampAfter", "timestampBefore", "rankIds", "levels", "stdtypes"),
     *("includeBatchMetrics", "resourcePool", "active", "userIds", "sources", "sortByMetric", "containerIds"),
+    *("period", "startDate", "endDate", "workspaceIds", "workspaceNames", "nameCaseSensitive", "pinned"),
     *("experimentIds", "searchText", "metricType", "showTrialData", "save_trial_best", "size"),
 )
 _QUERY_VALUES = (
@@ -241,6 +271,8 @@ class Fuzzer:
             "username": ["admin", "fuzz", "other"],
             "slot_id": ["0", "3"],
             "label": ["a", "b/c"],
+            "model": ["m", "1"],
+            "template": ["t", "a b"],
         }.get(name, ["1", "2"])
         if self._random.random() < 0.75:
             return quote(self._random.choice(known), safe="")
@@ -271,7 +303,7 @@ class Fuzzer:
         return "?" + "&".join(pairs) if pairs else ""
 
     def _body(self, route: Route) -> bytes | None:
-        template = _BODIES.get(
+        template = self._body_of(
             re.sub(r":int\b", "", route.path).removeprefix("/api/v1/"), {"id": 1, "drain": True}
         )
         kind = self._random.random()
@@ -301,6 +333,13 @@ class Fuzzer:
                 ]
             )
         return json.dumps(value).encode()
+
+    def _body_of(self, path: str, other: Any) -> Any:
+        """Return what a request to a path looks like; its checkpoints are those of the master."""
+        found = _BODIES.get(path, other)
+        if isinstance(found, dict) and found.get("checkpointUuid") == "OWN":
+            return {**found, "checkpointUuid": self._random.choice(list(self._master.checkpoints.values()))}
+        return found
 
     def _mutated(self, value: Any) -> Any:
         """Return a copy in which one place is another value, is missing, or is new."""

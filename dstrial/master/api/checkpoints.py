@@ -140,14 +140,15 @@ async def _remove(request: ApiRequest, globs: list[str]) -> None:
     uuids = request.body().texts("checkpointUuids") or []
 
     def perform(tx: Transaction) -> None:
-        in_use = checkpoint_rows.warm_starts(tx.connection)
+        in_use = checkpoint_rows.in_use(tx.connection)
         by_experiment: dict[int, list[str]] = {}
         for uuid in uuids:
             row = checkpoint_rows.require_checkpoint(tx.connection, uuid)
-            if uuid in in_use:
+            if uuid in in_use and globs:
                 raise RequestError(
                     400,
-                    f"checkpoint {uuid} is what a trial starts from; expected one that is not in use. Keep it.",
+                    f"checkpoint {uuid} is {in_use[uuid]}; expected one that is not in use. Keep it, or delete the version "
+                    "of the model first.",
                 )
             by_experiment.setdefault(row["experiment_id"], []).append(uuid)
         for experiment_id, chosen in by_experiment.items():

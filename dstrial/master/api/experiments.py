@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import sqlite3
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from determined.common.api import bindings
 
 from dstrial.config import SavedRun
-from dstrial.config.submission import Submission, check_submission, merge_override
-from dstrial.errors import ConfigError, ConfigProblem, DstrialError, RequestError
-from dstrial.master import checkpoint_gc, resumption
+from dstrial.config.documents import read_yaml_text
+from dstrial.config.storage import laid_over
+from dstrial.config.submission import LABEL, Submission, check_submission, merge_override
+from dstrial.config.template_merge import merge_template
+from dstrial.errors import ConfigError, ConfigProblem, RequestError
+from dstrial.master import resumption
+from dstrial.master.api.experiment_actions import stored_states
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import checkpoint_json, experiment_json, sizes_as_texts
-from dstrial.master.api.workspaces import PROJECT_ID, check_project
+from dstrial.master.api.shapes import experiment_json
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.experiment import experiments
+from dstrial.master.experiment import experiments, holders
 from dstrial.master.interpreter import check_interpreter
 from dstrial.master.model_definition import pack, unpack
 from dstrial.master.services import Services
-from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings
+from dstrial.master.store import listings, projects, templates, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.metrics import as_number, metric_names
-from dstrial.master.store.tokens import User
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
-_ANY_STATE = "STATE_"
 
 
-def checked(services: Services, config: str, tgz: bytes, resumed: SavedRun | None = None) -> Submission:
+def checked(
+    services: Services,
+    config: str,
+    tgz: bytes,
+    resumed: SavedRun | None = None,
+    *,
+    template: Mapping[str, Any] | None = None,
+    storage: Mapping[str, Any] | None = None,
+) -> Submission:
     """Check a config with its model definition; takes long enough to be done in a thread.
 
     Args:
@@ -46,11 +55,17 @@ def checked(services: Services, config: str, tgz: bytes, resumed: SavedRun | Non
         config: YAML.
         tgz: the model definition.
         resumed: the checkpoint that its trial goes on from, if it does.
+        template: a part of a config that gives what the config leaves out.
+        storage: of the workspace, before the master's; None for none.
 
     Raises:
         ConfigError: with every problem.
         RequestError: the model definition cannot be unpacked.
     """
+    defaults = services.settings.defaults(services.state_dir)
+    if storage is not None:
+        whole = laid_over(storage, defaults.checkpoint_storage)
+        defaults = dataclasses.replace(defaults, checkpoint_storage=whole)
     with tempfile.TemporaryDirectory(prefix="dstrial-check-") as name:
         context_dir = Path(name)
         unpack(tgz, context_dir)
@@ -58,9 +73,10 @@ def checked(services: Services, config: str, tgz: bytes, resumed: SavedRun | Non
             submission = check_submission(
                 config,
                 context_dir=context_dir,
-                defaults=services.settings.defaults(services.state_dir),
+                defaults=defaults,
                 num_slots=len(services.slots),
                 resumed=resumed,
+                template=template,
             )
         except ConfigError as error:
             raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
@@ -94,32 +110,36 @@ async def _shown(services: Services, experiment_id: int) -> dict[str, Any]:
 async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     """``POST experiments``: check a submission and, unless only that is asked for, store it with its first trials."""
     body, services = request.body(), request.services
-    if body.text("template"):
-        raise RequestError(
-            501, "templates are not offered by the embedded master; merge the template into the config."
-        )
     if body.flag("unmanaged"):
         raise RequestError(
             501,
             "unmanaged experiments are not offered by the embedded master; submit one with an entrypoint.",
         )
-    check_project(body.integer("projectId"))
-    parent_id = body.integer("parentId") or None
+    parent_id, template_name = body.integer("parentId") or None, body.text("template")
     tgz = await services.run(lambda: pack([dict(file) for file in _files(body)]))
     config = body.text("config") or ""
+    template: dict[str, Any] | None = None
+    if template_name:
+        template = json.loads((await services.read(templates.require, template_name))["config"])
     if parent_id is not None:
         parent = await services.read(experiment_rows.require, parent_id)
-        config = config or parent["original_config"]
+        if not config:
+            config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
         if not tgz:
             tgz = await services.read(_model_definition, parent_id)
-    resumed = await services.read(resumption.of_submission, config)
-    submission = await services.run(lambda: checked(services, config, tgz, resumed))
+    given = _readable(config, template)
+    resumed = await services.read(resumption.of_submission, given)
+    project = await services.read(holders.place, body.integer("projectId"), given)
+    storage = await services.read(_storage_of, project["workspace_id"])
+    submission = await services.run(
+        lambda: checked(services, config, tgz, resumed, template=template, storage=storage)
+    )
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else []
     if body.flag("validateOnly"):
         return message(
             bindings.v1CreateExperimentResponse,
             config=submission.config,
-            experiment=_unsaved(request, submission),
+            experiment=_unsaved(request, submission, project),
             warnings=warnings,
         )
     experiment_id = await services.write(
@@ -130,6 +150,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             owner_id=request.user.id,
             activate=body.flag("activate") is not False,
             parent_id=parent_id,
+            project_id=project["id"],
         )
     )
     return message(
@@ -147,7 +168,24 @@ def _files(body: Fields) -> list[Any]:
     return files
 
 
-def _unsaved(request: ApiRequest, submission: Submission) -> dict[str, Any]:
+def _readable(config: str, template: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a config over its template; what is wrong with it is said by its check."""
+    try:
+        value = read_yaml_text(config, LABEL).value
+    except ConfigError:
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    return value if template is None else merge_template(template, value)
+
+
+def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, Any] | None:
+    text = workspaces.require(connection, workspace_id)["checkpoint_storage"]
+    storage: dict[str, Any] | None = None if text is None else json.loads(text)
+    return storage
+
+
+def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) -> dict[str, Any]:
     config = submission.config
     return message(
         bindings.v1Experiment,
@@ -158,12 +196,15 @@ def _unsaved(request: ApiRequest, submission: Submission) -> dict[str, Any]:
         name=config["name"],
         numTrials=0,
         originalConfig=submission.original,
-        projectId=PROJECT_ID,
-        projectOwnerId=request.user.id,
+        projectId=project["id"],
+        projectName=project["name"],
+        projectOwnerId=project["owner_id"],
         searcherType=config["searcher"]["name"],
         startTime=format_us(now_us()),
         state="STATE_UNSPECIFIED",
         username=request.user.username,
+        workspaceId=project["workspace_id"],
+        workspaceName=project["workspace_name"],
     )
 
 
@@ -175,27 +216,9 @@ def _model_definition(connection: sqlite3.Connection, experiment_id: int) -> byt
     return b"" if row is None else bytes(row["tgz"])
 
 
-def _states(request: ApiRequest, enum_class: Any) -> list[str]:
-    """Return stored states; what clients see of an active one stands for it."""
-    names = {name.removeprefix(_ANY_STATE) for name in request.query_choices("states", enum_class)}
-    if names & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
-        names.add("ACTIVE")
-    return sorted(names)
-
-
-def _ids(request: ApiRequest, name: str) -> list[int]:
-    found = []
-    for text in request.queries(name):
-        try:
-            found.append(int(text))
-        except ValueError as error:
-            raise request.wrong_query(name, "whole numbers") from error
-    return found
-
-
 async def list_experiments(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments``: a page of experiments."""
-    check_project(request.query_int("projectId"))
+    project_id = request.query_int("projectId") or None
     above = request.query_int("experimentIdFilter.gt")
     at_least = request.query_int("experimentIdFilter.gte")
     below = request.query_int("experimentIdFilter.lt")
@@ -205,19 +228,22 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
         name=request.query("name"),
         description=request.query("description"),
         users=request.queries("users"),
-        user_ids=_ids(request, "userIds"),
-        states=_states(request, bindings.experimentv1State),
+        user_ids=request.query_ints("userIds"),
+        states=stored_states(request.query_choices("states", bindings.experimentv1State)),
         labels=request.queries("labels"),
-        ids=_ids(request, "experimentIdFilter.incl"),
-        not_ids=_ids(request, "experimentIdFilter.notIn"),
+        ids=request.query_ints("experimentIdFilter.incl"),
+        not_ids=request.query_ints("experimentIdFilter.notIn"),
         above=above if at_least is None else at_least - 1,
         below=below if at_most is None else at_most + 1,
+        project_id=project_id,
     )
     sort_by = request.query_choice("sortBy", bindings.v1GetExperimentsRequestSortBy)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
     def read(connection: sqlite3.Connection) -> tuple[Any, list[sqlite3.Row]]:
+        if project_id is not None:
+            projects.require(connection, project_id)
         page = page_of(listings.count_experiments(connection, wanted), offset, limit)
         rows = listings.list_experiments(
             connection,
@@ -250,63 +276,15 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _action(
-    perform: Callable[[Transaction, int], Any], *, is_owners: bool = False
-) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        owner = request.user if is_owners else None
-        await request.services.write(_of(perform, request.path_params["experiment_id"], owner))
-        return {}
-
-    handle.__doc__ = f"``experiments/{{id}}``: {perform.__name__}."
-    return handle
-
-
-def _of(
-    perform: Callable[[Transaction, int], Any], experiment_id: int, owner: User | None
-) -> Callable[[Transaction], Any]:
-    """Return the write for one experiment, which is refused where ``owner`` is neither its owner nor an administrator."""
-
-    def write(tx: Transaction) -> None:
-        row = experiment_rows.require(tx.connection, experiment_id)
-        if owner is not None and not owner.admin and owner.id != row["owner_id"]:
-            raise RequestError(
-                403,
-                f"experiment {experiment_id} is another user's; expected your own, or an administrator. "
-                "Ask with `det -u admin`.",
-            )
-        perform(tx, experiment_id)
-
-    return write
-
-
-def _bulk(
-    perform: Callable[[Transaction, int], Any], *, is_owners: bool = False
-) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        check_project(request.path_params["project_id"])
-        owner = request.user if is_owners else None
-        ids = request.body().items_of("experimentIds") or []
-        results = []
-        for experiment_id in ids:
-            if not isinstance(experiment_id, int):
-                raise RequestError(400, "experimentIds has something else; expected whole numbers.")
-            error = ""
-            try:
-                await request.services.write(_of(perform, experiment_id, owner))
-            except DstrialError as problem:
-                error = str(problem)
-            results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
-        return {"results": results}
-
-    handle.__doc__ = f"``experiments``: {perform.__name__} several, each with its own result."
-    return handle
-
-
 def _resumed_by(connection: sqlite3.Connection, experiment_id: int) -> SavedRun | None:
     """Return the checkpoint from which the trial of a single searcher goes on; None if it would start anew."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resumption.of_trial(connection, trials[0]) if len(trials) == 1 else None
+
+
+def _storage_of_experiment(connection: sqlite3.Connection, experiment_id: int) -> dict[str, Any] | None:
+    row = experiment_rows.require(connection, experiment_id)
+    return _storage_of(connection, projects.require(connection, row["project_id"])["workspace_id"])
 
 
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
@@ -320,7 +298,11 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
         tgz = await services.read(_model_definition, experiment_id)
         merged = merge_override(row["original_config"], override)
         resumed = await services.read(_resumed_by, experiment_id)
-        submission = await services.run(lambda: checked(services, merged, tgz, resumed))
+        template = json.loads(row["template"] or "null")
+        storage = await services.read(_storage_of_experiment, experiment_id)
+        submission = await services.run(
+            lambda: checked(services, merged, tgz, resumed, template=template, storage=storage)
+        )
     await services.write(lambda tx: experiments.continue_(tx, experiment_id, submission))
     return message(
         bindings.v1ContinueExperimentResponse, experiment=await _shown(services, experiment_id), warnings=[]
@@ -379,14 +361,6 @@ def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], A
     return handle
 
 
-async def retain_logs(request: ApiRequest) -> dict[str, Any]:
-    """``PUT experiments/{id}/retain_logs``: how long to keep logs, in days; -1 for ever."""
-    days = request.body().required_integer("numDays", -1, 32767)
-    experiment_id = request.path_params["experiment_id"]
-    await request.services.write(lambda tx: experiments.patch(tx, experiment_id, log_retention_days=days))
-    return {}
-
-
 async def show_model_definition(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/model_def``: gzip tar in base64."""
     tgz = await request.services.read(_model_definition, request.path_params["experiment_id"])
@@ -435,7 +409,7 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
 
 async def stream_metric_names(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/metrics-stream/metric-names``: the names that trials have reported."""
-    ids = _ids(request, "ids")
+    ids = request.query_ints("ids")
     names = await request.services.read(metric_names, ids)
     searcher = [
         (await request.services.read(experiment_rows.require, experiment_id))["searcher_metric"]
@@ -451,109 +425,6 @@ async def stream_metric_names(request: ApiRequest) -> dict[str, Any]:
     }
 
 
-async def preview_gc(request: ApiRequest) -> dict[str, Any]:
-    """``//experiments/{id}/preview_gc``: the checkpoints that another policy would delete."""
-    experiment_id = request.path_params["experiment_id"]
-    policy = checkpoint_gc.Policy(
-        *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
-    )
-
-    def read(connection: sqlite3.Connection) -> dict[str, Any]:
-        experiment = experiment_rows.require(connection, experiment_id)
-        rows = checkpoint_rows.list_checkpoints(
-            connection, experiment_id=experiment_id, states=("COMPLETED",)
-        )
-        in_use = checkpoint_rows.warm_starts(connection)
-        rows = [row for row in rows if row["uuid"] not in in_use]
-        metric = experiment["searcher_metric"]
-        values = {row["uuid"]: json.loads(row["validation"]) if row["validation"] else {} for row in rows}
-        candidates = [
-            checkpoint_gc.Candidate(
-                row["uuid"], row["trial_id"], row["steps"], as_number(values[row["uuid"]].get(metric))
-            )
-            for row in rows
-        ]
-        chosen = set(
-            checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment["smaller_is_better"]))
-        )
-        return {
-            "metric_name": metric,
-            "checkpoints": [
-                {
-                    "TrialID": row["trial_id"],
-                    "StepsCompleted": row["steps"],
-                    "State": row["state"],
-                    "UUID": row["uuid"],
-                    "Resources": {path: int(size) for path, size in sizes_as_texts(row["resources"]).items()},
-                    "ValidationMetrics": values[row["uuid"]],
-                    "ReportTime": format_us(row["report_us"]),
-                    "step": {
-                        "trial_id": row["trial_id"],
-                        "total_batches": row["steps"],
-                        "validation": values[row["uuid"]] or None,
-                    },
-                }
-                for row in rows
-                if row["uuid"] in chosen
-            ],
-        }
-
-    return await request.services.read(read)
-
-
-async def list_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/checkpoints``."""
-    return await checkpoints_page(request, experiment_id=request.path_params["experiment_id"])
-
-
-async def checkpoints_page(
-    request: ApiRequest, *, experiment_id: int | None = None, trial_id: int | None = None
-) -> dict[str, Any]:
-    """Return a page of checkpoints, ordered as asked: by an attribute, or by a validation metric.
-
-    Without an order, the searcher metric is ordered best first. What has no value comes last.
-    """
-    sort_by = request.query_choice("sortByAttr", bindings.checkpointv1SortBy)
-    metric = request.query("sortByMetric")
-    order = request.query_choice("orderBy", bindings.v1OrderBy)
-    states = tuple(
-        name.removeprefix(_ANY_STATE) for name in request.query_choices("states", bindings.checkpointv1State)
-    )
-    offset, limit = request.query_int("offset"), request.query_int("limit")
-
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
-        return checkpoint_rows.list_checkpoints(
-            connection, trial_id=trial_id, experiment_id=experiment_id, states=states
-        )
-
-    rows = await request.services.read(read)
-    is_descending = order == "ORDER_BY_DESC"
-    is_best_first = sort_by == "SORT_BY_SEARCHER_METRIC" or metric is not None
-    if is_best_first and order in (None, "ORDER_BY_UNSPECIFIED") and rows:
-        is_descending = not rows[0]["smaller_is_better"]
-
-    def key(row: sqlite3.Row) -> Any:
-        if is_best_first:
-            values = json.loads(row["validation"]) if row["validation"] else {}
-            value = as_number(values.get(metric or row["searcher_metric"]))
-            return None if value is None or value != value else value
-        column = {
-            "SORT_BY_UUID": "uuid",
-            "SORT_BY_TRIAL_ID": "trial_id",
-            "SORT_BY_BATCH_NUMBER": "steps",
-            "SORT_BY_STATE": "state",
-        }.get(sort_by or "", "report_us")
-        return row[column]
-
-    known = sorted((row for row in rows if key(row) is not None), key=key, reverse=is_descending)
-    rows = known + [row for row in rows if key(row) is None]
-    page = page_of(len(rows), offset, limit)
-    return {
-        "checkpoints": [checkpoint_json(row) for row in rows[page.start : page.end]],
-        "pagination": page.to_json(),
-    }
-
-
 _ONE = "/experiments/{experiment_id:int}"
 routes = [
     route("POST", "/experiments", create_experiment, access=USER, max_body_bytes=_MAX_SUBMISSION_BYTES),
@@ -561,32 +432,8 @@ routes = [
     route("POST", "/experiments/continue", continue_experiment, access=USER),
     route("GET", _ONE, show_experiment, access=TRIAL),
     route("PATCH", _ONE, patch_experiment, access=USER),
-    route("DELETE", _ONE, _action(experiments.delete, is_owners=True), access=USER),
-    route("POST", f"{_ONE}/pause", _action(experiments.pause), access=USER),
-    route("POST", f"{_ONE}/activate", _action(experiments.activate), access=USER),
-    route("POST", f"{_ONE}/cancel", _action(experiments.cancel), access=USER),
-    route("POST", f"{_ONE}/kill", _action(experiments.kill), access=USER),
-    route("POST", f"{_ONE}/archive", _action(experiments.archive), access=USER),
-    route("POST", f"{_ONE}/unarchive", _action(experiments.unarchive), access=USER),
-    route("POST", "/projects/{project_id:int}/experiments/pause", _bulk(experiments.pause), access=USER),
-    route(
-        "POST", "/projects/{project_id:int}/experiments/activate", _bulk(experiments.activate), access=USER
-    ),
-    route("POST", "/projects/{project_id:int}/experiments/cancel", _bulk(experiments.cancel), access=USER),
-    route("POST", "/projects/{project_id:int}/experiments/kill", _bulk(experiments.kill), access=USER),
-    route("POST", "/projects/{project_id:int}/experiments/archive", _bulk(experiments.archive), access=USER),
-    route(
-        "POST", "/projects/{project_id:int}/experiments/unarchive", _bulk(experiments.unarchive), access=USER
-    ),
-    route(
-        "DELETE",
-        "/projects/{project_id:int}/experiments/delete",
-        _bulk(experiments.delete, is_owners=True),
-        access=USER,
-    ),
     route("PUT", f"{_ONE}/labels/{{label}}", _relabel(set.add), access=USER),
     route("DELETE", f"{_ONE}/labels/{{label}}", _relabel(set.discard), access=USER),
-    route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
     route("GET", f"{_ONE}/model_def", show_model_definition, access=TRIAL),
     route(
         "GET",
@@ -596,6 +443,4 @@ routes = [
     ),
     route("GET", f"{_ONE}/validation-history", validation_history, access=TRIAL),
     route("GET", "/experiments/metrics-stream/metric-names", stream_metric_names, access=USER),
-    route("GET", f"{_ONE}/checkpoints", list_checkpoints, access=TRIAL),
-    route("GET", f"/{_ONE}/preview_gc", preview_gc, access=USER),
 ]

@@ -205,6 +205,17 @@ class ApiRequest:
             raise self.wrong_query(name, "a whole number of 32 bits")
         return int(text)
 
+    def query_ints(self, name: str) -> list[int]:
+        """Return every value of a query parameter, whole numbers of 32 bits.
+
+        Raises:
+            RequestError: one of them is something else.
+        """
+        values = self.queries(name)
+        if any(not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID for text in values):
+            raise self.wrong_query(name, "whole numbers of 32 bits")
+        return [int(text) for text in values]
+
     def query_flag(self, name: str) -> bool | None:
         """Return a query parameter that is ``true`` or ``false``.
 

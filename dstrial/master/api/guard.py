@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import shown
-from dstrial.master.store.tokens import AllocationIdentity, Identity
+from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -82,6 +82,20 @@ async def identify(services: Services, headers: Headers, method: str) -> Identit
                 "alone changes nothing. Send the token as `Authorization: Bearer`.",
             )
     return identity
+
+
+def require_owner(user: User, owner_id: int, what: str) -> None:
+    """Refuse (403) whoever is neither the owner of a thing nor an administrator.
+
+    Args:
+        user: who asks.
+        owner_id: whose it is.
+        what: how the error calls it, ``experiment 3`` for example.
+    """
+    if not user.admin and user.id != owner_id:
+        raise RequestError(
+            403, f"{what} is another user's; expected your own, or an administrator. Ask with `det -u admin`."
+        )
 
 
 def may_use_checkpoint(

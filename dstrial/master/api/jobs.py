@@ -13,7 +13,6 @@ from dstrial.master.api.agents import queue_stats
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.workspaces import WORKSPACE_ID
 from dstrial.master.clock import format_us
 from dstrial.master.store.database import Transaction
 
@@ -21,9 +20,10 @@ _MAX_PRIORITY = 99
 
 
 _QUEUE = """
-SELECT e.*, u.username AS owner_name, j.num_active, a.num_allocations, a.num_slots
+SELECT e.*, p.workspace_id, u.username AS owner_name, j.num_active, a.num_allocations, a.num_slots
 FROM experiments e
 JOIN users u ON u.id = e.owner_id
+JOIN projects p ON p.id = e.project_id
 LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_active FROM trials WHERE state = 'ACTIVE' GROUP BY experiment_id) j
     ON j.experiment_id = e.id
 LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_allocations, SUM(json_array_length(slots)) AS num_slots
@@ -61,7 +61,7 @@ def job_json(row: sqlite3.Row, num_ahead: int, pool_name: str) -> dict[str, Any]
         weight=row["weight"],
         progress=row["progress"],
         resourcePool=pool_name,
-        workspaceId=WORKSPACE_ID,
+        workspaceId=row["workspace_id"],
         summary={"state": _state(row), "jobsAhead": num_ahead},
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import TRIAL, ApiRequest, route
+from dstrial.master.api.frame import ADMIN, TRIAL, ApiRequest, route
 from dstrial.master.api.messages import message
 from dstrial.master.api.streams import NdjsonResponse, ndjson
 from dstrial.master.clock import format_us, now_us, parse_time
@@ -214,7 +214,15 @@ def _line(item: dict[str, Any]) -> tuple[str, logs.LogLine, str | None]:
     return fields.required_text("taskId"), line, fields.text("allocationId")
 
 
+async def clean_up(request: ApiRequest) -> dict[str, Any]:
+    """``POST cleanup_logs``: delete what is older than logs are kept, now instead of within the hour."""
+    default_days = request.services.settings.log_retention_days
+    removed = await request.services.write(lambda tx: logs.forget_old(tx, default_days))
+    return message(bindings.v1CleanupLogsResponse, removedCount=str(removed))
+
+
 routes = [
+    route("POST", "/cleanup_logs", clean_up, access=ADMIN),
     route("GET", "/trials/{trial_id:int}/logs", stream_trial_logs, access=TRIAL),
     route("GET", "/trials/{trial_id:int}/logs/fields", stream_trial_fields, access=TRIAL),
     route("GET", "/tasks/{task_id}/logs", stream_task_logs, access=TRIAL),

@@ -17,13 +17,8 @@ NOUNS = {
     "generic-tasks": "generic tasks",
     "tasks": "generic tasks",
     "task": "logs over HTTP",
-    "templates": "templates",
-    "template": "templates",
-    "models": "the model registry",
-    "model": "the model registry",
-    "workspaces": "workspaces of your own",
-    "projects": "projects of your own",
-    "user": "projects of your own",
+    "workspaces": "namespaces, quotas and roles of workspaces",
+    "projects": "columns of the web interface",
     "roles": "role-based access control",
     "groups": "user groups",
     "permissions": "role-based access control",
@@ -34,9 +29,7 @@ NOUNS = {
     "namespace-bindings": "Kubernetes",
     "k8s-resource-managers": "Kubernetes",
     "resource-pools": "bindings of resource pools",
-    "resources": "usage reports",
     "proxy": "the proxy to tasks",
-    "cleanup_logs": "a forced clean-up of logs",
     "task-logs": "detached runs",
     "runs": "the runs view of the web interface",
     "users": "settings of the web interface",
@@ -44,7 +37,6 @@ NOUNS = {
     "experiments-search": "the experiment search of the web interface",
     "experiment": "this view of experiments",
     "trials": "this view of trials",
-    "trial-source-info": "the model registry",
     "allocations": "allocations of several machines",
     "master": "cluster messages",
     "checkpoints": "this view of checkpoints",
@@ -52,10 +44,7 @@ NOUNS = {
 """First segment of a path below ``/api/v1`` or the root -> what a person calls it."""
 
 ENDINGS = {
-    "tensorboard-files": "the deletion of TensorBoard files",
-    "move": "workspaces and projects of your own",
     "workspace-bindings": "bindings of resource pools",
-    "available-resource-pools": "bindings of resource pools",
     "file": "single files of a model definition",
     "file_tree": "single files of a model definition",
     "by-external-id": "detached runs",
@@ -63,7 +52,7 @@ ENDINGS = {
 }
 """Later segment of a path -> what a person calls it, where the first one says too little."""
 
-_ROOT_NOUNS = ("oauth2", "proxy", "resources", "task-logs")
+_ROOT_NOUNS = ("oauth2", "proxy", "task-logs")
 _REQUEST = re.compile(r'method="([A-Z]+)",\s*path=f?"([^"]+)"')
 _PARAMETER = re.compile(r"\{\w+\}")
 

@@ -10,7 +10,6 @@ import orjson
 from determined.common.api import bindings
 
 from dstrial.master.api.messages import message
-from dstrial.master.api.workspaces import NAME, PROJECT_ID, WORKSPACE_ID
 from dstrial.master.clock import format_us
 from dstrial.master.services import Services
 
@@ -44,8 +43,8 @@ def experiment_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         name=row["name"],
         numTrials=row["num_trials"],
         originalConfig=row["original_config"],
-        projectId=PROJECT_ID,
-        projectOwnerId=row["owner_id"],
+        projectId=row["project_id"],
+        projectOwnerId=row["project_owner_id"],
         searcherType=row["searcher_type"],
         startTime=format_us(row["start_us"]),
         state=shown_state(row),
@@ -61,15 +60,15 @@ def experiment_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         forkedFrom=row["parent_id"],
         labels=stored(row["labels"]),
         notes=row["notes"],
-        parentArchived=False,
+        parentArchived=bool(row["is_parent_archived"]),
         progress=row["progress"],
-        projectName=NAME,
+        projectName=row["project_name"],
         resourcePool=services.settings.pool_name,
         searcherMetric=row["searcher_metric"],
         unmanaged=bool(row["unmanaged"]),
         userId=row["owner_id"],
-        workspaceId=WORKSPACE_ID,
-        workspaceName=NAME,
+        workspaceId=row["workspace_id"],
+        workspaceName=row["workspace_name"],
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.experiments import checkpoints_page
+from dstrial.master.api.experiment_checkpoints import checkpoints_page
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.api.shapes import checkpoint_workload, metrics_workload, trial_json
@@ -19,7 +19,7 @@ from dstrial.master.experiment.allocations import mark_ready
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, metrics
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.checkpoints import note_user, storage_id
+from dstrial.master.store.checkpoints import note_user, note_version_user, storage_id
 from dstrial.master.store.database import Transaction
 
 
@@ -212,16 +212,19 @@ async def report_alert(_request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_source(request: ApiRequest) -> dict[str, Any]:
-    """``POST trial-source-info``: a trial uses a checkpoint, for batch inference for example."""
+    """``POST trial-source-info``: a trial uses a checkpoint or a version of a model, for batch inference for example."""
     body = request.body()
     source = body.fields("trialSourceInfo") or body
     trial_id, uuid = source.required_integer("trialId"), source.required_text("checkpointUuid")
     kind = source.choice("trialSourceInfoType", bindings.v1TrialSourceInfoType) or _INFERENCE
+    model_id, version = source.integer("modelId"), source.integer("modelVersion")
     request.require_trial(trial_id)
 
     def perform(tx: Transaction) -> None:
         trial_rows.require(tx.connection, trial_id)
         note_user(tx, uuid, trial_id, kind)
+        if model_id is not None and version is not None:
+            note_version_user(tx, model_id, version, trial_id, kind)
 
     await request.services.write(perform)
     return {"trialId": trial_id, "checkpointUuid": uuid}

@@ -1,135 +1,246 @@
-"""The one workspace and its one project, in which every experiment is."""
+"""Workspaces: list, make, change, pin, archive and delete them."""
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config.storage import checked_storage
 from dstrial.errors import RequestError
+from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.guard import require_owner
 from dstrial.master.api.messages import message, page_of
+from dstrial.master.api.shapes import stored
 from dstrial.master.clock import format_us
+from dstrial.master.experiment import holders
+from dstrial.master.store import workspaces
+from dstrial.master.store.database import Transaction
 
-WORKSPACE_ID = 1
-PROJECT_ID = 1
-NAME = "Uncategorized"
-"""Of the workspace and of the project, as on every Determined cluster."""
-
-_ADMIN_ID = 1
-
-
-def _counts(connection: sqlite3.Connection) -> sqlite3.Row:
-    row: sqlite3.Row = connection.execute(
-        "SELECT (SELECT COUNT(*) FROM experiments) AS num_experiments, "
-        "(SELECT COUNT(*) FROM experiments WHERE state = 'ACTIVE') AS num_active, "
-        "(SELECT COUNT(*) FROM trials) AS num_trials, (SELECT MAX(start_us) FROM experiments) AS last_us, "
-        "(SELECT username FROM users WHERE id = ?) AS owner",
-        (_ADMIN_ID,),
-    ).fetchone()
-    return row
+_ORDER = {"SORT_BY_NAME": lambda row: row["name"].casefold()}
+_KUBERNETES = ("clusterNamespaceMeta", "clusterQuotaPairs")
+_POOLS = (
+    "defaultComputePool",
+    "defaultAuxPool",
+    "defaultComputeResourcePool",
+    "defaultAuxResourcePool",
+)
 
 
-def _workspace(counts: sqlite3.Row) -> dict[str, Any]:
+def workspace_json(row: sqlite3.Row, pool_name: str) -> dict[str, Any]:
+    """Return a row of ``store.workspaces`` as a ``v1Workspace``."""
     return message(
         bindings.v1Workspace,
-        id=WORKSPACE_ID,
-        name=NAME,
-        archived=False,
-        immutable=True,
-        pinned=False,
-        state="WORKSPACE_STATE_UNSPECIFIED",
-        errorMessage="",
-        numProjects=1,
-        numExperiments=counts["num_experiments"],
-        userId=_ADMIN_ID,
-        username=counts["owner"],
+        id=row["id"],
+        name=row["name"],
+        archived=bool(row["is_archived"]),
+        immutable=bool(row["is_immutable"]),
+        pinned=row["pinned_us"] is not None,
+        pinnedAt=None if row["pinned_us"] is None else format_us(row["pinned_us"]),
+        state=f"WORKSPACE_STATE_{row['state']}",
+        errorMessage=row["error"],
+        numProjects=row["num_projects"],
+        numExperiments=row["num_experiments"],
+        userId=row["owner_id"],
+        username=row["username"],
+        agentUserGroup=stored(row["agent_user_group"]),
+        checkpointStorageConfig=stored(row["checkpoint_storage"]),
+        defaultComputePool=pool_name,
+        defaultAuxPool=pool_name,
     )
 
 
-def _project(counts: sqlite3.Row) -> dict[str, Any]:
-    return message(
-        bindings.v1Project,
-        id=PROJECT_ID,
-        key="UNC",
-        name=NAME,
-        workspaceId=WORKSPACE_ID,
-        workspaceName=NAME,
-        description="",
-        notes=[],
-        archived=False,
-        immutable=True,
-        state="WORKSPACE_STATE_UNSPECIFIED",
-        errorMessage="",
-        numExperiments=counts["num_experiments"],
-        numActiveExperiments=counts["num_active"],
-        numRuns=counts["num_trials"],
-        lastExperimentStartedAt=None if counts["last_us"] is None else format_us(counts["last_us"]),
-        userId=_ADMIN_ID,
-        username=counts["owner"],
-    )
+def named(request: ApiRequest, archived_column: str = "is_archived") -> Callable[[sqlite3.Row], bool]:
+    """Return whether a workspace or a project is among those that a query asks for.
 
+    ``name`` is the whole name whatever its case: clients take the first of what they get.
 
-def _matches(request: ApiRequest, owner: str) -> bool:
-    """Whether the only workspace or project is among those that the query asks for."""
+    Args:
+        request: with the query.
+        archived_column: which column of the rows says whether one is archived.
+    """
     exact, name = request.query("nameCaseSensitive"), request.query("name")
-    user_ids, usernames = request.queries("userIds"), request.queries("users")
-    return (
-        exact in (None, "", NAME)
-        and (name or "").casefold() in NAME.casefold()
-        and request.query_flag("archived") is not True
-        and request.query_flag("pinned") is not True
-        and (not user_ids or str(_ADMIN_ID) in user_ids)
-        and (not usernames or owner in usernames)
-    )
+    user_ids, usernames = request.query_ints("userIds"), request.queries("users")
+    archived = request.query_flag("archived")
+
+    def is_wanted(row: sqlite3.Row) -> bool:
+        return (
+            exact in (None, "", row["name"])
+            and (not name or name.casefold() == row["name"].casefold())
+            and archived in (None, bool(row[archived_column]))
+            and (not user_ids or row["owner_id"] in user_ids)
+            and (not usernames or row["username"] in usernames)
+        )
+
+    return is_wanted
+
+
+def ordered(
+    rows: list[sqlite3.Row],
+    keys: dict[str, Callable[[sqlite3.Row], Any]],
+    sort_by: str | None,
+    order: str | None,
+) -> list[sqlite3.Row]:
+    """Return rows, which come by number, in the order of a query."""
+    is_descending = order == "ORDER_BY_DESC"
+    return sorted(rows, key=keys.get(sort_by or "", lambda row: row["id"]), reverse=is_descending)
 
 
 async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces``."""
-    counts = await request.services.read(_counts)
-    found = [_workspace(counts)] if _matches(request, counts["owner"]) else []
+    """``GET workspaces``: a page of workspaces."""
+    is_wanted, pinned = named(request), request.query_flag("pinned")
+    sort_by = request.query_choice("sortBy", bindings.v1GetWorkspacesRequestSortBy)
+    order = request.query_choice("orderBy", bindings.v1OrderBy)
+    rows = await request.services.read(workspaces.list_workspaces, request.user.id)
+    found = [row for row in rows if is_wanted(row) and pinned in (None, row["pinned_us"] is not None)]
+    found = ordered(found, _ORDER, sort_by, order)
     page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
-    return {"workspaces": found[page.start : page.end], "pagination": page.to_json()}
+    pool_name = request.services.settings.pool_name
+    return {
+        "workspaces": [workspace_json(row, pool_name) for row in found[page.start : page.end]],
+        "pagination": page.to_json(),
+    }
+
+
+async def _shown(request: ApiRequest, workspace_id: int) -> dict[str, Any]:
+    row = await request.services.read(workspaces.require, workspace_id, request.user.id)
+    return workspace_json(row, request.services.settings.pool_name)
 
 
 async def show_workspace(request: ApiRequest) -> dict[str, Any]:
     """``GET workspaces/{id}``."""
-    _check("workspace", request.path_params["workspace_id"], WORKSPACE_ID)
-    return {"workspace": _workspace(await request.services.read(_counts))}
+    return {"workspace": await _shown(request, request.path_params["workspace_id"])}
 
 
-async def list_projects(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces/{id}/projects``."""
-    _check("workspace", request.path_params["workspace_id"], WORKSPACE_ID)
-    counts = await request.services.read(_counts)
-    found = [_project(counts)] if _matches(request, counts["owner"]) else []
-    page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
-    return {"projects": found[page.start : page.end], "pagination": page.to_json()}
+def _storage(body: Fields) -> dict[str, Any] | None:
+    given = body.mapping("checkpointStorageConfig")
+    return checked_storage(given, "the workspace's storage") if given else None
 
 
-async def show_project(request: ApiRequest) -> dict[str, Any]:
-    """``GET projects/{id}``."""
-    _check("project", request.path_params["project_id"], PROJECT_ID)
-    return {"project": _project(await request.services.read(_counts))}
-
-
-def check_project(project_id: int | None) -> None:
-    """Refuse (404) another project than the only one; None and 0 stand for it."""
-    if project_id:
-        _check("project", project_id, PROJECT_ID)
-
-
-def _check(noun: str, asked: int, own: int) -> None:
-    if asked != own:
+def _check_offered(body: Fields, pool_name: str) -> None:
+    """Refuse (501) what is Kubernetes', and (400) another pool than the only one."""
+    if any(body.get(name) for name in _KUBERNETES):
         raise RequestError(
-            404, f"{noun} {asked} does not exist; expected {own}, the only one. Name that one."
+            501,
+            "namespaces and quotas of Kubernetes are not offered by the embedded master. Leave them out, or use a "
+            "Determined cluster.",
         )
+    for name in _POOLS:
+        if body.text(name) not in (None, "", pool_name):
+            raise body.wrong(name, f"{pool_name!r}, the only pool")
 
 
+async def create_workspace(request: ApiRequest) -> dict[str, Any]:
+    """``POST workspaces``: 409 for a name that exists."""
+    body, user = request.body(), request.user
+    _check_offered(body, request.services.settings.pool_name)
+    name, storage, group = body.required_text("name"), _storage(body), body.mapping("agentUserGroup")
+    workspace_id = await request.services.write(
+        lambda tx: workspaces.create(tx, name, user.id, storage, group)
+    )
+    return message(
+        bindings.v1PostWorkspaceResponse, workspace=await _shown(request, workspace_id), namespaceBindings={}
+    )
+
+
+async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
+    """``PATCH workspaces/{id}``: name, checkpoint storage (an empty object for none), agent user and group."""
+    body, user, workspace_id = request.body(), request.user, request.path_params["workspace_id"]
+    _check_offered(body, request.services.settings.pool_name)
+    name = body.text("name")
+    fields: dict[str, Any] = {}
+    if body.mapping("checkpointStorageConfig") is not None:
+        fields["checkpoint_storage"] = _storage(body)
+    if body.mapping("agentUserGroup") is not None:
+        fields["agent_user_group"] = body.mapping("agentUserGroup")
+
+    def write(tx: Transaction) -> None:
+        row = workspaces.require(tx.connection, workspace_id)
+        workspaces.refuse_immutable(row, "be changed")
+        require_owner(user, row["owner_id"], f"workspace {row['name']!r}")
+        workspaces.refuse_archived(row, "be changed")
+        if name is not None:
+            workspaces.check_name(tx.connection, name, workspace_id)
+            fields["name"] = name
+        workspaces.change(tx, workspace_id, **fields)
+
+    await request.services.write(write)
+    return message(
+        bindings.v1PatchWorkspaceResponse, workspace=await _shown(request, workspace_id), namespaceBindings={}
+    )
+
+
+def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> dict[str, Any]:
+        user, workspace_id = request.user, request.path_params["workspace_id"]
+
+        def write(tx: Transaction) -> None:
+            row = workspaces.require(tx.connection, workspace_id)
+            workspaces.refuse_immutable(row, "be archived")
+            require_owner(user, row["owner_id"], f"workspace {row['name']!r}")
+            workspaces.change(tx, workspace_id, is_archived=is_archived)
+
+        await request.services.write(write)
+        return {}
+
+    handle.__doc__ = (
+        f"``POST workspaces/{{id}}/{'archive' if is_archived else 'unarchive'}``, with what is in it."
+    )
+    return handle
+
+
+def _pin(is_pinned: bool) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> dict[str, Any]:
+        user_id, workspace_id = request.user.id, request.path_params["workspace_id"]
+
+        def write(tx: Transaction) -> None:
+            workspaces.require(tx.connection, workspace_id)
+            workspaces.pin(tx, workspace_id, user_id, is_pinned=is_pinned)
+
+        await request.services.write(write)
+        return {}
+
+    handle.__doc__ = f"``POST workspaces/{{id}}/{'pin' if is_pinned else 'unpin'}``, for the user who asks."
+    return handle
+
+
+async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
+    """``DELETE workspaces/{id}``: with its projects, experiments and templates."""
+    user, workspace_id = request.user, request.path_params["workspace_id"]
+
+    def write(tx: Transaction) -> bool:
+        row = workspaces.require(tx.connection, workspace_id)
+        workspaces.refuse_immutable(row, "be deleted")
+        require_owner(user, row["owner_id"], f"workspace {row['name']!r}")
+        return holders.delete_workspace(tx, workspace_id)
+
+    return message(bindings.v1DeleteWorkspaceResponse, completed=await request.services.write(write))
+
+
+async def list_pools(request: ApiRequest) -> dict[str, Any]:
+    """``GET workspaces/{id}/available-resource-pools``: the only pool."""
+    await request.services.read(workspaces.require, request.path_params["workspace_id"])
+    page = page_of(1, request.query_int("offset"), request.query_int("limit"))
+    return message(
+        bindings.v1ListRPsBoundToWorkspaceResponse,
+        resourcePools=[request.services.settings.pool_name][page.start : page.end],
+        pagination=page.to_json(),
+    )
+
+
+_ONE = "/workspaces/{workspace_id:int}"
 routes = [
     route("GET", "/workspaces", list_workspaces, access=USER),
-    route("GET", "/workspaces/{workspace_id:int}", show_workspace, access=USER),
-    route("GET", "/workspaces/{workspace_id:int}/projects", list_projects, access=USER),
-    route("GET", "/projects/{project_id:int}", show_project, access=USER),
+    route("POST", "/workspaces", create_workspace, access=USER),
+    route("GET", _ONE, show_workspace, access=USER),
+    route("PATCH", _ONE, patch_workspace, access=USER),
+    route("DELETE", _ONE, delete_workspace, access=USER),
+    route("POST", f"{_ONE}/archive", _archive(True), access=USER),
+    route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
+    route("POST", f"{_ONE}/pin", _pin(True), access=USER),
+    route("POST", f"{_ONE}/unpin", _pin(False), access=USER),
+    route("GET", f"{_ONE}/available-resource-pools", list_pools, access=USER),
 ]

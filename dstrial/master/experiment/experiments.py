@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from typing import Any
 
 from dstrial.config.submission import Submission
@@ -11,8 +12,8 @@ from dstrial.master.experiment import ending, searching
 from dstrial.master.experiment.states import DELETING, TERMINAL
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import models, projects, work
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store import work
 from dstrial.master.store.database import Transaction
 from dstrial.search import Create, Searcher
 
@@ -25,6 +26,7 @@ def create(
     owner_id: int,
     activate: bool,
     parent_id: int | None = None,
+    project_id: int = projects.DEFAULT_ID,
 ) -> int:
     """Store an experiment with its first trials.
 
@@ -35,13 +37,16 @@ def create(
         owner_id: the submitting user.
         activate: whether it may run at once; it is PAUSED otherwise.
         parent_id: the experiment that it is a fork of.
+        project_id: the project that it goes into.
 
     Returns:
         Its id.
 
     Raises:
-        RequestError: 400 if the trial or checkpoint that it is to start from does not exist.
+        RequestError: 404 if there is no such project, 400 if it is archived, or the trial or checkpoint that the
+            experiment is to start from does not exist.
     """
+    projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
     _warm_start(tx, submission.config)
     experiment_id = experiment_rows.insert(
         tx,
@@ -49,6 +54,7 @@ def create(
         owner_id=owner_id,
         state="ACTIVE" if activate else "PAUSED",
         parent_id=parent_id,
+        project_id=project_id,
     )
     tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
     searching.begin(tx, experiment_id)
@@ -73,6 +79,8 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
             f"searcher.source_checkpoint_uuid is {uuid}; expected a checkpoint that exists and has not been deleted. "
             "Take its uuid from `det experiment list-checkpoints`.",
         )
+    if checkpoint["state"] == "COMPLETED":
+        checkpoint_rows.refuse_going(tx.connection, checkpoint)
 
 
 def pause(tx: Transaction, experiment_id: int) -> None:
@@ -160,20 +168,69 @@ def delete(tx: Transaction, experiment_id: int) -> None:
     """Begin to delete an experiment with its checkpoints, metrics and logs; it is DELETING until they are gone.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended.
+        RequestError: 404 unknown, 400 not ended, or with checkpoints that are registered as versions of models.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row["state"] == "DELETING":
         return
-    if row["state"] not in TERMINAL | DELETING:
-        raise RequestError(
-            400,
-            f"experiment {experiment_id} is {row['state']}; expected one that has ended. "
-            "Cancel or kill it first.",
-        )
+    check_deletable(tx, row)
     tx.execute("UPDATE experiments SET state = 'DELETING' WHERE id = ?", (experiment_id,))
     tx.publish(f"experiment:{experiment_id}")
     work.request(tx, "delete_experiment", experiment_id)
+
+
+def check_deletable(tx: Transaction, row: sqlite3.Row) -> None:
+    """Refuse (400) to delete an experiment that has not ended, or whose checkpoints are registered."""
+    if row["state"] not in TERMINAL | DELETING:
+        raise RequestError(
+            400,
+            f"experiment {row['id']} is {row['state']}; expected one that has ended. Cancel or kill it first.",
+        )
+    versions = models.registered_of(tx.connection, row["id"])
+    if versions:
+        raise RequestError(
+            400,
+            f"experiment {row['id']} has checkpoints that are registered as {', '.join(versions[:5])}; expected none that is. "
+            "Delete these versions first, or archive the experiment instead.",
+        )
+
+
+def move(tx: Transaction, experiment_id: int, project_id: int) -> None:
+    """Put an experiment into another project.
+
+    Raises:
+        RequestError: 404 unknown, 400 if the experiment or one of the projects is archived.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    target = projects.require(tx.connection, project_id)
+    source = projects.require(tx.connection, row["project_id"])
+    if row["archived"] or row["state"] == "DELETING":
+        state = "archived" if row["archived"] else "being deleted"
+        raise RequestError(
+            400,
+            f"experiment {experiment_id} is {state} and cannot be moved; expected one that is not. "
+            "Take it back with `det experiment unarchive` first.",
+        )
+    projects.refuse_shut(source, "be changed")
+    projects.refuse_shut(target, "take another experiment")
+    tx.execute("UPDATE experiments SET project_id = ? WHERE id = ?", (project_id, experiment_id))
+    tx.publish(f"experiment:{experiment_id}")
+
+
+def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
+    """Begin to delete the TensorBoard files of an experiment that has ended.
+
+    Raises:
+        RequestError: 404 unknown, 400 not ended.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row["state"] not in TERMINAL:
+        raise RequestError(
+            400,
+            f"experiment {experiment_id} is {row['state']}; expected one that has ended, which writes no files any more. "
+            "Cancel or kill it first.",
+        )
+    work.request(tx, "delete_tensorboard", experiment_id)
 
 
 def continue_(tx: Transaction, experiment_id: int, submission: Submission | None = None) -> int:

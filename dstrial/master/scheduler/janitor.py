@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dstrial.errors import DstrialError
+from dstrial.errors import DstrialError, MasterError
 from dstrial.master import checkpoint_gc
 from dstrial.master.changes import Changes
-from dstrial.master.clock import now_us
+from dstrial.master.experiment import holders
 from dstrial.master.launcher import remove
-from dstrial.master.store import checkpoints, experiments, work
+from dstrial.master.store import checkpoints, experiments, logs, models, usage, work
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.metrics import as_number
 
@@ -23,7 +23,6 @@ logger = logging.getLogger("dstrial.master.janitor")
 
 _PERIOD_S = 3600.0
 _LOOK_AGAIN_S = 5.0
-_DAY_US = 24 * 3600 * 1_000_000
 
 
 class Janitor:
@@ -53,7 +52,8 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, with nothing held back by one that was killed."""
+        self._database.write(checkpoints.release_claims)
         self._thread.start()
 
     def stop(self) -> None:
@@ -92,6 +92,12 @@ class Janitor:
                 self._collect(experiment_id)
             elif row["kind"] == "delete_checkpoints":
                 self._delete_checkpoints(payload["uuids"], payload["globs"])
+            elif row["kind"] == "delete_tensorboard":
+                self._delete_tensorboard(experiment_id)
+            elif row["kind"] == "delete_project":
+                self._database.write(lambda tx: holders.finish_project(tx, payload["id"]))
+            elif row["kind"] == "delete_workspace":
+                self._database.write(lambda tx: holders.finish_workspace(tx, payload["id"]))
             else:
                 self._delete_experiment(experiment_id)
         except (DstrialError, OSError, sqlite3.IntegrityError, ValueError, LookupError) as error:
@@ -109,7 +115,7 @@ class Janitor:
             rows = checkpoints.list_checkpoints(
                 connection, experiment_id=experiment_id, states=("COMPLETED",)
             )
-            in_use = checkpoints.warm_starts(connection)
+            in_use = checkpoints.in_use(connection)
         storage = json.loads(experiment["config"])["checkpoint_storage"]
         candidates = [_candidate(row) for row in rows if row["uuid"] not in in_use]
         policy = checkpoint_gc.Policy.from_storage(storage)
@@ -124,16 +130,29 @@ class Janitor:
                 row = checkpoints.get_checkpoint(connection, uuid)
             if row is None:
                 continue
+            used_as = None
+            if globs:
+                used_as = self._database.write(lambda tx, uuid=uuid: checkpoints.claim(tx, uuid))  # type: ignore[misc]
+            if used_as is not None:
+                logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
+                continue
             storage = json.loads(row["experiment_config"])["checkpoint_storage"]
             try:
                 left = checkpoint_gc.delete_files(storage, uuid, globs)
             except DstrialError as error:
                 logger.error("checkpoint %s: %s", uuid, error)
+                self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
                 continue
             self._database.write(lambda tx, uuid=uuid, left=left: checkpoints.set_resources(tx, uuid, left))  # type: ignore[misc]
 
     def _delete_experiment(self, experiment_id: int) -> None:
         with self._database.read() as connection:
+            registered = models.registered_of(connection, experiment_id)
+            if registered:
+                raise MasterError(
+                    f"checkpoints of it have been registered as {', '.join(registered[:5])}; expected none that is. "
+                    "Delete these versions, and the experiment again."
+                )
             rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id)
             directories = [
                 Path(row["directory"])
@@ -144,12 +163,24 @@ class Janitor:
         for row in rows:
             storage = json.loads(row["experiment_config"])["checkpoint_storage"]
             checkpoint_gc.delete_files(storage, row["uuid"])
+        self._delete_tensorboard(experiment_id)
         for directory in directories:
             remove(directory)
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
+    def _delete_tensorboard(self, experiment_id: int) -> None:
+        """Delete the TensorBoard files of an experiment, where its storage is one that this machine reaches."""
+        with self._database.read() as connection:
+            row = experiments.get(connection, experiment_id)
+            cluster = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
+        if row is None or cluster is None:
+            return
+        storage = json.loads(row["config"])["checkpoint_storage"]
+        if storage["type"] in ("shared_fs", "directory"):
+            checkpoint_gc.delete_tensorboard_files(storage, cluster["value"], experiment_id)
+
     def _forget_old_logs(self) -> None:
-        self._database.write(lambda tx: _forget_logs(tx, self._log_retention_days))
+        self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))
 
 
 def _candidate(row: sqlite3.Row) -> checkpoint_gc.Candidate:
@@ -167,26 +198,10 @@ def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:
 
 def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
     of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
+    usage.remember(tx, experiment_id)
     tx.execute(f"DELETE FROM metrics WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
     tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
     for table in ("checkpoints", "allocations", "tasks", "trials"):
         tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
     tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))
     tx.publish(f"experiment:{experiment_id}")
-
-
-def _forget_logs(tx: Transaction, default_days: int | None) -> None:
-    """Delete the logs of trials that ended longer ago than their logs are to be kept."""
-    tx.execute(
-        "DELETE FROM logs WHERE trial_id IN (SELECT trials.id FROM trials "
-        "JOIN experiments ON experiments.id = trials.experiment_id "
-        "WHERE trials.end_us IS NOT NULL "
-        "AND COALESCE(trials.log_retention_days, experiments.log_retention_days, ?) >= 0 "
-        "AND trials.end_us < ? - COALESCE(trials.log_retention_days, experiments.log_retention_days, ?) * ?)",
-        (
-            -1 if default_days is None else default_days,
-            now_us(),
-            0 if default_days is None else default_days,
-            _DAY_US,
-        ),
-    )

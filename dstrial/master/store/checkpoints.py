@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
 
 SortKey = Literal["UUID", "TRIAL_ID", "BATCH_NUMBER", "END_TIME", "STATE", "SEARCHER_METRIC"]
@@ -122,10 +123,55 @@ def latest_completed(connection: sqlite3.Connection, trial_id: int) -> sqlite3.R
     return row
 
 
-def warm_starts(connection: sqlite3.Connection) -> set[str]:
-    """Return the checkpoints from which trials start, which no policy deletes."""
-    rows = connection.execute("SELECT warm_start_uuid FROM trials WHERE warm_start_uuid IS NOT NULL")
-    return {row["warm_start_uuid"] for row in rows}
+def in_use(connection: sqlite3.Connection) -> dict[str, str]:
+    """Return the checkpoints that no policy and no request deletes, each with what it is used for.
+
+    Source: Determined 0.38.1 spares what trials start from and what is registered as a version of a model.
+    """
+    warm = connection.execute("SELECT warm_start_uuid FROM trials WHERE warm_start_uuid IS NOT NULL")
+    found = {row["warm_start_uuid"]: "what a trial starts from" for row in warm}
+    rows = connection.execute(
+        "SELECT v.checkpoint_uuid, m.name, v.version FROM model_versions v JOIN models m ON m.id = v.model_id"
+    )
+    found.update(
+        {row["checkpoint_uuid"]: f"version {row['version']} of model {row['name']!r}" for row in rows}
+    )
+    return found
+
+
+def claim(tx: Transaction, uuid: str) -> str | None:
+    """Mark a checkpoint whose files are about to be deleted, so that it cannot come into use meanwhile.
+
+    Returns:
+        What it is used for, if it is; it is not marked then.
+    """
+    used_as = in_use(tx.connection).get(uuid)
+    if used_as is None:
+        tx.execute("UPDATE checkpoints SET deleting_us = ? WHERE uuid = ?", (now_us(), uuid))
+    return used_as
+
+
+def release_claims(tx: Transaction, uuid: str | None = None) -> None:
+    """Take back the mark of a checkpoint whose files could not be deleted, or all of them.
+
+    A master that was killed leaves marks behind; what it was deleting is deleted again.
+    """
+    tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
+
+
+def refuse_going(connection: sqlite3.Connection, row: sqlite3.Row) -> None:
+    """Refuse (400) a checkpoint that is not complete, or that is being deleted, by itself or with its experiment."""
+    state = row["state"]
+    experiment = connection.execute(
+        "SELECT state FROM experiments WHERE id = ?", (row["experiment_id"],)
+    ).fetchone()
+    if row["deleting_us"] is not None or experiment["state"] == "DELETING":
+        state = "being deleted"
+    if state != "COMPLETED":
+        raise RequestError(
+            400,
+            f"checkpoint {row['uuid']} is {state}; expected a COMPLETED one, whose files are all there. Take another.",
+        )
 
 
 def list_checkpoints(
@@ -159,7 +205,7 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
     else:
         state = row["state"]
     tx.execute(
-        "UPDATE checkpoints SET state = ?, resources = ?, size = ? WHERE uuid = ?",
+        "UPDATE checkpoints SET state = ?, resources = ?, size = ?, deleting_us = NULL WHERE uuid = ?",
         (state, json.dumps(dict(resources)), sum(resources.values()), uuid),
     )
     _count(tx, row["trial_id"])
@@ -187,6 +233,36 @@ def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
         "INSERT OR IGNORE INTO trial_sources (checkpoint_uuid, trial_id, type) VALUES (?, ?, ?)",
         (uuid, trial_id, kind),
     )
+
+
+def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: int, kind: str) -> None:
+    """Store that a trial uses a version of a registered model.
+
+    Raises:
+        RequestError: 404, there is no such version.
+    """
+    known = "SELECT 1 FROM model_versions WHERE model_id = ? AND version = ?"
+    if tx.execute(known, (model_id, version)).fetchone() is None:
+        raise RequestError(
+            404,
+            f"version {version} of model {model_id} is not found; expected one of `det model list-versions`.",
+        )
+    tx.execute(
+        "INSERT OR IGNORE INTO trial_source_versions (model_id, version, trial_id, type) VALUES (?, ?, ?, ?)",
+        (model_id, version, trial_id, kind),
+    )
+
+
+def users_of_version(
+    connection: sqlite3.Connection, model_id: int, version: int, kind: str | None
+) -> list[int]:
+    """Return the trials that have said that they use a version of a model, in this way if one is given."""
+    rows = connection.execute(
+        "SELECT DISTINCT trial_id FROM trial_source_versions "
+        "WHERE model_id = ? AND version = ? AND (? IS NULL OR type = ?)",
+        (model_id, version, kind, kind),
+    )
+    return [row["trial_id"] for row in rows]
 
 
 def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> list[int]:

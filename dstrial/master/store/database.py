@@ -24,7 +24,7 @@ from dstrial.errors import MasterError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _BUSY_TIMEOUT_S = 30.0
 _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
@@ -63,11 +63,11 @@ class Database:
     """The master's database.
 
     Args:
-        path: the file; created with the schema if it does not exist.
+        path: the file; created with the schema if it does not exist, brought to it if an older release wrote it.
         on_commit: called in the writer thread with the published topics after every commit that has any.
 
     Raises:
-        MasterError: the file is of another schema version, is damaged, or cannot be written.
+        MasterError: a newer release wrote the file, it is damaged, or cannot be written.
     """
 
     def __init__(self, path: Path, on_commit: Callable[[set[str]], None] | None = None) -> None:
@@ -223,12 +223,19 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Make the schema in a new file; bring that of an older release to this one's, all of it or nothing."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version == 0:
-        schema = resources.files("dstrial.master.store").joinpath("schema.sql").read_text(encoding="utf-8")
-        connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-    elif version != SCHEMA_VERSION:
+    if version > SCHEMA_VERSION:
         raise MasterError(
-            f"{path} is of schema version {version}; expected {SCHEMA_VERSION}. "
+            f"{path} is of schema version {version}; expected at most {SCHEMA_VERSION}. "
             "Start the release of dstrial that wrote it, or pass another --state-dir."
         )
+    steps = (
+        ["schema.sql"]
+        if version == 0
+        else [f"upgrade_{to}.sql" for to in range(version + 1, SCHEMA_VERSION + 1)]
+    )
+    if steps:
+        folder = resources.files("dstrial.master.store")
+        sql = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in steps)
+        connection.executescript(f"BEGIN; {sql} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")

@@ -34,8 +34,37 @@ def require(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row:
     return row
 
 
+def require_of_project(connection: sqlite3.Connection, experiment_id: int, project_id: int) -> sqlite3.Row:
+    """Return an experiment's row.
+
+    Raises:
+        RequestError: 404, there is none, or it is in another project.
+    """
+    row = require(connection, experiment_id)
+    if row["project_id"] != project_id:
+        raise RequestError(
+            404,
+            f"experiment {experiment_id} is in project {row['project_id']}; expected one of project {project_id}. "
+            "Ask in its own project.",
+        )
+    return row
+
+
+def of_project(connection: sqlite3.Connection, project_id: int) -> list[sqlite3.Row]:
+    """Return all experiments of a project, oldest first."""
+    return connection.execute(
+        "SELECT * FROM experiments WHERE project_id = ? ORDER BY id", (project_id,)
+    ).fetchall()
+
+
 def insert(
-    tx: Transaction, *, submission: Submission, owner_id: int, state: str, parent_id: int | None
+    tx: Transaction,
+    *,
+    submission: Submission,
+    owner_id: int,
+    state: str,
+    parent_id: int | None,
+    project_id: int,
 ) -> int:
     """Store a new experiment and return its id."""
     config = submission.config
@@ -44,8 +73,8 @@ def insert(
     cursor = tx.execute(
         "INSERT INTO experiments (job_id, state, config, original_config, name, description, labels, owner_id, "
         "parent_id, searcher_type, searcher_metric, smaller_is_better, priority, weight, max_slots, slots_per_trial, "
-        "queue_position, start_us, log_retention_days, interpreter) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "queue_position, start_us, log_retention_days, interpreter, project_id, template) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             str(uuid.uuid4()),
             state,
@@ -67,6 +96,8 @@ def insert(
             now,
             (config.get("retention_policy") or {}).get("log_retention_days"),
             submission.interpreter,
+            project_id,
+            None if submission.template is None else json.dumps(submission.template),
         ),
     )
     return int(cursor.lastrowid or 0)

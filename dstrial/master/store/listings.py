@@ -20,6 +20,7 @@ _EXPERIMENT_ORDER = {
     "SORT_BY_CHECKPOINT_SIZE": "checkpoint_size",
     "SORT_BY_CHECKPOINT_COUNT": "checkpoint_count",
     "SORT_BY_SEARCHER_METRIC_VAL": "e.best_metric",
+    "SORT_BY_PROJECT_ID": "e.project_id",
 }
 _TRIAL_ORDER = {
     "SORT_BY_ID": "t.id",
@@ -35,7 +36,8 @@ _TRIAL_ORDER = {
     "SORT_BY_LOG_RETENTION_DAYS": "t.log_retention_days",
 }
 _EXPERIMENT_SELECT = """
-SELECT e.*, u.username, u.display_name,
+SELECT e.*, u.username, u.display_name, p.name AS project_name, p.workspace_id, w.name AS workspace_name,
+    p.owner_id AS project_owner_id, p.is_archived OR w.is_archived AS is_parent_archived,
     (SELECT COUNT(*) FROM trials t WHERE t.experiment_id = e.id) AS num_trials,
     (SELECT COALESCE(SUM(t.checkpoint_count), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_count,
     (SELECT COALESCE(SUM(t.checkpoint_size), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_size,
@@ -43,6 +45,7 @@ SELECT e.*, u.username, u.display_name,
         JOIN trials t ON t.id = a.trial_id
         WHERE a.state IN ('ASSIGNED', 'RUNNING') AND t.experiment_id = e.id) AS advance
 FROM experiments e JOIN users u ON u.id = e.owner_id
+JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
 """
 _TRIAL_SELECT = """
 SELECT t.*, e.config AS experiment_config, e.searcher_metric,
@@ -78,6 +81,7 @@ class ExperimentFilter:
         not_ids: none of these.
         above: only with a greater id.
         below: only with a smaller id.
+        project_id: only of this project.
     """
 
     archived: bool | None = None
@@ -91,6 +95,7 @@ class ExperimentFilter:
     not_ids: Sequence[int] = ()
     above: int | None = None
     below: int | None = None
+    project_id: int | None = None
 
 
 def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
@@ -116,6 +121,8 @@ def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
             need(f"{column} IN ({', '.join('?' * len(chosen))})", *chosen)
     if wanted.not_ids:
         need(f"e.id NOT IN ({', '.join('?' * len(wanted.not_ids))})", *wanted.not_ids)
+    if wanted.project_id is not None:
+        need("e.project_id = ?", wanted.project_id)
     if wanted.above is not None:
         need("e.id > ?", wanted.above)
     if wanted.below is not None:

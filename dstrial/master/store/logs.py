@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.store.database import Transaction
 
+_DAY_US = 24 * 3600 * 1_000_000
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -219,3 +220,23 @@ def format_message(row: sqlite3.Row) -> str:
     level = "" if row["level"] is None else f"{row['level']}: "
     text = row["log"] if row["log"].endswith("\n") else f"{row['log']}\n"
     return f"[{format_us(row['time_us'])}] {container}{rank}|| {level}{text}"
+
+
+def forget_old(tx: Transaction, default_days: int | None) -> int:
+    """Delete the logs of trials that ended longer ago than their logs are to be kept.
+
+    Args:
+        tx: the write.
+        default_days: how long, where neither trial nor experiment says; None and -1 for ever.
+
+    Returns:
+        How many lines were deleted.
+    """
+    days = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :default)"
+    cursor = tx.execute(
+        "DELETE FROM logs WHERE trial_id IN (SELECT trials.id FROM trials "  # noqa: S608 - a constant
+        "JOIN experiments ON experiments.id = trials.experiment_id WHERE trials.end_us IS NOT NULL "
+        f"AND {days} >= 0 AND trials.end_us < :now - {days} * :day)",
+        {"default": -1 if default_days is None else default_days, "now": now_us(), "day": _DAY_US},
+    )
+    return cursor.rowcount

@@ -16,8 +16,9 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
     Args:
         tx: the write.
         kind: "gc" (by the experiment's policy), "delete_checkpoints" (``uuids`` and ``globs`` in the payload),
-            "delete_experiment".
-        experiment_id: whose.
+            "delete_experiment", "delete_tensorboard" (its files), "delete_project", "delete_workspace" (``id`` in the
+            payload; when what is in them has been deleted, by work that was asked for before).
+        experiment_id: whose; 0 for projects and workspaces.
         payload: what else there is to know.
     """
     tx.execute(

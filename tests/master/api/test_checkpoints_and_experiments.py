@@ -109,7 +109,7 @@ def test_there_is_no_other_project(served: Master) -> None:
         served.send("POST", "/api/v1/projects/7/experiments/pause", {}, token="determined"),
     ]
     assert [answer.status for answer in answers] == [404, 404, 404]
-    assert all("project 7 does not exist; expected 1" in answer.error for answer in answers)
+    assert all("project 7 is not found; expected one of" in answer.error for answer in answers)
     assert len(served.get("/api/v1/experiments?projectId=1").json["experiments"]) == 2
 
 

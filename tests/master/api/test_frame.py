@@ -212,7 +212,7 @@ def test_errors_have_the_shape_that_the_client_reads(served: Master) -> None:
         ("GET", "/api/v1/users/one", 400),
         ("GET", "/api/v1/users/99999999999", 400),
         ("GET", "/api/v1/notebooks", 501),
-        ("DELETE", "/api/v1/workspaces/1", 501),
+        ("DELETE", "/api/v1/workspaces/1/namespace-bindings", 501),
         ("GET", "/proxy/a:1/x", 501),
     ],
 )

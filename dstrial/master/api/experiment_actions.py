@@ -1,0 +1,174 @@
+"""What is done with experiments, one or many: pause, activate, cancel, kill, archive, move, delete, keep logs."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from determined.common.api import bindings
+
+from dstrial.errors import DstrialError
+from dstrial.master.api.fields import Fields
+from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.guard import require_owner
+from dstrial.master.api.messages import message
+from dstrial.master.experiment import experiments
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import listings, projects
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.tokens import User
+
+Perform: TypeAlias = "Callable[[Transaction, int], Any]"
+Prepare: TypeAlias = "Callable[[ApiRequest], Perform]"
+"""Reads what an action needs from the body of a request, and returns the action."""
+
+_MAX_DAYS = 32767
+
+
+def plain(perform: Perform) -> Prepare:
+    """Return an action that needs nothing but the experiment."""
+
+    def prepare(_request: ApiRequest) -> Perform:
+        return perform
+
+    prepare.__doc__ = (perform.__doc__ or "").partition("\n")[0]
+    return prepare
+
+
+def move(request: ApiRequest) -> Perform:
+    """Put experiments into another project."""
+    target = request.body().required_integer("destinationProjectId")
+    return lambda tx, experiment_id: experiments.move(tx, experiment_id, target)
+
+
+def retain_logs(request: ApiRequest) -> Perform:
+    """Keep logs for a number of days; -1 for ever."""
+    days = request.body().required_integer("numDays", -1, _MAX_DAYS)
+    return lambda tx, experiment_id: experiments.patch(tx, experiment_id, log_retention_days=days)
+
+
+def of_owner(perform: Perform, experiment_id: int, user: User | None) -> Callable[[Transaction], None]:
+    """Return the write for one experiment, refused (403) where ``user`` is neither its owner nor an administrator."""
+
+    def write(tx: Transaction) -> None:
+        row = experiment_rows.require(tx.connection, experiment_id)
+        if user is not None:
+            require_owner(user, row["owner_id"], f"experiment {experiment_id}")
+        perform(tx, experiment_id)
+
+    return write
+
+
+def _one(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> dict[str, Any]:
+        user = request.user if is_owners else None
+        await request.services.write(of_owner(prepare(request), request.path_params["experiment_id"], user))
+        return {}
+
+    handle.__doc__ = f"``experiments/{{id}}``: {prepare.__doc__}"
+    return handle
+
+
+def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> dict[str, Any]:
+        body, project_id = request.body(), request.path_params["project_id"]
+        perform, user = prepare(request), request.user if is_owners else None
+        ids = await request.services.read(_chosen, project_id, body)
+        results = []
+        for experiment_id in ids:
+            error = ""
+            try:
+                await request.services.write(
+                    of_owner(_within(project_id, perform), experiment_id, user),
+                )
+            except DstrialError as problem:
+                error = str(problem)
+            results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
+        return {"results": results}
+
+    handle.__doc__ = f"``projects/{{id}}/experiments``: {prepare.__doc__} Each has its own result."
+    return handle
+
+
+def _within(project_id: int, perform: Perform) -> Perform:
+    """Return an action that is refused (404) for experiments of other projects."""
+
+    def act(tx: Transaction, experiment_id: int) -> None:
+        experiment_rows.require_of_project(tx.connection, experiment_id, project_id)
+        perform(tx, experiment_id)
+
+    return act
+
+
+def _chosen(connection: sqlite3.Connection, project_id: int, body: Fields) -> list[int]:
+    """Return the experiments that a body names: by its filters if it has any, else by their numbers.
+
+    Source: Determined 0.38.1, where filters replace the numbers.
+    """
+    projects.require(connection, project_id)
+    filters = body.fields("filters")
+    if filters is None:
+        given = body.items_of("experimentIds") or []
+        if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in given):
+            raise body.wrong("experimentIds", "whole numbers of 32 bits")
+        return list(dict.fromkeys(given))
+    wanted = listings.ExperimentFilter(
+        archived=filters.flag("archived"),
+        name=filters.text("name"),
+        description=filters.text("description"),
+        user_ids=_integers(filters, "userIds"),
+        states=stored_states(filters.texts("states") or []),
+        labels=filters.texts("labels") or [],
+        not_ids=_integers(filters, "excludedExperimentIds"),
+        project_id=project_id,
+    )
+    return [row["id"] for row in listings.list_experiments(connection, wanted)]
+
+
+def _integers(fields: Fields, name: str) -> list[int]:
+    values = fields.items_of(name) or []
+    if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in values):
+        raise fields.wrong(name, "whole numbers of 32 bits")
+    return values
+
+
+def stored_states(names: list[str]) -> list[str]:
+    """Return stored states for those of the protocol; what clients see of an active one stands for it."""
+    states = {name.removeprefix("STATE_") for name in names}
+    if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
+        states.add("ACTIVE")
+    return sorted(states)
+
+
+_EACH: tuple[tuple[str, str, Prepare, bool], ...] = (
+    ("POST", "pause", plain(experiments.pause), False),
+    ("POST", "activate", plain(experiments.activate), False),
+    ("POST", "cancel", plain(experiments.cancel), False),
+    ("POST", "kill", plain(experiments.kill), False),
+    ("POST", "archive", plain(experiments.archive), False),
+    ("POST", "unarchive", plain(experiments.unarchive), False),
+    ("POST", "move", move, False),
+    ("PUT", "retain_logs", retain_logs, False),
+)
+_ONE = "/experiments/{experiment_id:int}"
+_MANY = "/projects/{project_id:int}/experiments"
+_DELETE = plain(experiments.delete)
+routes = [
+    *(
+        route(method, f"{_ONE}/{verb}", _one(prepare, is_owners=is_owners), access=USER)
+        for method, verb, prepare, is_owners in _EACH
+    ),
+    *(
+        route(method, f"{_MANY}/{verb}", _many(prepare, is_owners=is_owners), access=USER)
+        for method, verb, prepare, is_owners in _EACH
+    ),
+    route("DELETE", _ONE, _one(_DELETE, is_owners=True), access=USER),
+    route("DELETE", f"{_MANY}/delete", _many(_DELETE, is_owners=True), access=USER),
+    route(
+        "DELETE",
+        f"{_ONE}/tensorboard-files",
+        _one(plain(experiments.delete_tensorboard_files), is_owners=True),
+        access=USER,
+    ),
+]

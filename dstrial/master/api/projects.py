@@ -1,0 +1,270 @@
+"""Projects: list, make, change, annotate, move, archive and delete them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.fields import Fields
+from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.guard import require_owner
+from dstrial.master.api.messages import message, page_of
+from dstrial.master.api.shapes import stored, time_or_none
+from dstrial.master.api.workspaces import named, ordered
+from dstrial.master.experiment import holders
+from dstrial.master.store import projects, workspaces
+from dstrial.master.store.database import Transaction
+
+_ORDER: dict[str, Callable[[sqlite3.Row], Any]] = {
+    "SORT_BY_NAME": lambda row: row["name"].casefold(),
+    "SORT_BY_DESCRIPTION": lambda row: row["description"],
+    "SORT_BY_CREATION_TIME": lambda row: row["created_us"],
+    "SORT_BY_LAST_EXPERIMENT_START_TIME": lambda row: row["last_us"] or 0,
+}
+_MAX_NOTES_BYTES = 1 << 20
+_NUM_RECENT = 5
+
+
+def project_json(row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row of ``store.projects`` as a ``v1Project``."""
+    return message(
+        bindings.v1Project,
+        id=row["id"],
+        key=row["key"],
+        name=row["name"],
+        workspaceId=row["workspace_id"],
+        workspaceName=row["workspace_name"],
+        description=row["description"],
+        notes=stored(row["notes"]),
+        archived=bool(row["is_shut"]),
+        immutable=bool(row["is_immutable"]),
+        state=f"WORKSPACE_STATE_{row['state']}",
+        errorMessage=row["error"],
+        numExperiments=row["num_experiments"],
+        numActiveExperiments=row["num_active"],
+        numRuns=row["num_runs"],
+        lastExperimentStartedAt=time_or_none(row["last_us"]),
+        userId=row["owner_id"],
+        username=row["username"],
+    )
+
+
+async def list_projects(request: ApiRequest) -> dict[str, Any]:
+    """``GET workspaces/{id}/projects``: a page of projects."""
+    is_wanted = named(request, "is_shut")
+    sort_by = request.query_choice("sortBy", bindings.v1GetWorkspaceProjectsRequestSortBy)
+    order = request.query_choice("orderBy", bindings.v1OrderBy)
+    workspace_id = request.path_params["workspace_id"]
+
+    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+        workspaces.require(connection, workspace_id)
+        return projects.list_projects(connection, workspace_id)
+
+    found = ordered(
+        [row for row in await request.services.read(read) if is_wanted(row)], _ORDER, sort_by, order
+    )
+    page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
+    return {
+        "projects": [project_json(row) for row in found[page.start : page.end]],
+        "pagination": page.to_json(),
+    }
+
+
+async def _shown(request: ApiRequest, project_id: int) -> dict[str, Any]:
+    return project_json(await request.services.read(projects.require, project_id))
+
+
+async def show_project(request: ApiRequest) -> dict[str, Any]:
+    """``GET projects/{id}``."""
+    return {"project": await _shown(request, request.path_params["project_id"])}
+
+
+async def show_by_key(request: ApiRequest) -> dict[str, Any]:
+    """``GET projects/key/{key}``."""
+    return {"project": project_json(await request.services.read(projects.by_key, request.path_params["key"]))}
+
+
+async def list_recent(request: ApiRequest) -> dict[str, Any]:
+    """``GET user/projects/activity``: the projects into which this user put an experiment last."""
+    user_id, limit = request.user.id, request.query_int("limit") or _NUM_RECENT
+
+    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+        rows = connection.execute(
+            "SELECT project_id FROM experiments WHERE owner_id = ? GROUP BY project_id ORDER BY MAX(start_us) DESC LIMIT ?",
+            (user_id, max(limit, 0)),
+        )
+        return [projects.require(connection, row["project_id"]) for row in rows]
+
+    return {"projects": [project_json(row) for row in await request.services.read(read)]}
+
+
+async def create_project(request: ApiRequest) -> dict[str, Any]:
+    """``POST workspaces/{id}/projects``: 409 for a name that exists in the workspace, or a key anywhere."""
+    body, user, workspace_id = request.body(), request.user, request.path_params["workspace_id"]
+    name, key, description = body.required_text("name"), body.text("key"), body.text("description") or ""
+
+    def write(tx: Transaction) -> int:
+        row = workspaces.require(tx.connection, workspace_id)
+        workspaces.refuse_immutable(row, "take a project")
+        workspaces.refuse_archived(row, "take a project")
+        return projects.create(
+            tx, workspace_id=workspace_id, name=name, key=key, description=description, owner_id=user.id
+        )
+
+    project_id = await request.services.write(write)
+    return message(bindings.v1PostProjectResponse, project=await _shown(request, project_id))
+
+
+def _own(tx: Transaction, request: ApiRequest, verb: str) -> sqlite3.Row:
+    """Return the project of the path, which the user may change.
+
+    Raises:
+        RequestError: 404 unknown, 403 another user's, 400 immutable.
+    """
+    row = projects.require(tx.connection, request.path_params["project_id"])
+    projects.refuse_immutable(row, verb)
+    require_owner(request.user, row["owner_id"], f"project {row['name']!r}")
+    return row
+
+
+async def patch_project(request: ApiRequest) -> dict[str, Any]:
+    """``PATCH projects/{id}``: name, key, description."""
+    body = request.body()
+    fields = {name: body.text(name) for name in ("name", "key", "description")}
+    changes = {name: value for name, value in fields.items() if value is not None}
+
+    def write(tx: Transaction) -> None:
+        row = _own(tx, request, "be changed")
+        projects.refuse_shut(row, "be changed")
+        if "name" in changes:
+            projects.check_name(tx.connection, row["workspace_id"], changes["name"], row["id"])
+        if "key" in changes:
+            changes["key"] = projects.check_key(tx.connection, changes["key"], row["id"])
+        projects.change(tx, row["id"], **changes)
+
+    await request.services.write(write)
+    return message(
+        bindings.v1PatchProjectResponse, project=await _shown(request, request.path_params["project_id"])
+    )
+
+
+def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> dict[str, Any]:
+        def write(tx: Transaction) -> None:
+            row = _own(tx, request, "be archived")
+            workspaces.refuse_archived(
+                workspaces.require(tx.connection, row["workspace_id"]), "have its projects changed"
+            )
+            projects.change(tx, row["id"], is_archived=is_archived)
+
+        await request.services.write(write)
+        return {}
+
+    handle.__doc__ = f"``POST projects/{{id}}/{'archive' if is_archived else 'unarchive'}``."
+    return handle
+
+
+async def delete_project(request: ApiRequest) -> dict[str, Any]:
+    """``DELETE projects/{id}``: with its experiments."""
+
+    def write(tx: Transaction) -> bool:
+        return holders.delete_project(tx, _own(tx, request, "be deleted")["id"])
+
+    return message(bindings.v1DeleteProjectResponse, completed=await request.services.write(write))
+
+
+async def move_project(request: ApiRequest) -> dict[str, Any]:
+    """``POST projects/{id}/move``: into another workspace, with its experiments."""
+    target_id = request.body().required_integer("destinationWorkspaceId")
+
+    def write(tx: Transaction) -> None:
+        row = _own(tx, request, "be moved")
+        projects.refuse_shut(row, "be moved")
+        target = workspaces.require(tx.connection, target_id)
+        workspaces.refuse_immutable(target, "take a project")
+        workspaces.refuse_archived(target, "take a project")
+        projects.check_name(tx.connection, target_id, row["name"], row["id"])
+        projects.change(tx, row["id"], workspace_id=target_id)
+
+    await request.services.write(write)
+    return {}
+
+
+def _note(given: Fields) -> dict[str, str]:
+    return {"name": given.text("name") or "", "contents": given.text("contents") or ""}
+
+
+def _annotate(
+    collect: Callable[[ApiRequest, list[Any]], list[dict[str, str]]],
+) -> Callable[[ApiRequest], Any]:
+    async def handle(request: ApiRequest) -> dict[str, Any]:
+        def write(tx: Transaction) -> list[dict[str, str]]:
+            row = projects.require(tx.connection, request.path_params["project_id"])
+            projects.refuse_shut(row, "be changed")
+            notes = collect(request, json.loads(row["notes"]))
+            if len(json.dumps(notes)) > _MAX_NOTES_BYTES:
+                raise RequestError(413, "the notes are longer than 1 MiB; expected less. Shorten them.")
+            projects.change(tx, row["id"], notes=notes)
+            return notes
+
+        return {"notes": await request.services.write(write)}
+
+    handle.__doc__ = f"``projects/{{id}}/notes``: {collect.__doc__}"
+    return handle
+
+
+def _all_notes(request: ApiRequest, _before: list[Any]) -> list[dict[str, str]]:
+    """Replace all of them."""
+    return [_note(given) for given in request.body().field_list("notes") or []]
+
+
+def _one_more(request: ApiRequest, before: list[Any]) -> list[dict[str, str]]:
+    """Add one."""
+    return [*before, _note(request.body())]
+
+
+async def list_metadata_values(request: ApiRequest) -> dict[str, Any]:
+    """``GET projects/{id}/metadata/{key}``: the texts that runs of the project have under a key of their metadata."""
+    project_id, key = request.path_params["project_id"], request.path_params["key"]
+
+    def read(connection: sqlite3.Connection) -> list[str]:
+        projects.require(connection, project_id)
+        rows = connection.execute(
+            "SELECT t.metadata FROM trials t JOIN experiments e ON e.id = t.experiment_id "
+            "WHERE e.project_id = ? AND t.metadata IS NOT NULL",
+            (project_id,),
+        )
+        found: set[str] = set()
+        for row in rows:
+            value: Any = json.loads(row["metadata"])
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            found.update(
+                one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)
+            )
+        return sorted(found)
+
+    return {"values": await request.services.read(read)}
+
+
+_ONE = "/projects/{project_id:int}"
+routes = [
+    route("GET", "/workspaces/{workspace_id:int}/projects", list_projects, access=USER),
+    route("POST", "/workspaces/{workspace_id:int}/projects", create_project, access=USER),
+    route("GET", "/user/projects/activity", list_recent, access=USER),
+    route("GET", "/projects/key/{key}", show_by_key, access=USER),
+    route("GET", _ONE, show_project, access=USER),
+    route("PATCH", _ONE, patch_project, access=USER),
+    route("DELETE", _ONE, delete_project, access=USER),
+    route("POST", f"{_ONE}/archive", _archive(True), access=USER),
+    route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
+    route("POST", f"{_ONE}/move", move_project, access=USER),
+    route("POST", f"{_ONE}/notes", _annotate(_one_more), access=USER),
+    route("PUT", f"{_ONE}/notes", _annotate(_all_notes), access=USER),
+    route("GET", f"{_ONE}/metadata/{{key}}", list_metadata_values, access=USER),
+]

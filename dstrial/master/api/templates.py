@@ -1,0 +1,138 @@
+"""Templates: list, make, change, rename and delete them."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.fields import Fields, shown
+from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.messages import message, page_of
+from dstrial.master.api.shapes import stored
+from dstrial.master.store import templates, workspaces
+from dstrial.master.store.database import Transaction
+
+
+def template_json(row: sqlite3.Row) -> dict[str, Any]:
+    """Return a row of ``store.templates`` as a ``v1Template``."""
+    return message(
+        bindings.v1Template, name=row["name"], config=stored(row["config"]), workspaceId=row["workspace_id"]
+    )
+
+
+def _config(body: Fields) -> dict[str, Any]:
+    config = body.mapping("config")
+    if config is None:
+        raise body.wrong("config", "a part of an experiment config")
+    return config
+
+
+def _workspace_id(tx: Transaction, body: Fields) -> int:
+    row = workspaces.require(tx.connection, body.integer("workspaceId") or workspaces.DEFAULT_ID)
+    workspaces.refuse_archived(row, "take another template")
+    return int(row["id"])
+
+
+async def list_templates(request: ApiRequest) -> dict[str, Any]:
+    """``GET templates``: a page of templates, by name."""
+    name, workspace_ids = (request.query("name") or "").casefold(), request.query_ints("workspaceIds")
+    request.query_choice("sortBy", bindings.v1GetTemplatesRequestSortBy)
+    rows = [
+        row
+        for row in await request.services.read(templates.list_templates)
+        if name in row["name"].casefold() and (not workspace_ids or row["workspace_id"] in workspace_ids)
+    ]
+    if request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC":
+        rows.reverse()
+    page = page_of(len(rows), request.query_int("offset"), request.query_int("limit"))
+    return message(
+        bindings.v1GetTemplatesResponse,
+        templates=[template_json(row) for row in rows[page.start : page.end]],
+        pagination=page.to_json(),
+    )
+
+
+async def _shown(request: ApiRequest, name: str) -> dict[str, Any]:
+    return template_json(await request.services.read(templates.require, name))
+
+
+async def show_template(request: ApiRequest) -> dict[str, Any]:
+    """``GET templates/{name}``."""
+    return message(
+        bindings.v1GetTemplateResponse, template=await _shown(request, request.path_params["template"])
+    )
+
+
+async def create_template(request: ApiRequest) -> dict[str, Any]:
+    """``POST templates/{name}``: 409 for a name that exists."""
+    body, name = request.body(), request.path_params["template"]
+    config = _config(body)
+    await request.services.write(lambda tx: templates.create(tx, name, config, _workspace_id(tx, body)))
+    return message(bindings.v1PostTemplateResponse, template=await _shown(request, name))
+
+
+async def put_template(request: ApiRequest) -> dict[str, Any]:
+    """``PUT templates/{name}``: make it, or replace its config."""
+    body, name = request.body(), request.path_params["template"]
+    config = _config(body)
+
+    def write(tx: Transaction) -> None:
+        if any(row["name"] == name for row in templates.list_templates(tx.connection)):
+            templates.change(tx, name, config)
+        else:
+            templates.create(tx, name, config, _workspace_id(tx, body))
+
+    await request.services.write(write)
+    return message(bindings.v1PutTemplateResponse, template=await _shown(request, name))
+
+
+async def patch_config(request: ApiRequest) -> dict[str, Any]:
+    """``PATCH templates/{name}``: replace its config, which is the whole body."""
+    name, config = request.path_params["template"], request.json()
+    if not isinstance(config, dict):
+        raise RequestError(
+            400,
+            f"the template's config is {shown(config)}; expected a part of an experiment config. Send a mapping.",
+        )
+
+    def write(tx: Transaction) -> None:
+        templates.require(tx.connection, name)
+        templates.change(tx, name, config)
+
+    await request.services.write(write)
+    return message(bindings.v1PatchTemplateConfigResponse, template=await _shown(request, name))
+
+
+async def rename_template(request: ApiRequest) -> dict[str, Any]:
+    """``PATCH template/rename``."""
+    body = request.body()
+    old, new = body.required_text("oldName"), body.required_text("newName")
+    await request.services.write(lambda tx: templates.rename(tx, old, new))
+    return message(bindings.v1PatchTemplateNameResponse, template=await _shown(request, new))
+
+
+async def delete_template(request: ApiRequest) -> dict[str, Any]:
+    """``DELETE templates/{name}``: experiments that were made with it stay as they are."""
+    name = request.path_params["template"]
+
+    def write(tx: Transaction) -> None:
+        templates.require(tx.connection, name)
+        templates.delete(tx, name)
+
+    await request.services.write(write)
+    return {}
+
+
+_ONE = "/templates/{template}"
+routes = [
+    route("GET", "/templates", list_templates, access=USER),
+    route("GET", _ONE, show_template, access=USER),
+    route("POST", _ONE, create_template, access=USER),
+    route("PUT", _ONE, put_template, access=USER),
+    route("PATCH", _ONE, patch_config, access=USER),
+    route("DELETE", _ONE, delete_template, access=USER),
+    route("PATCH", "/template/rename", rename_template, access=USER),
+]

@@ -1,0 +1,114 @@
+"""What holds experiments, projects and workspaces: where a new experiment goes, and how they are deleted."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.errors import RequestError
+from dstrial.master.experiment import experiments
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import projects, work, workspaces
+from dstrial.master.store.database import Transaction
+
+
+def place(connection: sqlite3.Connection, project_id: int | None, config: Mapping[str, Any]) -> sqlite3.Row:
+    """Return the project of a new experiment: the request's, else the config's, else the one that is always there.
+
+    Args:
+        connection: to the store.
+        project_id: as the request has it; the default project (1) and less leave it to the config.
+        config: an experiment config, perhaps not checked yet.
+
+    Raises:
+        RequestError: 404, there is no such project; 400, it is archived or only one of the two names is given.
+
+    Source: Determined 0.38.1, order of request and config.
+    """
+    names = [config.get("workspace") or None, config.get("project") or None]
+    if project_id is not None and project_id > projects.DEFAULT_ID:
+        row = projects.require(connection, project_id)
+    elif isinstance(names[0], str) and isinstance(names[1], str):
+        row = projects.by_names(connection, names[0], names[1])
+    else:
+        row = projects.require(connection, projects.DEFAULT_ID)
+    projects.refuse_shut(row, "take another experiment")
+    return row
+
+
+def delete_project(tx: Transaction, project_id: int) -> bool:
+    """Begin to delete a project with all of its experiments; it is DELETING until they are gone.
+
+    Returns:
+        Whether it is gone already, as it held none.
+
+    Raises:
+        RequestError: 404 unknown, 400 if it is the one that is always there, or one of its experiments cannot be deleted.
+    """
+    row = projects.require(tx.connection, project_id)
+    projects.refuse_immutable(row, "be deleted")
+    held = experiment_rows.of_project(tx.connection, project_id)
+    for experiment in held:
+        experiments.check_deletable(tx, experiment)
+    for experiment in held:
+        experiments.delete(tx, experiment["id"])
+    if not held:
+        projects.delete(tx, project_id)
+        return True
+    projects.change(tx, project_id, state="DELETING", error="")
+    work.request(tx, "delete_project", 0, {"id": project_id})
+    return False
+
+
+def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
+    """Begin to delete a workspace with all of its projects and templates; it is DELETING until they are gone.
+
+    Returns:
+        Whether it is gone already, as there were no experiments in it.
+
+    Raises:
+        RequestError: 404 unknown, 400 if it is the one that is always there, has models, or an experiment in it cannot be
+            deleted.
+    """
+    row = workspaces.require(tx.connection, workspace_id)
+    workspaces.refuse_immutable(row, "be deleted")
+    models = tx.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchall()
+    if models:
+        raise RequestError(
+            400,
+            f"workspace {row['name']!r} has the model {models[0]['name']!r}; expected none. "
+            "Move or delete its models first, see `det model list -w`.",
+        )
+    gone = [delete_project(tx, one["id"]) for one in projects.list_projects(tx.connection, workspace_id)]
+    if all(gone):
+        workspaces.delete(tx, workspace_id)
+        return True
+    workspaces.change(tx, workspace_id, state="DELETING", error="")
+    work.request(tx, "delete_workspace", 0, {"id": workspace_id})
+    return False
+
+
+def finish_project(tx: Transaction, project_id: int) -> None:
+    """Delete a project whose experiments have been deleted; if one could not be, say so and keep it."""
+    left = experiment_rows.of_project(tx.connection, project_id)
+    if not left:
+        projects.delete(tx, project_id)
+        return
+    why = next((row["end_reason"] for row in left if row["end_reason"]), "it came while they were deleted")
+    projects.change(
+        tx, project_id, state="DELETE_FAILED", error=f"experiment {left[0]['id']} could not be deleted: {why}"
+    )
+
+
+def finish_workspace(tx: Transaction, workspace_id: int) -> None:
+    """Delete a workspace whose projects have been deleted; if one could not be, say so and keep it."""
+    left = projects.list_projects(tx.connection, workspace_id)
+    if left:
+        why = f"project {left[0]['name']!r} could not be deleted: {left[0]['error']}"
+    elif tx.execute("SELECT 1 FROM models WHERE workspace_id = ?", (workspace_id,)).fetchone() is not None:
+        why = "a model came while its projects were deleted"
+    else:
+        workspaces.delete(tx, workspace_id)
+        return
+    workspaces.change(tx, workspace_id, state="DELETE_FAILED", error=why)

@@ -1,0 +1,274 @@
+"""The model registry: models, and the checkpoints that are registered as their versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+
+_ORDER = {
+    "SORT_BY_NAME": "m.name",
+    "SORT_BY_DESCRIPTION": "m.description",
+    "SORT_BY_CREATION_TIME": "m.created_us",
+    "SORT_BY_LAST_UPDATED_TIME": "m.updated_us",
+    "SORT_BY_NUM_VERSIONS": "num_versions",
+    "SORT_BY_WORKSPACE": "w.name",
+}
+_SELECT = (
+    "SELECT m.*, u.username, w.name AS workspace_name, "
+    "(SELECT COUNT(*) FROM model_versions v WHERE v.model_id = m.id) AS num_versions "
+    "FROM models m JOIN users u ON u.id = m.owner_id JOIN workspaces w ON w.id = m.workspace_id"
+)
+_VERSION_SELECT = (
+    "SELECT v.*, u.username FROM model_versions v JOIN users u ON u.id = v.owner_id WHERE v.model_id = ?"
+)
+_MODEL_FIELDS = ("name", "description", "notes", "metadata", "labels", "workspace_id", "is_archived")
+_VERSION_FIELDS = ("name", "comment", "notes", "metadata", "labels")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFilter:
+    """Which models are wanted; what is None or empty does not restrict.
+
+    Attributes:
+        model_id: this one.
+        archived: only archived ones, or only others.
+        name: a part of the name, whatever the case.
+        description: a part of the description, whatever the case.
+        labels: every one of these.
+        users: names of their owners.
+        user_ids: ids of their owners.
+        workspace_ids: in one of these workspaces.
+        workspace_names: in one of these workspaces.
+    """
+
+    model_id: int | None = None
+    archived: bool | None = None
+    name: str | None = None
+    description: str | None = None
+    labels: Sequence[str] = ()
+    users: Sequence[str] = ()
+    user_ids: Sequence[int] = ()
+    workspace_ids: Sequence[int] = ()
+    workspace_names: Sequence[str] = ()
+
+
+def list_models(
+    connection: sqlite3.Connection,
+    wanted: ModelFilter,
+    *,
+    sort_by: str | None = None,
+    is_descending: bool = False,
+) -> list[sqlite3.Row]:
+    """Return models with their owner's and workspace's name and their number of versions.
+
+    Args:
+        connection: to read from.
+        wanted: which.
+        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise.
+        is_descending: the other way round.
+    """
+    conditions = ["1 = 1"]
+    values: list[Any] = []
+    for column, value in (("m.id", wanted.model_id), ("m.is_archived", wanted.archived)):
+        if value is not None:
+            conditions.append(f"{column} = ?")
+            values.append(value)
+    for column, part in (("m.name", wanted.name), ("m.description", wanted.description)):
+        if part:
+            conditions.append(f"instr(lower({column}), lower(?)) > 0")
+            values.append(part)
+    chosen: Sequence[Any]
+    for column, chosen in (
+        ("u.username", wanted.users),
+        ("m.owner_id", wanted.user_ids),
+        ("m.workspace_id", wanted.workspace_ids),
+        ("w.name", wanted.workspace_names),
+    ):
+        if chosen:
+            conditions.append(f"{column} IN ({', '.join('?' * len(chosen))})")
+            values.extend(chosen)
+    for label in wanted.labels:
+        conditions.append("EXISTS (SELECT 1 FROM json_each(m.labels) WHERE value = ?)")
+        values.append(label)
+    order = "DESC" if is_descending else "ASC"
+    column = _ORDER.get(sort_by or "", "m.id")
+    sql = f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY {column} {order}, m.id {order}"
+    return connection.execute(sql, values).fetchall()
+
+
+def require(connection: sqlite3.Connection, name_or_id: str) -> sqlite3.Row:
+    """Return one model, by its name or else by its number; names are compared whatever the case.
+
+    Raises:
+        RequestError: 404.
+    """
+    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE m.name = ?", (name_or_id,)).fetchone()
+    if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
+        row = connection.execute(f"{_SELECT} WHERE m.id = ?", (int(name_or_id),)).fetchone()
+    if row is None:
+        raise RequestError(404, f"model {name_or_id[:80]!r} is not found; expected one of `det model list`.")
+    return row
+
+
+def create(
+    tx: Transaction,
+    *,
+    name: str,
+    owner_id: int,
+    workspace_id: int,
+    description: str,
+    notes: str,
+    metadata: Mapping[str, Any],
+    labels: Sequence[str],
+) -> int:
+    """Store a model and return its number.
+
+    Raises:
+        RequestError: 400 for a name that could not be asked for, 409 for one that exists.
+    """
+    check_name(tx.connection, name, None)
+    now = now_us()
+    cursor = tx.execute(
+        "INSERT INTO models (name, description, notes, metadata, labels, owner_id, workspace_id, created_us, updated_us) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            name,
+            description,
+            notes,
+            json.dumps(metadata),
+            json.dumps(labels),
+            owner_id,
+            workspace_id,
+            now,
+            now,
+        ),
+    )
+    return int(cursor.lastrowid or 0)
+
+
+def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
+    """Refuse a name that is empty, has a slash, is a number, or is another model's.
+
+    Source: Determined 0.38.1; names and numbers share a place in the path of requests.
+    """
+    if not name.strip() or "/" in name or name.isdecimal():
+        raise RequestError(
+            400,
+            f"the model's name is {name[:80]!r}; expected a text without slashes that is not a number. Choose another.",
+        )
+    row = connection.execute("SELECT id FROM models WHERE name = ?", (name,)).fetchone()
+    if row is not None and row["id"] != own_id:
+        raise RequestError(
+            409, f"model {name[:80]!r} exists; expected a name that is not in use. Choose another."
+        )
+
+
+def change(tx: Transaction, model_id: int, **fields: Any) -> None:
+    """Change fields of a model: name, description, notes, metadata, labels, workspace_id, is_archived."""
+    _change(tx, "models", _MODEL_FIELDS, model_id, fields)
+
+
+def delete(tx: Transaction, model_id: int) -> None:
+    """Delete a model with its versions; their checkpoints stay."""
+    tx.execute("DELETE FROM models WHERE id = ?", (model_id,))
+
+
+def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> list[str]:
+    """Return the labels of models, those that most models have first."""
+    condition, values = ("WHERE m.workspace_id = ?", (workspace_id,)) if workspace_id else ("", ())
+    rows = connection.execute(
+        f"SELECT value FROM models m, json_each(m.labels) {condition} GROUP BY value ORDER BY COUNT(*) DESC, value",  # noqa: S608 - a constant
+        values,
+    )
+    return [row["value"] for row in rows]
+
+
+def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: int, **fields: Any) -> int:
+    """Register a checkpoint as the next version and return the version's number.
+
+    Args:
+        tx: the write.
+        model_id: the model.
+        checkpoint_uuid: a checkpoint that is complete.
+        owner_id: who registers it.
+        **fields: of name, comment, notes (texts), metadata (mapping) and labels (list of texts).
+    """
+    now = now_us()
+    tx.execute(
+        "UPDATE models SET last_version = last_version + 1, updated_us = ? WHERE id = ?", (now, model_id)
+    )
+    version = int(tx.execute("SELECT last_version FROM models WHERE id = ?", (model_id,)).fetchone()[0])
+    cursor = tx.execute(
+        "INSERT INTO model_versions (model_id, version, checkpoint_uuid, owner_id, created_us, updated_us) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (model_id, version, checkpoint_uuid, owner_id, now, now),
+    )
+    _change(tx, "model_versions", _VERSION_FIELDS, int(cursor.lastrowid or 0), fields)
+    return version
+
+
+def list_versions(
+    connection: sqlite3.Connection, model_id: int, *, by_time: bool = False, is_descending: bool = False
+) -> list[sqlite3.Row]:
+    """Return the versions of a model with the name of who registered them, by number or by time."""
+    order = "DESC" if is_descending else "ASC"
+    column = "v.created_us" if by_time else "v.version"
+    return connection.execute(
+        f"{_VERSION_SELECT} ORDER BY {column} {order}, v.id {order}", (model_id,)
+    ).fetchall()
+
+
+def require_version(connection: sqlite3.Connection, model: sqlite3.Row, version: int) -> sqlite3.Row:
+    """Return one version of a model.
+
+    Raises:
+        RequestError: 404.
+    """
+    row: sqlite3.Row | None = connection.execute(
+        f"{_VERSION_SELECT} AND v.version = ?", (model["id"], version)
+    ).fetchone()
+    if row is None:
+        raise RequestError(
+            404,
+            f"version {version} of model {model['name']!r} is not found; expected one of `det model list-versions`.",
+        )
+    return row
+
+
+def change_version(tx: Transaction, row_id: int, model_id: int, **fields: Any) -> None:
+    """Change fields of a version: name, comment, notes, metadata, labels."""
+    _change(tx, "model_versions", _VERSION_FIELDS, row_id, fields)
+    _change(tx, "models", (), model_id, {})
+
+
+def delete_version(tx: Transaction, row_id: int, model_id: int) -> None:
+    """Delete a version, whose number is not used again; its checkpoint stays."""
+    tx.execute("DELETE FROM model_versions WHERE id = ?", (row_id,))
+    _change(tx, "models", (), model_id, {})
+
+
+def registered_of(connection: sqlite3.Connection, experiment_id: int) -> list[str]:
+    """Return the versions, ``NAME version N``, that are checkpoints of an experiment."""
+    rows = connection.execute(
+        "SELECT m.name, v.version FROM checkpoints c JOIN model_versions v ON v.checkpoint_uuid = c.uuid "
+        "JOIN models m ON m.id = v.model_id WHERE c.experiment_id = ? ORDER BY m.name, v.version",
+        (experiment_id,),
+    )
+    return [f"{row['name']} version {row['version']}" for row in rows]
+
+
+def _change(
+    tx: Transaction, table: str, known: Sequence[str], row_id: int, fields: Mapping[str, Any]
+) -> None:
+    """Set columns of a row, lists and mappings as JSON, and when it was changed."""
+    assert set(fields) <= set(known)
+    values = [json.dumps(value) if isinstance(value, (dict, list)) else value for value in fields.values()]
+    columns = "".join(f"{name} = ?, " for name in fields)
+    tx.execute(f"UPDATE {table} SET {columns}updated_us = ? WHERE id = ?", (*values, now_us(), row_id))  # noqa: S608 - names from the lists above

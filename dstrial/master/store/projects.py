@@ -1,0 +1,188 @@
+"""Rows of projects, which hold experiments."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sqlite3
+import string
+from typing import Any
+
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+
+DEFAULT_ID = 1
+"""Of the project of everything that was submitted without one."""
+
+_MAX_KEY = 5
+_PREFIX = 3
+_SELECT = (
+    "SELECT p.*, COALESCE(u.username, '') AS username, w.name AS workspace_name, w.is_archived OR p.is_archived AS is_shut, "
+    "(SELECT COUNT(*) FROM experiments e WHERE e.project_id = p.id) AS num_experiments, "
+    "(SELECT COUNT(*) FROM experiments e WHERE e.project_id = p.id AND e.state = 'ACTIVE') AS num_active, "
+    "(SELECT COUNT(*) FROM trials t JOIN experiments e ON e.id = t.experiment_id WHERE e.project_id = p.id) AS num_runs, "
+    "(SELECT MAX(e.start_us) FROM experiments e WHERE e.project_id = p.id) AS last_us "
+    "FROM projects p LEFT JOIN users u ON u.id = p.owner_id JOIN workspaces w ON w.id = p.workspace_id"
+)
+
+
+def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[sqlite3.Row]:
+    """Return a workspace's projects by number, with their owner's name and what is in them.
+
+    ``is_shut`` says whether the project or its workspace is archived.
+    """
+    return connection.execute(f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)).fetchall()
+
+
+def require(connection: sqlite3.Connection, project_id: int) -> sqlite3.Row:
+    """Return one project, as :func:`list_projects` does.
+
+    Raises:
+        RequestError: 404.
+    """
+    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE p.id = ?", (project_id,)).fetchone()
+    if row is None:
+        raise RequestError(
+            404,
+            f"project {project_id} is not found; expected one of `det project list WORKSPACE`. Name another.",
+        )
+    return row
+
+
+def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> sqlite3.Row:
+    """Return the project of a workspace, both by name, whatever the case.
+
+    Raises:
+        RequestError: 404.
+    """
+    row: sqlite3.Row | None = connection.execute(
+        f"{_SELECT} WHERE w.name = ? AND p.name = ?", (workspace, project)
+    ).fetchone()
+    if row is None:
+        raise RequestError(
+            404,
+            f"project {project[:80]!r} in workspace {workspace[:80]!r} is not found; expected one of "
+            "`det project list WORKSPACE`. Make it with `det project create`, or name another.",
+        )
+    return row
+
+
+def by_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
+    """Return the project of a key, whatever its case.
+
+    Raises:
+        RequestError: 404.
+    """
+    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE p.key = ?", (key,)).fetchone()
+    if row is None:
+        raise RequestError(404, f"project key {key[:80]!r} is not found; expected that of a project.")
+    return row
+
+
+def refuse_shut(row: sqlite3.Row, verb: str) -> None:
+    """Refuse (400) a project that is archived, itself or with its workspace, or being deleted for what ``verb`` says."""
+    state = "archived" if row["is_shut"] else "being deleted" if row["state"] != "UNSPECIFIED" else None
+    if state is not None:
+        raise RequestError(
+            400,
+            f"project {row['name']!r} of workspace {row['workspace_name']!r} is {state} and cannot {verb}; expected one "
+            "that is in use. Take it back with `det project unarchive` (or `det workspace unarchive`), or name another.",
+        )
+
+
+def refuse_immutable(row: sqlite3.Row, verb: str) -> None:
+    """Refuse (400) the project that is always there for what ``verb`` says."""
+    if row["is_immutable"]:
+        raise RequestError(
+            400,
+            f"project {row['name']!r} is immutable and cannot {verb}; expected one of your own. "
+            "Make one with `det project create`.",
+        )
+
+
+def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own_id: int | None) -> None:
+    """Refuse a name that is empty or longer than 80 characters (400), or another's in this workspace (409)."""
+    if not name.strip() or len(name) > 80:
+        raise RequestError(
+            400, f"the project's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
+        )
+    row = connection.execute(
+        "SELECT id FROM projects WHERE workspace_id = ? AND name = ?", (workspace_id, name)
+    ).fetchone()
+    if row is not None and row["id"] != own_id:
+        raise RequestError(
+            409,
+            f"project {name!r} exists in this workspace; expected a name that is not in use, whatever its case. "
+            "Choose another.",
+        )
+
+
+def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
+    """Return a key as it is kept, in capitals.
+
+    Raises:
+        RequestError: 400 for what is not up to five letters and digits, 409 for another project's.
+
+    Source: Determined 0.38.1, length and letters of keys.
+    """
+    if re.fullmatch(rf"[A-Za-z0-9]{{1,{_MAX_KEY}}}", key) is None:
+        raise RequestError(
+            400,
+            f"the project's key is {key[:80]!r}; expected 1 to {_MAX_KEY} letters and digits. Choose another.",
+        )
+    row = connection.execute("SELECT id FROM projects WHERE key = ?", (key,)).fetchone()
+    if row is not None and row["id"] != own_id:
+        raise RequestError(409, f"project key {key!r} is in use; expected one that is not. Choose another.")
+    return key.upper()
+
+
+def create(
+    tx: Transaction, *, workspace_id: int, name: str, key: str | None, description: str, owner_id: int
+) -> int:
+    """Store a project and return its number; without a key it gets one made of its name.
+
+    Raises:
+        RequestError: 400 or 409, see :func:`check_name` and :func:`check_key`.
+    """
+    check_name(tx.connection, workspace_id, name, None)
+    kept = check_key(tx.connection, key, None) if key else _new_key(tx.connection, name)
+    cursor = tx.execute(
+        "INSERT INTO projects (workspace_id, name, key, description, owner_id, created_us) VALUES (?, ?, ?, ?, ?, ?)",
+        (workspace_id, name, kept, description, owner_id, now_us()),
+    )
+    return int(cursor.lastrowid or 0)
+
+
+def _new_key(connection: sqlite3.Connection, name: str) -> str:
+    """Return a key that is not in use: up to three letters and digits of the name, and random ones."""
+    start = re.sub(r"[^A-Z0-9]", "", name.upper())[:_PREFIX]
+    while True:
+        rest = "".join(
+            secrets.choice(string.ascii_uppercase + string.digits) for _ in range(_MAX_KEY - len(start))
+        )
+        if connection.execute("SELECT 1 FROM projects WHERE key = ?", (start + rest,)).fetchone() is None:
+            return start + rest
+
+
+def change(tx: Transaction, project_id: int, **fields: Any) -> None:
+    """Change fields: name, key, description, notes (a list), workspace_id, is_archived, state, error."""
+    for name, value in fields.items():
+        assert name in (
+            "name",
+            "key",
+            "description",
+            "notes",
+            "workspace_id",
+            "is_archived",
+            "state",
+            "error",
+        )
+        kept = json.dumps(value) if isinstance(value, list) else value
+        tx.execute(f"UPDATE projects SET {name} = ? WHERE id = ?", (kept, project_id))  # noqa: S608 - a name from the list above
+
+
+def delete(tx: Transaction, project_id: int) -> None:
+    """Delete a project that has no experiments any more."""
+    tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))

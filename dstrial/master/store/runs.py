@@ -1,0 +1,38 @@
+"""Runs: trials as a list of their own, across the experiments of a project."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from dstrial.errors import RequestError
+
+_SELECT = (
+    "SELECT t.*, e.name AS experiment_name, e.description AS experiment_description, e.state AS experiment_state, "
+    "e.archived AS experiment_archived, e.labels, e.parent_id, e.progress AS experiment_progress, e.searcher_type, "
+    "e.searcher_metric, e.unmanaged, e.owner_id, u.username, e.project_id, p.name AS project_name, p.key AS project_key, "
+    "p.workspace_id, w.name AS workspace_name, p.is_archived OR w.is_archived AS is_parent_archived, "
+    "(SELECT COUNT(*) FROM trials o WHERE o.experiment_id = e.id) AS num_trials, "
+    "(SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a "
+    "WHERE a.trial_id = t.id AND a.state != 'TERMINATED') AS advance "
+    "FROM trials t JOIN experiments e ON e.id = t.experiment_id JOIN users u ON u.id = e.owner_id "
+    "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id"
+)
+
+
+def list_runs(connection: sqlite3.Connection, project_id: int | None = None) -> list[sqlite3.Row]:
+    """Return the runs of a project, or all, by number, each with its experiment, owner, project and workspace."""
+    return connection.execute(
+        f"{_SELECT} WHERE ? IS NULL OR e.project_id = ? ORDER BY t.id", (project_id, project_id)
+    ).fetchall()
+
+
+def require(connection: sqlite3.Connection, run_id: int) -> sqlite3.Row:
+    """Return one run, as :func:`list_runs` does.
+
+    Raises:
+        RequestError: 404.
+    """
+    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE t.id = ?", (run_id,)).fetchone()
+    if row is None:
+        raise RequestError(404, f"run {run_id} is not found; expected the number of a trial. Name another.")
+    return row

@@ -1,0 +1,72 @@
+"""Templates: parts of experiment configs that are kept under a name."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.errors import RequestError
+from dstrial.master.store.database import Transaction
+
+
+def list_templates(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return all templates by name."""
+    return connection.execute("SELECT * FROM templates ORDER BY name").fetchall()
+
+
+def require(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+    """Return one template.
+
+    Raises:
+        RequestError: 404.
+    """
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM templates WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        raise RequestError(
+            404, f"template {name[:80]!r} is not found; expected one of `det template list`. Name another."
+        )
+    return row
+
+
+def refuse_existing(connection: sqlite3.Connection, name: str) -> None:
+    """Refuse a name that is empty (400) or in use (409)."""
+    if not name.strip():
+        raise RequestError(400, "the template's name is empty; expected a text. Choose a name.")
+    if connection.execute("SELECT 1 FROM templates WHERE name = ?", (name,)).fetchone() is not None:
+        raise RequestError(
+            409,
+            f"template {name[:80]!r} exists; expected a name that is not in use. Change it with `det template set`.",
+        )
+
+
+def create(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: int) -> None:
+    """Store a template.
+
+    Raises:
+        RequestError: see :func:`refuse_existing`.
+    """
+    refuse_existing(tx.connection, name)
+    tx.execute("INSERT INTO templates VALUES (?, ?, ?)", (name, json.dumps(config), workspace_id))
+
+
+def change(tx: Transaction, name: str, config: Mapping[str, Any]) -> None:
+    """Replace a template's config; experiments that were made with it keep theirs."""
+    tx.execute("UPDATE templates SET config = ? WHERE name = ?", (json.dumps(config), name))
+
+
+def rename(tx: Transaction, old: str, new: str) -> None:
+    """Give a template another name.
+
+    Raises:
+        RequestError: 404 unknown, and see :func:`refuse_existing`.
+    """
+    require(tx.connection, old)
+    refuse_existing(tx.connection, new)
+    tx.execute("UPDATE templates SET name = ? WHERE name = ?", (new, old))
+
+
+def delete(tx: Transaction, name: str) -> None:
+    """Delete a template."""
+    tx.execute("DELETE FROM templates WHERE name = ?", (name,))

@@ -1,0 +1,138 @@
+"""Rows of workspaces, which hold projects, models and templates."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+
+DEFAULT_ID = 1
+"""Of the workspace that is always there."""
+
+_SELECT = (
+    "SELECT w.*, COALESCE(u.username, '') AS username, "
+    "(SELECT COUNT(*) FROM projects p WHERE p.workspace_id = w.id) AS num_projects, "
+    "(SELECT COUNT(*) FROM experiments e JOIN projects p ON p.id = e.project_id WHERE p.workspace_id = w.id) "
+    "AS num_experiments, "
+    "(SELECT pinned_us FROM workspace_pins i WHERE i.workspace_id = w.id AND i.user_id = :user_id) AS pinned_us "
+    "FROM workspaces w LEFT JOIN users u ON u.id = w.owner_id"
+)
+
+
+def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[sqlite3.Row]:
+    """Return all workspaces by number, with their owner's name, what is in them, and when this user pinned them."""
+    return connection.execute(f"{_SELECT} ORDER BY w.id", {"user_id": user_id}).fetchall()
+
+
+def require(connection: sqlite3.Connection, workspace_id: int, user_id: int = 0) -> sqlite3.Row:
+    """Return one workspace, as :func:`list_workspaces` does.
+
+    Raises:
+        RequestError: 404.
+    """
+    row: sqlite3.Row | None = connection.execute(
+        f"{_SELECT} WHERE w.id = :id", {"id": workspace_id, "user_id": user_id}
+    ).fetchone()
+    if row is None:
+        raise RequestError(
+            404, f"workspace {workspace_id} is not found; expected one of `det workspace list`. Name another."
+        )
+    return row
+
+
+def by_name(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+    """Return the workspace of a name, whatever its case.
+
+    Raises:
+        RequestError: 404.
+    """
+    row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        raise RequestError(
+            404, f"workspace {name[:80]!r} is not found; expected one of `det workspace list`. Name another."
+        )
+    return require(connection, row["id"])
+
+
+def refuse_archived(row: sqlite3.Row, verb: str) -> None:
+    """Refuse (400) a workspace that is archived or being deleted for what ``verb`` says."""
+    state = "archived" if row["is_archived"] else "being deleted" if row["state"] != "UNSPECIFIED" else None
+    if state is not None:
+        raise RequestError(
+            400,
+            f"workspace {row['name']!r} is {state} and cannot {verb}; expected one that is in use. "
+            "Take it back with `det workspace unarchive`, or name another.",
+        )
+
+
+def refuse_immutable(row: sqlite3.Row, verb: str) -> None:
+    """Refuse (400) the workspace that is always there for what ``verb`` says."""
+    if row["is_immutable"]:
+        raise RequestError(
+            400,
+            f"workspace {row['name']!r} is immutable and cannot {verb}; expected one of your own. "
+            "Make one with `det workspace create`.",
+        )
+
+
+def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
+    """Refuse a name that is empty or longer than 80 characters (400), or another workspace's (409)."""
+    if not name.strip() or len(name) > 80:
+        raise RequestError(
+            400, f"the workspace's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
+        )
+    row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
+    if row is not None and row["id"] != own_id:
+        raise RequestError(
+            409,
+            f"workspace {name!r} exists; expected a name that is not in use, whatever its case. Choose another.",
+        )
+
+
+def create(
+    tx: Transaction,
+    name: str,
+    owner_id: int,
+    checkpoint_storage: Mapping[str, Any] | None,
+    agent_user_group: Mapping[str, Any] | None,
+) -> int:
+    """Store a workspace and return its number.
+
+    Raises:
+        RequestError: 400 or 409, see :func:`check_name`.
+    """
+    check_name(tx.connection, name, None)
+    cursor = tx.execute(
+        "INSERT INTO workspaces (name, owner_id, created_us, checkpoint_storage, agent_user_group) VALUES (?, ?, ?, ?, ?)",
+        (name, owner_id, now_us(), _json(checkpoint_storage), _json(agent_user_group)),
+    )
+    return int(cursor.lastrowid or 0)
+
+
+def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
+    """Change fields: name, is_archived, state, error, checkpoint_storage, agent_user_group (mappings or None)."""
+    for name, value in fields.items():
+        assert name in ("name", "is_archived", "state", "error", "checkpoint_storage", "agent_user_group")
+        kept = _json(value) if value is None or isinstance(value, Mapping) else value
+        tx.execute(f"UPDATE workspaces SET {name} = ? WHERE id = ?", (kept, workspace_id))  # noqa: S608 - a name from the list above
+
+
+def pin(tx: Transaction, workspace_id: int, user_id: int, *, is_pinned: bool) -> None:
+    """Keep whether a user has pinned a workspace."""
+    tx.execute("DELETE FROM workspace_pins WHERE workspace_id = ? AND user_id = ?", (workspace_id, user_id))
+    if is_pinned:
+        tx.execute("INSERT INTO workspace_pins VALUES (?, ?, ?)", (user_id, workspace_id, now_us()))
+
+
+def delete(tx: Transaction, workspace_id: int) -> None:
+    """Delete a workspace that has no projects and models any more, with its templates."""
+    tx.execute("DELETE FROM workspaces WHERE id = ?", (workspace_id,))
+
+
+def _json(value: Mapping[str, Any] | None) -> str | None:
+    return None if value is None else json.dumps(dict(value))

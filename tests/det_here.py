@@ -1,0 +1,73 @@
+"""The unmodified ``det`` command, run in this process instead of in one of its own, which takes seconds to start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from determined.cli import cli
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DetHere:
+    """Somebody who types ``det`` commands for one master."""
+
+    address: str
+    username: str
+    token: str
+    home: Path
+
+    def run(self, *words: str) -> Done:
+        out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+        code = 0
+        variables = {
+            "DET_MASTER": self.address,
+            "DET_USER": self.username,
+            "DET_USER_TOKEN": self.token,
+            "XDG_CONFIG_HOME": str(self.home),
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                try:
+                    cli.main(["-m", self.address, *words])
+                except SystemExit as error:
+                    code = error.code if isinstance(error.code, int) else 1
+        out.flush()
+        return Done(code, out.buffer.getvalue().decode(), err.getvalue())  # type: ignore[attr-defined]
+
+    def ok(self, *words: str) -> str:
+        """Run a command that works and return what it prints."""
+        done = self.run(*words)
+        assert done.code == 0, f"det {' '.join(words)}: {done}"
+        return done.stdout
+
+    def refused(self, *words: str) -> str:
+        """Run a command that is refused and return why."""
+        done = self.run(*words)
+        assert done.code != 0, f"det {' '.join(words)}: {done}"
+        return done.stderr
+
+
+@contextlib.contextmanager
+def in_directory(path: Path) -> Iterator[None]:
+    """Work in a directory while the block lasts, as commands that write beside themselves do."""
+    before = Path.cwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)

@@ -1,0 +1,206 @@
+"""The model registry, by the real SDK and the real ``det`` command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from det_here import DetHere
+from determined.common.api import errors
+from determined.experimental import client
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+
+def test_a_model_is_made_changed_found_and_deleted(
+    determined: client.Determined, fresh_master: Master
+) -> None:
+    model = determined.create_model("net", "first", {"by": "me"}, ["a", "b"])
+    determined.create_model("Other", labels=["b"])
+    assert (model.workspace_id, model.username, model.archived) == (1, "determined", False)
+
+    model.add_metadata({"of": {"a_b": 1}})
+    model.remove_metadata(["by"])
+    model.set_labels(["b", "c"])
+    model.set_description("second")
+    found = determined.get_model("NET")
+    assert (found.metadata, found.labels, found.description) == (
+        {"of": {"a_b": 1}},
+        ["b", "c"],
+        "second",
+    )
+    assert determined.get_model(found.model_id).name == "net"
+    assert determined.get_model_labels() == ["b", "c"]
+    listed = determined.list_models(sort_by=client.ModelSortBy.NAME, order_by=client.OrderBy.DESC)
+    assert [one.name for one in listed] == ["Other", "net"]
+    assert [one.name for one in determined.list_models(name="ne")] == ["net"]
+    assert [one.name for one in determined.list_models(description="SECOND")] == ["net"]
+    assert [one.name for one in determined.list_models(model_id=2)] == ["Other"]
+
+    found.delete()
+    with pytest.raises(errors.NotFoundException):
+        determined.get_model("net")
+    assert [row["name"] for row in fresh_master.rows("SELECT name FROM models")] == ["Other"]
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("NET", 409), ("", 400), ("  ", 400), ("a/b", 400), ("17", 400)]
+)
+def test_a_models_name_is_its_own_and_can_be_asked_for(fresh_master: Master, name: str, status: int) -> None:
+    for asked, expected in (("net", 200), (name, status)):
+        body = {"name": asked}
+        assert fresh_master.send("POST", "/api/v1/models", body, token="determined").status == expected
+
+
+def test_versions_are_numbered_once_and_for_all(determined: client.Determined, fresh_master: Master) -> None:
+    model = determined.create_model("net")
+    assert model.get_version() is None
+    first = model.register_version(fresh_master.checkpoints[1])
+    second = model.register_version(fresh_master.checkpoints[2])
+    assert (first.model_version, second.model_version, second.model_id) == (1, 2, model.model_id)
+    assert second.checkpoint is not None
+    assert second.checkpoint.uuid == fresh_master.checkpoints[2]
+
+    second.set_name("the second")
+    second.set_notes("# notes")
+    found = model.get_version(2)
+    assert found is not None
+    assert (found.name, found.notes) == ("the second", "# notes")
+    found.delete()
+    third = model.register_version(fresh_master.checkpoints[2])
+    assert third.model_version == 3
+    assert [one.model_version for one in model.list_versions()] == [3, 1]
+    assert [one.model_version for one in model.list_versions(client.OrderBy.ASC)] == [1, 3]
+    latest = model.get_version()
+    assert latest is not None
+    assert latest.model_version == 3
+    with pytest.raises(errors.NotFoundException):
+        model.get_version(2)
+
+
+def test_only_what_is_complete_is_registered(determined: client.Determined, fresh_master: Master) -> None:
+    model = determined.create_model("net")
+    fresh_master.change(
+        "UPDATE checkpoints SET state = 'PARTIALLY_DELETED' WHERE uuid = ?", fresh_master.checkpoints[1]
+    )
+
+    with pytest.raises(errors.APIException, match="is PARTIALLY_DELETED; expected a COMPLETED one"):
+        model.register_version(fresh_master.checkpoints[1])
+    with pytest.raises(errors.NotFoundException):
+        model.register_version("none")
+    fresh_master.change("UPDATE checkpoints SET state = 'COMPLETED', deleting_us = 1")
+    with pytest.raises(errors.APIException, match="is being deleted; expected a COMPLETED one"):
+        model.register_version(fresh_master.checkpoints[1])
+    fresh_master.change("UPDATE checkpoints SET deleting_us = NULL")
+    fresh_master.change("UPDATE experiments SET state = 'DELETING' WHERE id = 1")
+    with pytest.raises(errors.APIException, match="is being deleted; expected a COMPLETED one"):
+        model.register_version(fresh_master.checkpoints[1])
+    assert model.list_versions() == []
+
+
+def test_an_archived_model_stays_as_it_is(determined: client.Determined, fresh_master: Master) -> None:
+    model = determined.create_model("net")
+    model.archive()
+    assert determined.get_model("net").archived
+    for change in (
+        lambda: model.set_description("x"),
+        lambda: model.register_version(fresh_master.checkpoints[1]),
+    ):
+        with pytest.raises(errors.APIException, match="is archived"):
+            change()
+    model.unarchive()
+    model.set_description("x")
+    assert determined.get_model("net").description == "x"
+
+
+def test_only_its_owner_and_administrators_delete_and_archive_a_model(fresh_master: Master) -> None:
+    body = {"name": "net"}
+    assert fresh_master.send("POST", "/api/v1/models", body, token="determined").status == 200
+    version = {"checkpointUuid": fresh_master.checkpoints[1]}
+    assert fresh_master.send("POST", "/api/v1/models/net/versions", version, token="determined").status == 200
+    for method, path in (
+        ("POST", "/archive"),
+        ("DELETE", "/versions/1"),
+        ("DELETE", ""),
+    ):
+        assert fresh_master.send(method, f"/api/v1/models/net{path}", token="other").status == 403
+    assert fresh_master.send("PATCH", "/api/v1/models/net", {"notes": "n"}, token="other").status == 200
+    assert fresh_master.send("DELETE", "/api/v1/models/net", token="admin").status == 200
+
+
+def test_registered_checkpoints_are_not_deleted_and_the_message_says_why(
+    determined: client.Determined, fresh_master: Master, det: DetHere
+) -> None:
+    uuid = fresh_master.checkpoints[1]
+    model = determined.create_model("net")
+    version = model.register_version(uuid)
+    fresh_master.change("UPDATE experiments SET state = 'COMPLETED', end_us = 2 WHERE id = 1")
+
+    assert "is version 1 of model 'net'" in det.refused("checkpoint", "rm", "--yes", uuid, "--glob", "**/*")
+    answer = fresh_master.send(
+        "DELETE", "/api/v1/checkpoints", {"checkpointUuids": [uuid]}, token="determined"
+    )
+    assert (answer.status, "is version 1 of model 'net'" in answer.error) == (400, True)
+    assert "registered as net version 1" in det.refused("experiment", "delete", "1", "--yes")
+    assert fresh_master.rows("SELECT * FROM work") == []
+
+    version.delete()
+    answer = fresh_master.send(
+        "DELETE", "/api/v1/checkpoints", {"checkpointUuids": [uuid]}, token="determined"
+    )
+    assert answer.status == 200
+    det.ok("experiment", "delete", "1", "--yes")
+    assert [row["kind"] for row in fresh_master.rows("SELECT kind FROM work ORDER BY id")] == [
+        "delete_checkpoints",
+        "delete_experiment",
+    ]
+
+
+def test_the_metrics_of_a_version_are_those_of_the_trials_that_use_it(
+    determined: client.Determined, fresh_master: Master
+) -> None:
+    model = determined.create_model("net")
+    versions = [model.register_version(fresh_master.checkpoints[1]) for _ in range(2)]
+    for group, steps in (("inference", 1), ("validation", 2)):
+        report = {"trialRunId": 1, "stepsCompleted": steps, "metrics": {"avgMetrics": {"loss": steps}}}
+        body = {"group": group, "metrics": report}
+        assert fresh_master.send("POST", "/api/v1/trials/2/metrics", body, token="trial-2-user").status == 200
+    source = {
+        "trialId": 2,
+        "checkpointUuid": fresh_master.checkpoints[1],
+        "trialSourceInfoType": "TRIAL_SOURCE_INFO_TYPE_INFERENCE",
+        "modelId": model.model_id,
+        "modelVersion": 2,
+    }
+    for version, status in ((2, 200), (9, 404)):
+        body = {"trialSourceInfo": {**source, "modelVersion": version}}
+        assert fresh_master.send("POST", "/api/v1/trial-source-info", body, token="trial-2").status == status
+
+    assert list(versions[0].iter_metrics()) == []
+    assert [one.metrics for one in versions[1].iter_metrics("inference")] == [{"loss": 1}]
+    assert len(list(versions[1].iter_metrics())) == 2
+
+
+def test_the_det_model_commands(det: DetHere, fresh_master: Master) -> None:
+    uuid = fresh_master.checkpoints[1]
+    det.ok("workspace", "create", "team")
+    assert "net" in det.ok("model", "create", "net", "--description", "a net")
+    assert json.loads(det.ok("model", "create", "second", "-w", "team", "--json"))["name"] == "second"
+    assert "model 'NET' exists" in det.refused("model", "create", "NET")
+    assert uuid in det.ok("model", "register-version", "net", uuid)
+    made = json.loads(det.ok("model", "register-version", "net", uuid, "--json"))
+    assert made["modelVersion"]["version"] == 2
+    assert uuid in det.ok("model", "describe", "net", "--version", "1")
+    assert json.loads(det.ok("model", "describe", "net", "--json"))["name"] == "net"
+    assert det.ok("model", "list-versions", "net").count(uuid) == 2
+    assert len(json.loads(det.ok("model", "list-versions", "net", "--json"))["modelVersions"]) == 2
+    listed = json.loads(det.ok("model", "list", "--json", "--sort-by", "name", "--order-by", "desc"))
+    assert [one["name"] for one in listed] == ["second", "net"]
+    assert "net" in det.ok("model", "list")
+    det.ok("model", "move", "net", "-w", "team")
+    listed = json.loads(det.ok("model", "list", "-w", "team", "--json"))
+    assert sorted(one["name"] for one in listed) == ["net", "second"]
+    assert "workspace 'none' is not found" in det.refused("model", "list", "-w", "none")
+    det.ok("model", "delete", "second")
+    assert "model 'second' is not found" in det.refused("model", "describe", "second")

@@ -1,0 +1,302 @@
+"""Workspaces and projects, by the real ``det`` command and SDK; what is archived, immutable, another user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from det_here import DetHere
+from determined.common import api
+from determined.common.api import bindings, errors
+from determined.common.experimental import workspace
+from determined.experimental import client
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+CONFIG = "name: mine\nentrypoint: 'true'\nsearcher: {name: single, metric: loss}\n"
+
+
+def places(master: Master) -> dict[int, int]:
+    return {row["id"]: row["project_id"] for row in master.rows("SELECT id, project_id FROM experiments")}
+
+
+def create(det: DetHere, path: Path, *options: str, config: str = CONFIG) -> None:
+    path.write_text(config)
+    det.ok("e", "create", str(path), "--paused", *options)
+
+
+def test_the_det_workspace_commands(det: DetHere) -> None:
+    storage = {"type": "shared_fs", "host_path": "/team", "save_trial_best": 3}
+    made = json.loads(
+        det.ok(
+            "workspace", "create", "team", "--checkpoint-storage-config", json.dumps(storage),
+            "--agent-uid", "7", "--agent-user", "me", "--agent-gid", "8", "--agent-group", "us", "--json",
+        )
+    )  # fmt: skip
+    assert (made["id"], made["checkpointStorageConfig"], made["agentUserGroup"]["agentUser"]) == (
+        2,
+        storage,
+        "me",
+    )
+    det.ok("workspace", "create", "other")
+    assert "workspace 'TEAM' exists" in det.refused("workspace", "create", "TEAM")
+    assert "host_path is not given" in det.refused(
+        "workspace", "create", "third", "--checkpoint-storage-config", '{"type": "shared_fs"}'
+    )
+    assert "Kubernetes" in det.refused(
+        "workspace", "create", "third", "--namespace", "n", "--cluster-name", "c"
+    )
+    listed = json.loads(det.ok("workspace", "list", "--sort-by", "name", "--order-by", "desc", "--json"))
+    assert [one["name"] for one in listed] == ["Uncategorized", "team", "other"]
+    assert "/team" in det.ok("workspace", "describe", "team")
+    det.ok("workspace", "edit", "other", "--name", "third")
+    assert "workspace 'other' not found" in det.refused("workspace", "describe", "other")
+    det.ok("workspace", "archive", "third")
+    assert "archived" in det.refused("workspace", "edit", "third", "--name", "x")
+    det.ok("workspace", "unarchive", "third")
+    assert "default" in det.ok("workspace", "list-pools", "third")
+    assert "Successfully deleted workspace third" in det.ok("workspace", "delete", "third", "--yes")
+    assert "third" not in det.ok("workspace", "list")
+
+
+def test_the_det_project_commands(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
+    det.ok("workspace", "create", "team")
+    assert json.loads(det.ok("project", "create", "team", "one", "--key", "ab1", "--json"))["key"] == "AB1"
+    det.ok("project", "create", "team", "one more", "--description", "d")
+    assert "project 'ONE' exists" in det.refused("project", "create", "team", "ONE")
+    assert "key 'aB1' is in use" in det.refused("project", "create", "team", "x", "--key", "aB1")
+    assert "1 to 5 letters" in det.refused("project", "create", "team", "x", "--key", "toolong")
+    rows = json.loads(det.ok("project", "list", "team", "--sort-by", "name", "--order-by", "desc", "--json"))
+    assert [row["name"] for row in rows] == ["one more", "one"]
+    assert [row["key"][:3] for row in fresh_master.rows("SELECT key FROM projects ORDER BY id")] == [
+        "UNC",
+        "AB1",
+        "ONE",
+    ]
+    create(det, tmp_path / "c.yaml", "--project_id", "2")
+    listed = json.loads(det.ok("project", "list-experiments", "team", "one", "--json"))
+    assert [(one["projectName"], one["workspaceName"], one["projectId"]) for one in listed] == [
+        ("one", "team", 2)
+    ]
+    assert "mine" in det.ok("project", "describe", "team", "one")
+    det.ok("project", "edit", "team", "one", "--new_name", "first", "--key", "f")
+    assert json.loads(det.ok("project", "describe", "team", "first", "--json"))["numExperiments"] == 1
+    det.ok("project", "archive", "team", "first")
+    assert "is archived" in det.refused("project", "edit", "team", "first", "--description", "x")
+    det.ok("project", "unarchive", "team", "first")
+    assert "Successfully deleted project one more" in det.ok("project", "delete", "team", "one more", "--yes")
+    assert "expected one that has ended" in det.refused("project", "delete", "team", "first", "--yes")
+
+
+def test_the_sdks_workspaces_and_projects(determined: client.Determined) -> None:
+    made = determined.create_workspace("team")
+    determined.create_workspace("team two")
+    assert determined.get_workspace("TEAM").id == made.id
+    assert [one.name for one in determined.list_workspaces()] == ["Uncategorized", "team", "team two"]
+    assert [pool.name for pool in made.list_pools()] == ["default"]
+    found = workspace.Workspace(made._session, workspace_name="team")
+    project = found.create_project("p", "first")
+    found.create_project("p 2")
+    assert found.get_project("p").id == project.id
+    project.set_description("second")
+    project.set_key("k")
+    project.set_name("q")
+    project.add_note("n", "text")
+    project.add_note("m", "more")
+    project.remove_note("n")
+    project.archive()
+    project.reload()
+    assert (project.name, project.key, project.description, project.archived) == ("q", "K", "second", True)
+    assert project.notes == [{"name": "m", "contents": "more"}]
+    project.unarchive()
+    assert [one.name for one in found.list_projects()] == ["q", "p 2"]
+    assert list(project.list_experiments()) == []
+    found.delete_project("p 2")
+    with pytest.raises(errors.NotFoundException):
+        found.get_project("p 2")
+    determined.delete_workspace("team two")
+    with pytest.raises(errors.NotFoundException):
+        determined.get_workspace("team two")
+
+
+def test_an_experiment_goes_where_the_request_or_its_config_says(
+    det: DetHere, fresh_master: Master, tmp_path: Path
+) -> None:
+    det.ok("workspace", "create", "team")
+    det.ok("project", "create", "team", "one")
+    det.ok("project", "create", "team", "two")
+    named = CONFIG + "workspace: TEAM\nproject: one\n"
+
+    create(det, tmp_path / "c.yaml", config=named)
+    create(det, tmp_path / "c.yaml", "--project_id", "3", config=named)
+    create(det, tmp_path / "c.yaml", "--project_id", "1", config=named)
+    create(det, tmp_path / "c.yaml")
+    assert places(fresh_master) == {1: 1, 2: 1, 3: 2, 4: 3, 5: 2, 6: 1}
+
+    path = tmp_path / "wrong.yaml"
+    path.write_text(CONFIG + "workspace: team\n")
+    assert "project is not given" in det.refused("e", "create", str(path))
+    path.write_text(CONFIG + "workspace: team\nproject: none\n")
+    assert "project 'none' in workspace 'team' is not found" in det.refused("e", "create", str(path))
+    assert "project 9 is not found" in det.refused(
+        "e", "create", str(tmp_path / "c.yaml"), "--project_id", "9"
+    )
+
+
+def test_experiments_are_moved_and_listed_by_project(det: DetHere, fresh_master: Master) -> None:
+    det.ok("workspace", "create", "team")
+    det.ok("project", "create", "team", "one")
+    assert 'Moved experiment 1 to project "one"' in det.ok("e", "move", "1", "team", "one")
+    assert places(fresh_master) == {1: 2, 2: 1}
+    listed = fresh_master.get("/api/v1/experiments?projectId=2").json["experiments"]
+    assert [(one["id"], one["workspaceName"], one["parentArchived"]) for one in listed] == [
+        (1, "team", False)
+    ]
+    assert "team" in det.ok("e", "list", "--show_project")
+    assert "project 'none' not found" in det.refused("e", "move", "2", "team", "none")
+    job = next(one for one in fresh_master.get("/api/v1/job-queues").json["jobs"] if one["entityId"] == "1")
+    assert job["workspaceId"] == 2
+
+
+def test_what_is_archived_takes_nothing_and_its_experiments_say_so(
+    det: DetHere, fresh_master: Master, tmp_path: Path
+) -> None:
+    det.ok("workspace", "create", "team")
+    det.ok("project", "create", "team", "one")
+    det.ok("e", "move", "1", "team", "one")
+    det.ok("workspace", "archive", "team")
+
+    shown = fresh_master.get("/api/v1/experiments/1").json["experiment"]
+    assert (shown["parentArchived"], shown["archived"]) == (True, False)
+    assert fresh_master.get("/api/v1/projects/2").json["project"]["archived"] is True
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    assert "is archived and cannot take" in det.refused("e", "create", str(path), "--project_id", "2")
+    assert "is archived and cannot take" in det.refused("e", "move", "2", "team", "one")
+    assert "is archived and cannot be changed" in det.refused(
+        "e", "move", "1", "Uncategorized", "Uncategorized"
+    )
+    assert "archived" in det.refused("project", "create", "team", "two")
+    assert "archived" in det.refused("project", "archive", "team", "one")
+    assert "archived" in det.refused("model", "create", "m", "-w", "team")
+
+    det.ok("workspace", "unarchive", "team")
+    fresh_master.change("UPDATE experiments SET state = 'COMPLETED', end_us = 2")
+    det.ok("e", "archive", "1")
+    assert "is archived and cannot be moved" in det.refused(
+        "e", "move", "1", "Uncategorized", "Uncategorized"
+    )
+    det.ok("e", "unarchive", "1")
+    det.ok("e", "move", "1", "Uncategorized", "Uncategorized")
+    assert places(fresh_master) == {1: 1, 2: 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PATCH", "workspaces/1", {"name": "x"}),
+        ("POST", "workspaces/1/archive", {}),
+        ("DELETE", "workspaces/1", {}),
+        ("POST", "workspaces/1/projects", {"name": "x", "workspaceId": 1}),
+        ("PATCH", "projects/1", {"name": "x"}),
+        ("POST", "projects/1/archive", {}),
+        ("DELETE", "projects/1", {}),
+        ("POST", "projects/1/move", {"destinationWorkspaceId": 1, "projectId": 1}),
+    ],
+)
+def test_what_is_always_there_stays(served: Master, method: str, path: str, body: object) -> None:
+    answer = served.send(method, f"/api/v1/{path}", body, token="admin")
+    assert (answer.status, "is immutable" in answer.error) == (400, True)
+
+
+def test_others_change_nothing_that_is_not_theirs(fresh_master: Master) -> None:
+    def send(method: str, path: str, body: object, token: str) -> int:
+        return fresh_master.send(method, f"/api/v1/{path}", body, token=token).status
+
+    assert send("POST", "workspaces", {"name": "team"}, "determined") == 200
+    assert send("POST", "workspaces/2/projects", {"name": "p"}, "determined") == 200
+    for method, path in (
+        ("PATCH", "workspaces/2"),
+        ("POST", "workspaces/2/archive"),
+        ("DELETE", "workspaces/2"),
+        ("PATCH", "projects/2"),
+        ("POST", "projects/2/archive"),
+        ("DELETE", "projects/2"),
+    ):
+        assert send(method, path, {"name": "x"}, "other") == 403
+    assert send("PATCH", "workspaces/2", {"name": "ours"}, "admin") == 200
+
+
+def test_a_workspace_is_pinned_by_each_user_for_themselves(fresh_master: Master) -> None:
+    sessions = [
+        api.Session(fresh_master.address, name, fresh_master.tokens[name], None)
+        for name in ("admin", "other")
+    ]
+    bindings.post_PinWorkspace(sessions[0], id=1)
+    pinned = [list(bindings.get_GetWorkspaces(one, pinned=True).workspaces) for one in sessions]
+    assert [[one.name for one in found] for found in pinned] == [["Uncategorized"], []]
+    bindings.post_UnpinWorkspace(sessions[0], id=1)
+    assert list(bindings.get_GetWorkspaces(sessions[0], pinned=True).workspaces) == []
+
+
+def test_projects_are_found_by_key_by_activity_and_moved(
+    determined: client.Determined, fresh_master: Master
+) -> None:
+    session = determined._session
+    first, second = determined.create_workspace("a"), determined.create_workspace("b")
+    project = first.create_project("p")
+    second.create_project("p 2")
+    project.set_key("ppp")
+    assert bindings.get_GetProjectByKey(session, key="PPP").project.id == project.id
+    bindings.post_MoveProject(
+        session,
+        body=bindings.v1MoveProjectRequest(destinationWorkspaceId=second.id, projectId=project.id),
+        projectId=project.id,
+    )
+    project.reload()
+    assert project.workspace_id == second.id
+    bindings.post_MoveExperiment(
+        session,
+        body=bindings.v1MoveExperimentRequest(destinationProjectId=project.id, experimentId=2),
+        experimentId=2,
+    )
+    fresh_master.change("UPDATE experiments SET start_us = 9 WHERE id = 2")
+    recent = bindings.get_GetProjectsByUserActivity(session).projects or []
+    assert [one.id for one in recent] == [project.id, 1]
+    bindings.post_PostRunMetadata(
+        session, body=bindings.v1PostRunMetadataRequest(runId=2, metadata={"a": {"b": ["x", "y"]}}), runId=2
+    )
+    assert bindings.get_GetMetadataValues(session, key="a.b", projectId=project.id).values == ["x", "y"]
+
+
+def test_the_storage_of_a_workspace_is_that_of_its_experiments(
+    det: DetHere, fresh_master: Master, tmp_path: Path
+) -> None:
+    storage = {"type": "directory", "container_path": str(tmp_path), "save_trial_best": 3}
+    det.ok("workspace", "create", "team", "--checkpoint-storage-config", json.dumps(storage))
+    det.ok("project", "create", "team", "one")
+    create(det, tmp_path / "c.yaml", "--project_id", "2")
+    own = CONFIG + "checkpoint_storage: {type: shared_fs, host_path: /own, save_trial_latest: 4}\n"
+    create(det, tmp_path / "c.yaml", "--project_id", "2", config=own)
+    det.ok("workspace", "edit", "team", "--checkpoint-storage-config", "{}")
+    create(det, tmp_path / "c.yaml", "--project_id", "2")
+
+    rows = fresh_master.rows("SELECT config FROM experiments WHERE id > 2 ORDER BY id")
+    found = [json.loads(row["config"])["checkpoint_storage"] for row in rows]
+    assert found[0] == {**storage, "save_experiment_best": 0, "save_trial_latest": 1}
+    assert (found[1]["host_path"], found[1]["save_trial_best"], found[1]["save_trial_latest"]) == (
+        "/own",
+        3,
+        4,
+    )
+    assert found[2]["host_path"] == str(fresh_master.services.state_dir / "checkpoints")
+
+
+def test_a_workspace_with_models_is_kept(det: DetHere) -> None:
+    det.ok("workspace", "create", "team")
+    det.ok("model", "create", "net", "-w", "team")
+    assert "has the model 'net'" in det.refused("workspace", "delete", "team", "--yes")
+    det.ok("model", "move", "net", "-w", "Uncategorized")
+    det.ok("workspace", "delete", "team", "--yes")

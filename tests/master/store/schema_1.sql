@@ -1,0 +1,222 @@
+-- The master's database. Times are integers, microseconds since 1970 UTC. States are the protocol's
+-- without their prefix (ACTIVE, not STATE_ACTIVE). JSON columns hold UTF-8 text.
+
+CREATE TABLE cluster (
+    key   TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID;
+
+CREATE TABLE users (
+    id            INTEGER PRIMARY KEY AUTOINCREMENT,
+    username      TEXT    NOT NULL UNIQUE COLLATE NOCASE,
+    display_name  TEXT    NOT NULL DEFAULT '',
+    password_hash TEXT    NOT NULL DEFAULT '',   -- of the salted client hash; '' is a blank password
+    admin         INTEGER NOT NULL DEFAULT 0,
+    active        INTEGER NOT NULL DEFAULT 1,
+    modified_us   INTEGER NOT NULL,
+    last_auth_us  INTEGER
+);
+
+-- A token is stored as its SHA-256. With an allocation it dies with it: kind 'allocation' opens only that
+-- trial, kind 'user' is the submitting user's (DET_USER_TOKEN).
+CREATE TABLE tokens (
+    token_hash    TEXT    PRIMARY KEY,
+    kind          TEXT    NOT NULL CHECK (kind IN ('user', 'allocation')),
+    user_id       INTEGER NOT NULL REFERENCES users (id),
+    allocation_id TEXT,
+    created_us    INTEGER NOT NULL,
+    expires_us    INTEGER
+) WITHOUT ROWID;
+CREATE INDEX tokens_by_allocation ON tokens (allocation_id);
+
+CREATE TABLE experiments (
+    id                 INTEGER PRIMARY KEY AUTOINCREMENT,
+    job_id             TEXT    NOT NULL UNIQUE,
+    state              TEXT    NOT NULL,          -- ACTIVE PAUSED STOPPING_{COMPLETED,CANCELED,ERROR,KILLED} COMPLETED CANCELED ERROR DELETING DELETE_FAILED
+    config             TEXT    NOT NULL,          -- JSON, fully defaulted
+    original_config    TEXT    NOT NULL,          -- YAML as submitted
+    name               TEXT    NOT NULL,
+    description        TEXT    NOT NULL DEFAULT '',
+    notes              TEXT    NOT NULL DEFAULT '',
+    labels             TEXT    NOT NULL DEFAULT '[]',   -- JSON list, sorted
+    owner_id           INTEGER NOT NULL REFERENCES users (id),
+    archived           INTEGER NOT NULL DEFAULT 0,
+    parent_id          INTEGER,
+    unmanaged          INTEGER NOT NULL DEFAULT 0,
+    searcher_type      TEXT    NOT NULL,          -- config.searcher.name
+    searcher_metric    TEXT    NOT NULL,          -- config.searcher.metric
+    smaller_is_better  INTEGER NOT NULL,
+    priority           INTEGER NOT NULL DEFAULT 42,     -- 1 is the most urgent
+    weight             REAL    NOT NULL DEFAULT 1,
+    max_slots          INTEGER,
+    slots_per_trial    INTEGER NOT NULL,
+    queue_position     REAL    NOT NULL,          -- within a priority; submission order unless moved
+    progress           REAL    NOT NULL DEFAULT 0,
+    searcher_snapshot  TEXT,                      -- JSON; NULL for unmanaged experiments
+    start_us           INTEGER NOT NULL,
+    end_us             INTEGER,
+    end_reason         TEXT,                      -- why it ended in ERROR or was cancelled, one sentence
+    log_retention_days INTEGER,                   -- NULL: the master's; -1: for ever
+    best_trial_id      INTEGER,                   -- kept by the trials' best validations
+    best_metric        REAL,
+    interpreter        TEXT                       -- DET_PYTHON_EXECUTABLE chosen at submission, NULL: the master's
+);
+CREATE INDEX experiments_by_state ON experiments (state);
+
+CREATE TABLE model_definitions (
+    experiment_id INTEGER PRIMARY KEY REFERENCES experiments (id) ON DELETE CASCADE,
+    tgz           BLOB    NOT NULL                -- gzip tar; empty for none
+);
+
+CREATE TABLE trials (
+    id                     INTEGER PRIMARY KEY AUTOINCREMENT,
+    experiment_id          INTEGER NOT NULL REFERENCES experiments (id) ON DELETE CASCADE,
+    request_id             TEXT    NOT NULL,      -- the searcher's, a UUID
+    state                  TEXT    NOT NULL,      -- as experiments, without DELETING
+    hparams                TEXT    NOT NULL,      -- JSON
+    seed                   INTEGER NOT NULL,
+    task_id                TEXT    NOT NULL,      -- current task: {experiment}.{request_id}[-n]
+    run_id                 INTEGER NOT NULL DEFAULT 0,  -- allocations so far
+    restarts               INTEGER NOT NULL DEFAULT 0,
+    progress               REAL    NOT NULL DEFAULT 0,
+    total_batches          INTEGER NOT NULL DEFAULT 0,
+    runner_state           TEXT    NOT NULL DEFAULT 'UNSPECIFIED',
+    start_us               INTEGER NOT NULL,
+    end_us                 INTEGER,
+    summary_metrics        TEXT    NOT NULL DEFAULT '{}',  -- JSON {group: {name: {count,sum,mean,min,max,last,type}}}
+    searcher_metric_value  REAL,                  -- of the best validation, as reported
+    best_validation_id     INTEGER,               -- metrics.id
+    latest_validation_id   INTEGER,               -- metrics.id
+    best_checkpoint_uuid   TEXT,
+    checkpoint_count       INTEGER NOT NULL DEFAULT 0,
+    checkpoint_size        INTEGER NOT NULL DEFAULT 0,   -- bytes, COMPLETED and PARTIALLY_DELETED
+    warm_start_uuid        TEXT,
+    metadata               TEXT,                  -- JSON of runs/{id}/metadata
+    log_policy_matched     TEXT,
+    early_exit             TEXT,                  -- INVALID_HP or NULL
+    is_stopped_by_searcher INTEGER NOT NULL DEFAULT 0,
+    is_closed              INTEGER NOT NULL DEFAULT 0,   -- the searcher has been told that it exited
+    retry_cancelled        INTEGER NOT NULL DEFAULT 0,   -- a cancel_retries policy matched
+    last_failure           TEXT,                  -- fingerprint of the last failure before a first batch
+    log_retention_days     INTEGER,
+    external_id            TEXT,
+    UNIQUE (experiment_id, request_id)
+);
+CREATE INDEX trials_by_state ON trials (state, experiment_id);
+
+CREATE TABLE tasks (
+    id            TEXT    PRIMARY KEY,
+    type          TEXT    NOT NULL,               -- TRIAL, CHECKPOINT_GC
+    experiment_id INTEGER,
+    trial_id      INTEGER,
+    start_us      INTEGER NOT NULL,
+    end_us        INTEGER
+) WITHOUT ROWID;
+CREATE INDEX tasks_by_trial ON tasks (trial_id);
+
+CREATE TABLE allocations (
+    id                TEXT    PRIMARY KEY,        -- {task_id}.{run_id}
+    task_id           TEXT    NOT NULL,
+    trial_id          INTEGER NOT NULL,
+    experiment_id     INTEGER NOT NULL,
+    run_id            INTEGER NOT NULL,
+    state             TEXT    NOT NULL,           -- ASSIGNED RUNNING TERMINATED
+    slots             TEXT    NOT NULL,           -- JSON list of slot ids of this machine
+    ports             TEXT    NOT NULL,           -- JSON {variable: port}
+    resources_id      TEXT    NOT NULL,           -- also the container id, a UUID
+    directory         TEXT    NOT NULL,           -- absolute, below the state directory
+    supervisor_pid    INTEGER,
+    supervisor_start  TEXT,                       -- start time of that process, as /proc tells
+    is_ready          INTEGER NOT NULL DEFAULT 0, -- the trial's code has called
+    steps_at_start    INTEGER NOT NULL DEFAULT 0, -- steps_completed of the checkpoint it started from
+    checkpoint_uuid   TEXT,                       -- DET_LATEST_CHECKPOINT
+    preempt_us        INTEGER,                    -- asked to stop with a checkpoint
+    preempt_deadline_us INTEGER,
+    preempt_acked     INTEGER NOT NULL DEFAULT 0,
+    kill_us           INTEGER,                    -- to be killed
+    kill_reason       TEXT,
+    num_reports       INTEGER NOT NULL DEFAULT 0, -- metric reports of this run
+    log_offset        INTEGER NOT NULL DEFAULT 0, -- bytes of its log file that are in logs
+    start_us          INTEGER NOT NULL,
+    end_us            INTEGER,
+    exit_code         INTEGER,                    -- as a shell sees it
+    exit_reason       TEXT
+) WITHOUT ROWID;
+CREATE INDEX allocations_by_state ON allocations (state);
+CREATE INDEX allocations_by_trial ON allocations (trial_id, run_id);
+
+CREATE TABLE metrics (
+    id         INTEGER PRIMARY KEY,
+    trial_id   INTEGER NOT NULL,
+    run_id     INTEGER NOT NULL,
+    group_name TEXT    NOT NULL,
+    steps      INTEGER NOT NULL,                  -- total batches; -1 where the report has none (profiling)
+    end_us     INTEGER NOT NULL,
+    metrics    TEXT    NOT NULL,                  -- JSON object; NaN and infinities as "NaN", "Infinity", "-Infinity"
+    per_batch  TEXT,                              -- JSON list of objects, one per batch since the last report
+    archived   INTEGER NOT NULL DEFAULT 0         -- an older run reported it beyond the point of resumption
+);
+-- A report that is sent again because its answer was lost is recognised by this key (profiling excepted).
+CREATE UNIQUE INDEX metrics_by_trial ON metrics (trial_id, group_name, steps, run_id) WHERE steps >= 0;
+CREATE INDEX profiling_by_trial ON metrics (trial_id, group_name, end_us) WHERE steps < 0;
+
+CREATE TABLE checkpoints (
+    uuid          TEXT    PRIMARY KEY,
+    experiment_id INTEGER NOT NULL,
+    trial_id      INTEGER NOT NULL,
+    task_id       TEXT    NOT NULL,
+    allocation_id TEXT,
+    run_id        INTEGER NOT NULL,
+    storage_id    INTEGER,
+    state         TEXT    NOT NULL,               -- COMPLETED ERROR DELETED PARTIALLY_DELETED
+    steps         INTEGER NOT NULL,               -- metadata.steps_completed
+    resources     TEXT    NOT NULL,               -- JSON {path: bytes}
+    metadata      TEXT    NOT NULL,               -- JSON
+    size          INTEGER NOT NULL,               -- bytes
+    report_us     INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX checkpoints_by_trial ON checkpoints (trial_id, steps);
+CREATE INDEX checkpoints_by_experiment ON checkpoints (experiment_id);
+
+-- Trials that have said that they use a checkpoint (batch inference), whose metrics are then told with it.
+CREATE TABLE trial_sources (
+    checkpoint_uuid TEXT    NOT NULL,
+    trial_id        INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    type            TEXT    NOT NULL,             -- TRIAL_SOURCE_INFO_TYPE_INFERENCE, …_FINE_TUNING
+    PRIMARY KEY (checkpoint_uuid, trial_id, type)
+) WITHOUT ROWID;
+
+CREATE TABLE storages (
+    id     INTEGER PRIMARY KEY,
+    config TEXT NOT NULL UNIQUE                   -- JSON, canonical
+);
+
+CREATE TABLE logs (
+    id            INTEGER PRIMARY KEY,
+    task_id       TEXT    NOT NULL,
+    trial_id      INTEGER,
+    allocation_id TEXT,
+    time_us       INTEGER NOT NULL,
+    level         TEXT,                           -- TRACE DEBUG INFO WARNING ERROR CRITICAL, NULL unknown
+    rank          INTEGER,
+    source        TEXT    NOT NULL,               -- task, master
+    stdtype       TEXT,                           -- stdout, stderr, NULL for the master's
+    log           TEXT    NOT NULL                -- raw text with its newline
+);
+CREATE INDEX logs_by_trial ON logs (trial_id, id);
+CREATE INDEX logs_by_task ON logs (task_id, id) WHERE trial_id IS NULL;
+
+-- Slots and agents that a person has switched off.
+CREATE TABLE disabled_slots (
+    slot_id INTEGER PRIMARY KEY,
+    drain   INTEGER NOT NULL DEFAULT 0
+);
+
+-- What is done beside the scheduler: collecting checkpoints, deleting checkpoints and experiments.
+CREATE TABLE work (
+    id            INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind          TEXT    NOT NULL CHECK (kind IN ('gc', 'delete_checkpoints', 'delete_experiment')),
+    experiment_id INTEGER NOT NULL,
+    payload       TEXT    NOT NULL DEFAULT '{}',
+    created_us    INTEGER NOT NULL
+);

@@ -1,0 +1,95 @@
+"""A database of an older release is brought to this one's schema with everything in it, or left as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import MasterError
+from dstrial.master.store import experiments, projects, work
+from dstrial.master.store.database import SCHEMA_VERSION, Database
+
+OLD = Path(__file__).with_name("schema_1.sql")
+CONTENT = """
+INSERT INTO users (id, username, modified_us) VALUES (1, 'admin', 0), (2, 'determined', 0);
+INSERT INTO experiments (id, job_id, state, config, original_config, name, owner_id, searcher_type, searcher_metric,
+    smaller_is_better, slots_per_trial, queue_position, start_us)
+    VALUES (7, 'j', 'COMPLETED', '{}', 'name: x', 'x', 2, 'single', 'loss', 1, 1, 1, 1);
+INSERT INTO trials (id, experiment_id, request_id, state, hparams, seed, task_id, start_us)
+    VALUES (9, 7, 'r', 'COMPLETED', '{}', 1, '7.r', 1);
+INSERT INTO trial_sources VALUES ('u', 9, 'T');
+INSERT INTO work (id, kind, experiment_id, payload, created_us) VALUES (3, 'gc', 7, '{"a": 1}', 5);
+"""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "master.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(f"BEGIN; {OLD.read_text()} {CONTENT} PRAGMA user_version = 1; COMMIT;")
+    return path
+
+
+def schema(path: Path) -> dict[str, list[tuple[object, ...]]]:
+    """Return every table's columns and every index's, whatever the text that made them."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        names = connection.execute(
+            "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
+        ).fetchall()
+        found = {
+            f"{kind} {name}": connection.execute(f"PRAGMA {kind}_info('{name}')").fetchall()
+            for kind, name in names
+        }
+        found["version"] = connection.execute("PRAGMA user_version").fetchall()
+        found["keys"] = [
+            (name, *row)
+            for kind, name in names
+            if kind == "table"
+            for row in connection.execute(f"PRAGMA foreign_key_list('{name}')")
+        ]
+    return {name: sorted(rows, key=repr) for name, rows in found.items()}
+
+
+def test_an_old_database_gets_the_schema_of_a_new_one(old: Path, tmp_path: Path) -> None:
+    Database(old).close()
+    Database(tmp_path / "new.db").close()
+
+    assert schema(old) == schema(tmp_path / "new.db")
+    assert schema(old)["version"] == [(SCHEMA_VERSION,)]
+
+
+def test_an_old_database_keeps_everything(old: Path) -> None:
+    for _ in range(2):
+        with contextlib.closing(Database(old)) as database, database.read() as connection:
+            row = experiments.require(connection, 7)
+            assert (row["name"], row["project_id"], row["template"]) == ("x", projects.DEFAULT_ID, None)
+            assert projects.require(connection, row["project_id"])["num_runs"] == 1
+            pending = work.next_pending(connection)
+            assert pending is not None
+            assert tuple(pending) == (3, "gc", 7, '{"a": 1}', 5)
+            assert connection.execute("SELECT trial_id FROM trial_sources").fetchone()[0] == 9
+            assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+            assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+def test_work_that_is_asked_for_afterwards_comes_after_the_old(old: Path) -> None:
+    with contextlib.closing(Database(old)) as database:
+        database.write(lambda tx: work.request(tx, "delete_project", 0, {"id": 2}))
+        with database.read() as connection:
+            rows = connection.execute("SELECT id, kind FROM work ORDER BY id").fetchall()
+    assert [tuple(row) for row in rows] == [(3, "gc"), (4, "delete_project")]
+
+
+def test_an_upgrade_that_fails_leaves_the_database_as_it_was(old: Path) -> None:
+    with contextlib.closing(sqlite3.connect(old)) as connection:
+        connection.execute("CREATE TABLE models (mine)")
+    before = schema(old)
+
+    with pytest.raises(MasterError, match="cannot be used"):
+        Database(old)
+
+    assert schema(old) == before
+    assert before["version"] == [(1,)]

@@ -1,0 +1,136 @@
+"""Every field of an experiment config comes back as it went in: submitted, completed with defaults, seen by the trial."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from config_cases import CASES, Case
+
+from dstrial.config.experiment_rules import EXPERIMENT
+from dstrial.config.keys import Section
+from dstrial.testing.master import MasterForTest
+
+RECORD = 'printf \'{"config": %s, "hparams": %s, "variables": %s}\' "$DET_EXPERIMENT_CONFIG" "$DET_HPARAMS" '
+RECORD += '"\\"$A\\"" > "$0.$DET_TRIAL_ID"'
+
+
+class Outcome:
+    """A case, and what became of it."""
+
+    def __init__(
+        self, case: Case, given: dict[str, Any], text: str, shown: dict[str, Any], seen: dict[str, Any]
+    ) -> None:
+        self.case = case
+        self.given = given
+        self.text = text
+        self.shown = shown
+        self.seen = seen
+
+
+@pytest.fixture(scope="module")
+def outcomes(shared_master: MasterForTest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Every case submitted, and run by a trial that records what it sees and ends."""
+    directory = tmp_path_factory.mktemp("seen")
+    client = shared_master.client()
+    submitted: dict[str, tuple[int, dict[str, Any], str, Path]] = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        path = directory / str(number)
+        given = {
+            "name": name,
+            "entrypoint": ["sh", "-c", RECORD, str(path)],
+            "searcher": {"name": "single", "metric": "loss"},
+            "reproducibility": {"experiment_seed": number},
+            **case.given,
+        }
+        text = f"# {name}\n{yaml.safe_dump(given, sort_keys=False)}"
+        body: dict[str, Any] = {"config": text, "activate": True}
+        if case.template is not None:
+            body["template"] = f"of case {number}"
+            template = {"name": body["template"], "config": case.template, "workspaceId": 0}
+            client.post(f"/api/v1/templates/of%20case%20{number}", template)
+        made = client.post("/api/v1/experiments", body)["experiment"]
+        submitted[name] = (made["id"], given, text, path)
+    found = {}
+    for name, (experiment_id, given, text, path) in submitted.items():
+        shown = _ended(shared_master, experiment_id)
+        (trial, *_) = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
+        seen = json.loads(Path(f"{path}.{trial['id']}").read_text())
+        found[name] = Outcome(CASES[name], given, text, shown, seen)
+    return found
+
+
+def _ended(master: MasterForTest, experiment_id: int) -> dict[str, Any]:
+    client, give_up_at_s = master.client(), time.monotonic() + 120
+    while True:
+        shown: dict[str, Any] = client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]
+        if shown["endTime"] is not None:
+            assert shown["state"] == "STATE_COMPLETED", shown
+            return shown
+        assert time.monotonic() < give_up_at_s, shown
+        time.sleep(0.05)
+
+
+def _without_seen_storage(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "checkpoint_storage"}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_comes_back(outcomes: dict[str, Outcome], shared_master: MasterForTest, name: str) -> None:
+    one = outcomes[name]
+    host_path = str(shared_master.state.path / "checkpoints")
+    completed = one.case.completed(one.given, host_path)
+
+    assert one.shown["originalConfig"] == one.text
+    assert one.shown["config"] == completed
+    assert _without_seen_storage(one.seen["config"]) == _without_seen_storage(completed)
+    storage, seen = completed["checkpoint_storage"], one.seen["config"]["checkpoint_storage"]
+    if storage["type"] == "shared_fs":
+        path = "/".join(part for part in (storage["host_path"], storage["storage_path"]) if part)
+        kept = {key: value for key, value in storage.items() if key.startswith("save_")}
+        assert seen == {"type": "directory", "container_path": path, **kept}
+    else:
+        assert seen == storage
+    if one.case.hparams:
+        assert one.seen["hparams"] == one.case.hparams
+    assert one.seen["variables"] == next(
+        (text[2:] for text in completed["environment"]["environment_variables"]["cpu"] if text[:2] == "A="),
+        "",
+    )
+
+
+def _paths(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, rule in section.keys.items():
+        if rule.section is not None:
+            yield from _paths(rule.section, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _is_given(config: Any, path: tuple[str, ...]) -> bool:
+    for key in path:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config is not None
+
+
+def test_the_cases_exercise_every_field() -> None:
+    everywhere = {
+        ("name",),
+        ("entrypoint",),
+        ("searcher", "name"),
+        ("searcher", "metric"),
+        ("reproducibility", "experiment_seed"),
+    }
+    # These two name what a trial starts from; test_features_keeping.py trains one and starts another from it.
+    elsewhere = {("searcher", "source_trial_id"), ("searcher", "source_checkpoint_uuid")}
+    missing = {
+        path for path in _paths(EXPERIMENT) if not any(_is_given(case.given, path) for case in CASES.values())
+    }
+    assert missing - everywhere == elsewhere
+    assert len(CASES) >= 40
