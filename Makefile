@@ -24,7 +24,7 @@ run: venv ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
 test: venv ## run every test that needs no accelerator
-	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile --instafail $(PYTEST_ARGS)
 
 check: venv ## lint, formatting, types, import layers
 	$(BIN)/ruff check .
