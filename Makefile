@@ -27,7 +27,7 @@ run: venv ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
 test: venv ## run every test that needs no accelerator
-	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile --instafail $(PYTEST_ARGS)
 
 test-hf4: $(HF4)/.package ## run the tests of the integrations with transformers 4.56, in .venv-hf4/
 	$(HF4)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS) tests/integrations tests/dsat

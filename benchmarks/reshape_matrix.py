@@ -239,8 +239,11 @@ def _start() -> None:
     import deepspeed
     from deepspeed.utils import logger
 
+    from dstrial.ranks.process_group import without_compiled_collectives
+
     logger.setLevel(logging.ERROR)
-    deepspeed.init_distributed("gloo")
+    with without_compiled_collectives(is_cpu=True):
+        deepspeed.init_distributed("gloo")
 
 
 def _end() -> None:

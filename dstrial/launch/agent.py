@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from dstrial.errors import LaunchError
+from dstrial.launch.abandoned_locks import remove_abandoned_locks
 from dstrial.launch.failures import ERROR_FILE_VARIABLE
 from dstrial.launch.outcome import LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
@@ -99,6 +100,7 @@ def run_ranks(
         raise LaunchError(
             f"the command is {command[0]!r}; expected a program that can be run. Check its path and permissions."
         )
+    remove_abandoned_locks()
     where = placement or Placement()
     supervisor = Supervisor(
         shutdown_timeout_s=shutdown_timeout_s, failure_grace_s=failure_grace_s, on_stop=on_stop

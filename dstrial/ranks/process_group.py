@@ -115,7 +115,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     accelerator = get_accelerator()
     device(identity)
     try:
-        with _without_compiled_collectives(is_cpu=accelerator.device_name() == "cpu"):
+        with without_compiled_collectives(is_cpu=accelerator.device_name() == "cpu"):
             deepspeed.init_distributed(
                 dist_backend=accelerator.communication_backend_name(),
                 auto_mpi_discovery=False,
@@ -199,12 +199,17 @@ def keep() -> None:
 
 
 @contextlib.contextmanager
-def _without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
+def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
     """Keep DeepSpeed from compiling its shared-memory collective while it sets up a group on CPU.
 
     It serves inference only (``inference_all_reduce``; gloo does it otherwise), yet 0.19.8 builds it on
-    every CPU rank: that needs a C++ compiler, takes most of a minute the first time, and a rank killed
-    meanwhile leaves a lock file on which all later runs wait for ever.
+    every CPU rank: that needs a C++ compiler, takes most of a minute the first time, a rank killed
+    meanwhile leaves a lock file on which all later runs wait for ever, and each rank leaves 67 MB in /dev/shm.
+
+    Args:
+        is_cpu: whether DeepSpeed trains on the CPU; nothing is done otherwise.
+
+    Ranks: any; no communication.
     """
     from deepspeed import ops
 

@@ -89,12 +89,14 @@ def _train_all(runs: dict[str, tuple[str, str, str]]) -> None:
     import deepspeed
 
     from dstrial.config import load_experiment
+    from dstrial.ranks.process_group import without_compiled_collectives
     from dstrial.trainer import run_trial
 
     sys.path.insert(0, str(DEFINITIONS))
     import wide_trials
 
-    deepspeed.init_distributed("gloo")
+    with without_compiled_collectives(is_cpu=True):
+        deepspeed.init_distributed("gloo")
     for name, (config, run_path, live) in runs.items():
         trial_class = getattr(wide_trials, CASES[name][0])
         experiment = load_experiment(config, DEFINITIONS, slots=2)

@@ -20,6 +20,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles for seconds; once, before forking
 from deepspeed.utils import logger
 
+from dstrial.ranks.process_group import without_compiled_collectives
+
 logger.setLevel(logging.ERROR)
 
 
@@ -28,7 +30,8 @@ def attempt(case):
     with tempfile.TemporaryDirectory() as directory:
         store = torch.distributed.FileStore(f"{directory}/store", 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        with without_compiled_collectives(is_cpu=True):
+            deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         try:
             if case["pipeline"]:
                 model = PipelineModule([torch.nn.Linear(4, 4)], num_stages=1, loss_fn=torch.nn.MSELoss())

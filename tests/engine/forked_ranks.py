@@ -133,14 +133,17 @@ def _be_rank(
         import deepspeed
         import torch
 
+        from dstrial.ranks.process_group import without_compiled_collectives
+
         torch.set_num_threads(1)
-        deepspeed.init_distributed(
-            dist_backend="gloo",
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=num_ranks,
-            auto_mpi_discovery=False,
-        )
+        with without_compiled_collectives(is_cpu=True):
+            deepspeed.init_distributed(
+                dist_backend="gloo",
+                init_method=f"file://{rendezvous}",
+                rank=rank,
+                world_size=num_ranks,
+                auto_mpi_discovery=False,
+            )
         result = body(rank)
         status = 0
     except BaseException as error:  # noqa: BLE001 (the boundary of a rank: whatever it is goes to the test)

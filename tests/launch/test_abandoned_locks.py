@@ -1,0 +1,101 @@
+"""Locks of extension builds: those of the dead are removed, those of the living stay."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dstrial.launch.abandoned_locks import remove_abandoned_locks
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="only /proc tells what is open"),
+]
+
+# The baton of torch, taken as a build takes it and never given back.
+HOLDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+baton = FileBaton(sys.argv[1])
+assert baton.try_acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+WAITER = """
+import sys
+from torch.utils.file_baton import FileBaton
+FileBaton(sys.argv[1]).wait()
+"""
+
+
+def _hold(lock: Path) -> subprocess.Popen[str]:
+    lock.parent.mkdir(parents=True)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def _make_older(lock: Path) -> None:
+    a_minute_ago = time.time() - 60
+    os.utime(lock, (a_minute_ago, a_minute_ago))
+
+
+@pytest.mark.parametrize("below", ["operator", "py311_cpu/operator"])
+def test_a_lock_stays_while_its_holder_lives_and_goes_when_it_was_killed(
+    below: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = tmp_path / below / "lock"
+    holder = _hold(lock)
+    try:
+        _make_older(lock)
+        assert remove_abandoned_locks(tmp_path) == []
+        assert lock.exists()
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    assert lock.exists()
+    with caplog.at_level(logging.WARNING):
+        assert remove_abandoned_locks(tmp_path) == [lock]
+    assert not lock.exists()
+    assert str(lock) in caplog.text
+
+
+def test_a_lock_that_was_made_this_moment_stays(tmp_path: Path) -> None:
+    lock = tmp_path / "operator" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert remove_abandoned_locks(tmp_path) == []
+    assert lock.exists()
+
+
+def test_other_files_stay_and_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    built = tmp_path / "operator" / "operator.so"
+    built.parent.mkdir()
+    built.touch()
+    _make_older(built)
+    assert remove_abandoned_locks(tmp_path) == []
+    assert remove_abandoned_locks(tmp_path / "nowhere") == []
+    assert built.exists()
+
+
+def test_a_launched_program_does_not_wait_for_a_lock_of_the_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dstrial.launch import run_ranks
+
+    lock = tmp_path / "operator" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    _make_older(lock)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    outcome = run_ranks([sys.executable, "-c", WAITER, str(lock)], num_ranks=1)
+    assert outcome.exit_code == 0
+    assert not lock.exists()
