@@ -7,6 +7,7 @@ directory. The environment decides which, and which rank this process is.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import random
@@ -20,6 +21,7 @@ from determined import core, pytorch
 from dstrial.config import ExperimentConfig, Length
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
+from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.local.train_context import LocalTrainContext
@@ -79,6 +81,8 @@ def init(
             hparams = info.trial.hparams if hparams is None else hparams
             steps_completed = info.trial._steps_completed
         else:
+            measuring = measuring_hyperparameters()
+            hparams = hparams if measuring is None else {**(hparams or {}), **measuring}
             seed = ((exp_conf or {}).get("reproducibility") or {}).get("experiment_seed")
             steps_completed = 0
         if seed is not None:
@@ -231,6 +235,11 @@ class Trainer:
             is_rewrite=bool(os.environ.get(REWRITE_VARIABLE)),
             saves_in_background=_saves_in_background(context._exp_conf),
         )
+        if (context._hparams or {}).get("_use_dsat_mode"):
+            # By name, because dsat stands above the trainer; nothing but its trials needs it.
+            reporting = importlib.import_module("dstrial.dsat.trial.reporting")
+            with reporting.dsat_reporting_context(context._core, None):
+                return self._run(settings)
         return self._run(settings)
 
     def _run(self, settings: LoopSettings) -> FitResult:

@@ -22,6 +22,7 @@ COMMANDS = {
     "checkpoint": "inspect, verify, compare, export and reshape checkpoints",
     "convert": "make an experiment of another tool's config",
     "down": "stop all trials with a checkpoint and end the master",
+    "dsat": "tune the DeepSpeed configuration of an experiment",
     "logs": "print the master's own log",
     "run": "train one experiment on this machine and follow it",
     "status": "show the master's address, slots, experiments and disk use",

@@ -6,6 +6,7 @@ determined are never imported.
 
 from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch
 from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
+from dstrial.config.deepspeed_ignored import zero_keys_without_effect
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment import ExperimentConfig, experiment_name, load_experiment
 from dstrial.config.explain import ExplainedValue, explain
@@ -31,6 +32,7 @@ __all__ = [
     "explain",
     "merge_deepspeed",
     "overwrite_deepspeed_config",
+    "zero_keys_without_effect",
     # batch equation
     "BatchSolution",
     "resolve_batch",

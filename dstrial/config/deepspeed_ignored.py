@@ -22,6 +22,14 @@ _STAGE_3_ONLY = (
     "zero_quantized_gradients",
     "zero_quantized_nontrainable_weights",
 )
+_ABOVE_STAGE_0_ONLY = (
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "contiguous_gradients",
+    "overlap_comm",
+    "allgather_bucket_size",
+    "round_robin_gradients",
+)
 _BELOW_STAGE_3_ONLY = (
     "allgather_bucket_size",
     "round_robin_gradients",
@@ -29,6 +37,12 @@ _BELOW_STAGE_3_ONLY = (
     "use_multi_rank_bucket_allreduce",
     "ignore_unused_parameters",
 )
+
+
+def zero_keys_without_effect(stage: int) -> tuple[str, ...]:
+    """Return the keys of ``zero_optimization`` that DeepSpeed accepts in a stage and does not read."""
+    in_stage = (*(_BELOW_STAGE_3_ONLY if stage == 3 else _STAGE_3_ONLY), "allgather_partitions")
+    return in_stage if stage else (*in_stage, *_ABOVE_STAGE_0_ONLY)
 
 
 def check_ignored(settings: Settings) -> None:

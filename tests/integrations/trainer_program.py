@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import DstrialError
 from dstrial.integrations import huggingface
+from dstrial.ranks.process_group import without_compiled_collectives
 
 DEFAULTS: dict[str, Any] = {
     "stage": None,  # ZeRO stage; None for a Trainer without DeepSpeed
@@ -154,7 +155,8 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
 def main(path: Path) -> None:
     # One process group for all runs: made here, it is not theirs to end.
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    with without_compiled_collectives(is_cpu=True):
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     found = []
     for given in json.loads(path.read_text()):
         asked = {**DEFAULTS, **given}

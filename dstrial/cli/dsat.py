@@ -1,0 +1,32 @@
+"""``dstrial dsat``: tune the DeepSpeed configuration of an experiment."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from dstrial.dsat.arguments import add_methods
+from dstrial.dsat.command import EPILOG, run_command
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand with one subcommand for each method."""
+    parser = subparsers.add_parser(
+        "dsat",
+        help="tune the DeepSpeed configuration of an experiment",
+        description="Measure DeepSpeed configurations of an experiment and write the best one.",
+        epilog=EPILOG,
+    )
+    add_methods(parser.add_subparsers(dest="search_method", metavar="METHOD", required=True))
+
+
+def main(args: argparse.Namespace) -> int:
+    """Search and return the exit status; see the epilog of ``dstrial dsat --help``.
+
+    Raises:
+        DstrialError: the search cannot be started.
+    """
+    return run_command(args)

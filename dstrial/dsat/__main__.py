@@ -1,0 +1,30 @@
+"""``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``: the door that users of ``determined.pytorch.dsat`` know."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.command import EPILOG, run_command
+from dstrial.dsat.methods import METHOD_NAMES
+from dstrial.errors import DstrialError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Search, by prediction where no method is named; returns the exit status."""
+    parser = build_parser("python3 -m dstrial.dsat")
+    parser.epilog = EPILOG
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] not in METHOD_NAMES and not words[0].startswith("-"):
+        words.insert(0, METHOD_NAMES[0])
+    args = parser.parse_args(words)
+    try:
+        return run_command(args)
+    except DstrialError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The command line of dsat: every flag of ``determined.pytorch.dsat``, and ours. Parses, and does nothing else."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dstrial.dsat.durations import parse_duration
+from dstrial.dsat.methods import METHOD_NAMES
+from dstrial.dsat.outcome import METRIC_NAMES
+
+_HELP = {
+    "predict": "dry-run and predict, then measure only what may be best (the default method)",
+    "asha": "random structures, each with a binary search that has to earn its trials",
+    "binary": "random structures, each with a binary search for the largest micro batch",
+    "random": "random structures with random micro batches",
+}
+
+
+class _Given(argparse.Action):
+    """Store a value, and that it was given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        del parser, option
+        setattr(namespace, self.dest, values)
+        namespace.given = frozenset({*getattr(namespace, "given", ()), self.dest})
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """Build the parser of ``python3 -m dstrial.dsat``."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Tune the DeepSpeed configuration of an experiment."
+    )
+    add_methods(parser.add_subparsers(dest="search_method", metavar="METHOD", required=True))
+    return parser
+
+
+def add_methods(subparsers: Any) -> None:
+    """Add one subcommand for each method, with its arguments."""
+    for name in METHOD_NAMES:
+        _add_arguments(subparsers.add_parser(name, help=_HELP[name], description=_HELP[name]), name)
+
+
+def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
+    parser.set_defaults(given=frozenset())
+    parser.add_argument("config_path", metavar="CONFIG.yaml", help="experiment config")
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="model definition directory")
+    add = _adder(parser)
+    add(
+        "-i",
+        "--include",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="further files or directories for the trials",
+    )
+    add("-mt", "--max-trials", type=int, default=64, help="most trials, the first one included (64)")
+    add("-ms", "--max-slots", type=int, help="most slots in use at the same time")
+    add(
+        "-mct",
+        "--max-concurrent-trials",
+        type=int,
+        default=16,
+        help="most trials at the same time (16); unless it is given, one for each machine, for trials that share a "
+        "machine disturb each other's times",
+    )
+    add(
+        "-m",
+        "--metric",
+        choices=METRIC_NAMES,
+        default="FLOPS_per_gpu",
+        help="what is searched for (FLOPS_per_gpu)",
+    )
+    add(
+        "--run-full-experiment",
+        action="store_true",
+        help="then train the experiment with the best configuration",
+    )
+    add(
+        "-z",
+        "--zero-stages",
+        type=int,
+        nargs="+",
+        choices=range(4),
+        default=_stages(method),
+        help="ZeRO stages to try",
+    )
+    add("--start-profile-step", type=int, default=3, help="first step that may be measured (3)")
+    add("--end-profile-step", type=int, default=5, help="a trial trains at least one step more than this (5)")
+    add("-r", "--random-seed", type=int, default=42, help="seed of the search (42)")
+    add(
+        "--search-runner-config",
+        metavar="PATH",
+        help="accepted; the search runs in this process, without a trial of its own",
+    )
+    add(
+        "--max-search-runner-restarts",
+        type=int,
+        default=5,
+        help="accepted; the same command resumes the search",
+    )
+    add(
+        "--budget",
+        type=_duration,
+        metavar="30m",
+        help="begin no trial after this time, and end what is running then",
+    )
+    add("--train-batch-size", type=int, help="global batch to keep, instead of the config's own")
+    add(
+        "--free-batch",
+        action="store_true",
+        help="let the global batch follow the micro batch, which changes what is learned",
+    )
+    add("--space", metavar="FILE", help="further paths and values to try: YAML, path -> list of values")
+    add("--output", metavar="DIR", help="directory of the search (dsat/<experiment's name>-<method>)")
+    add("--local", action="store_true", help="measure on this machine, without a master")
+    add(
+        "--fresh",
+        action="store_true",
+        help="begin a new search in a new directory, instead of going on with the last",
+    )
+    add("--no-gates", action="store_true", help="measure duplicates, illegal and hopeless configurations too")
+    add(
+        "--trial-timeout",
+        type=_duration,
+        default=1800.0,
+        metavar="30m",
+        help="longest time of a trial of which nothing is known (30m)",
+    )
+    add("--measure-seconds", type=float, default=60.0, help="most seconds of timed steps in a trial (60)")
+    if method == "random":
+        add("--trials-per-random-config", type=int, default=5, help="most trials of one structure (5)")
+        add("--early-stopping", type=int, help="end after so many trials without a new best")
+    if method in ("binary", "asha"):
+        add(
+            "--search-range-factor",
+            type=float,
+            default=1.0,
+            help="multiplies the first guess at the largest micro batch (1.0)",
+        )
+    if method == "asha":
+        add("--max-rungs", type=int, default=5, help="number of rungs (5)")
+        add(
+            "--min-binary-search-trials",
+            type=int,
+            default=3,
+            help="trials of a lineage in the lowest rung (3)",
+        )
+        add("--divisor", type=int, default=2, help="one of so many lineages is promoted (2)")
+        add("--asha-early-stopping", type=int, default=0, help="rungs that are left out below (0)")
+
+
+def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    """Return a function that adds an option in both spellings, with dashes and with underscores."""
+
+    def add(*flags: str, **options: Any) -> None:
+        spelled = list(flags)
+        for flag in flags:
+            other = "--" + flag.removeprefix("--").replace("-", "_")
+            if flag.startswith("--") and other not in spelled:
+                spelled.append(other)
+        if "action" not in options:
+            options["action"] = _Given
+        parser.add_argument(*spelled, **options)
+
+    return add
+
+
+def _stages(method: str) -> Sequence[int]:
+    return (0, 1, 2, 3) if method == "predict" else (1, 2, 3)
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,106 @@
+"""One configuration to measure: what it changes in the user's own, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+HYPERPARAMETERS = "hyperparameters."
+"""Prefix of a path that is a hyperparameter of the trial instead of a key of DeepSpeed's JSON."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """How a batch is divided.
+
+    Attributes:
+        micro_batch_size: records of one forward pass of one replica (``train_micro_batch_size_per_gpu``).
+        accumulation: forward passes of one replica in one optimizer step (``gradient_accumulation_steps``).
+        train_batch_size: records of one optimizer step over all replicas.
+    """
+
+    micro_batch_size: int
+    accumulation: int
+    train_batch_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A configuration, told by its difference from the user's own.
+
+    Attributes:
+        stage: ZeRO stage.
+        settings: (dotted path, value) pairs in the order of their paths; empty for the user's own configuration.
+        batch: the batch sizes.
+        is_own: whether it is the user's own configuration, of which nothing is changed.
+    """
+
+    stage: int
+    settings: tuple[tuple[str, Any], ...]
+    batch: BatchSplit
+    is_own: bool = False
+
+    def overwrite(self) -> dict[str, Any]:
+        """Return what has to be merged over DeepSpeed's JSON; nothing but the batch for the user's own."""
+        result: dict[str, Any] = {
+            "train_batch_size": self.batch.train_batch_size,
+            "train_micro_batch_size_per_gpu": self.batch.micro_batch_size,
+            "gradient_accumulation_steps": self.batch.accumulation,
+        }
+        if not self.is_own:
+            set_path(result, "zero_optimization.stage", self.stage)
+        for path, value in self.settings:
+            if not path.startswith(HYPERPARAMETERS):
+                set_path(result, path, value)
+        return result
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return the hyperparameters of the trial that it changes, nested."""
+        result: dict[str, Any] = {}
+        for path, value in self.settings:
+            if path.startswith(HYPERPARAMETERS):
+                set_path(result, path.removeprefix(HYPERPARAMETERS), value)
+        return result
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "stage": self.stage,
+            "settings": dict(self.settings),
+            "batch": dataclasses.asdict(self.batch),
+            "is_own": self.is_own,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Candidate:
+        """Return what :meth:`to_json` was called on."""
+        return cls(
+            int(fields["stage"]),
+            tuple(sorted(fields["settings"].items())),
+            BatchSplit(**fields["batch"]),
+            bool(fields["is_own"]),
+        )
+
+
+def set_path(target: dict[str, Any], path: str, value: Any) -> None:
+    """Set a dotted key in place, making mappings on the way."""
+    *above, last = path.split(".")
+    for part in above:
+        inner = target.get(part)
+        if not isinstance(inner, dict):
+            inner = target[part] = {}
+        target = inner
+    target[last] = value
+
+
+def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two overwrites into one, key by key at every depth; unlike a config's, a ``None`` stays, to delete later."""
+    result = dict(below)
+    for key, value in above.items():
+        known = result.get(key)
+        if isinstance(value, Mapping):
+            result[key] = layered(known if isinstance(known, Mapping) else {}, value)
+        else:
+            result[key] = value
+    return result

@@ -1,0 +1,87 @@
+"""Have a DeepSpeedTrial described: with fake tensors, or by one real batch where its code cannot do with those. Without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.engine.dryrun.process import DryRunError, dry_run
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+
+logger = logging.getLogger("dstrial.dsat")
+
+_WORKLOAD = "dstrial.dsat.trial.describe:TrialWorkload"
+
+
+def describe_trial(
+    trial: str,
+    context_dir: Path,
+    hparams: Mapping[str, Any],
+    deepspeed_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    target: Target = "cpu",
+    exp_conf: Mapping[str, Any] | None = None,
+    num_batches: int = 4,
+    device_bytes: int | None = None,
+    deadline_s: float = 300.0,
+    may_be_real: bool = True,
+) -> DryRunResult:
+    """Return what one configuration of a trial needs, for any micro batch size.
+
+    Args:
+        trial: ``module:Class``.
+        context_dir: the model definition.
+        hparams: of the trial, the configuration's overwrites included.
+        deepspeed_config: the merged config of the configuration.
+        world_size: ranks to be.
+        target: what kind of device they have.
+        exp_conf: experiment config, if the trial asks for it.
+        num_batches: of so many first batches of the training loader the largest counts.
+        device_bytes: memory of one device; None for no limit.
+        deadline_s: seconds for the fake run, and again for the real one.
+        may_be_real: whether a real batch may be trained on this machine where fake tensors do not do; the model then has to fit
+            into its memory.
+
+    Returns:
+        The result; ``is_fake`` and ``notes`` say which was used, and why.
+
+    Raises:
+        DryRunError: neither way works; the message names the line.
+
+    Ranks: any; no communication.
+    """
+    options = {
+        "trial": trial,
+        "context_dir": str(context_dir.resolve()),
+        "hparams": dict(hparams),
+        "exp_conf": None if exp_conf is None else dict(exp_conf),
+        "num_batches": num_batches,
+    }
+    request = DryRunRequest(
+        workload=_WORKLOAD,
+        options=options,
+        deepspeed_config=deepspeed_config,
+        world_size=world_size,
+        target=target,
+        device_bytes=device_bytes,
+        module_paths=(str(context_dir.resolve()),),
+    )
+    try:
+        return dry_run(request, deadline_s=deadline_s)
+    except DryRunError as error:
+        if not may_be_real or error.kind == "deadline":
+            raise
+        place = "" if error.place is None else f" at {error.place}"
+        reason = f"fake tensors do not do{place}, so one real batch was trained: {str(error).splitlines()[0]}"
+    logger.warning("%s", reason)
+    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
+    real = dataclasses.replace(request, options={**options, "is_real": True}, is_real=True, target="cpu")
+    result = dry_run(real, deadline_s=deadline_s)
+    notes = [*result.notes, reason]
+    if target != "cpu":
+        notes.append("memory of device and host is not told apart: what is offloaded counts as the device's")
+    return dataclasses.replace(result, notes=tuple(notes))

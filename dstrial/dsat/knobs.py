@@ -1,0 +1,94 @@
+"""Which keys of DeepSpeed's JSON are live for a ZeRO stage and an engine, and which values are tried. Pure.
+
+What a value may not be combined with is no business of this table but of ``dstrial.config.check_deepspeed``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+ZERO = "zero_optimization"
+ALL_STAGES = (0, 1, 2, 3)
+
+_BUCKETS = tuple(factor * 10**power for power in (6, 7, 8, 9) for factor in (1, 5))
+_SWITCH = (True, False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Knob:
+    """One key with the values that are worth trying.
+
+    Attributes:
+        path: dotted key, below the top of DeepSpeed's JSON, or ``hyperparameters.<name>`` of the trial.
+        values: what is tried, in the order in which device memory grows where it does.
+        stages: ZeRO stages in which DeepSpeed reads the key.
+        in_pipeline: whether a pipeline engine reads it.
+        grows_memory: whether a larger value needs more device memory.
+        counts_params: whether the value is a number of parameters, so that two values above the model's differ in nothing
+            but the memory that is set aside.
+        is_drawn: whether the random methods draw it; the others trade memory for much time, and are tried only
+            where a prediction, the user's own config or ``--space`` asks for them.
+    """
+
+    path: str
+    values: tuple[Any, ...]
+    stages: tuple[int, ...] = ALL_STAGES
+    in_pipeline: bool = True
+    grows_memory: bool = False
+    counts_params: bool = False
+    is_drawn: bool = True
+
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(f"{ZERO}.reduce_bucket_size", _BUCKETS, (1, 2, 3), grows_memory=True, counts_params=True),
+    Knob(f"{ZERO}.allgather_bucket_size", _BUCKETS, (1, 2), grows_memory=True, counts_params=True),
+    Knob(f"{ZERO}.overlap_comm", (False, True), (1, 2, 3), in_pipeline=False, grows_memory=True),
+    Knob(f"{ZERO}.contiguous_gradients", _SWITCH, (1, 2, 3)),
+    Knob(f"{ZERO}.reduce_scatter", _SWITCH, (2, 3)),
+    Knob(f"{ZERO}.round_robin_gradients", (False, True), (1, 2), is_drawn=False),
+    Knob(
+        f"{ZERO}.stage3_prefetch_bucket_size",
+        (5 * 10**6, 5 * 10**7, 5 * 10**8),
+        (3,),
+        grows_memory=True,
+        counts_params=True,
+    ),
+    Knob(
+        f"{ZERO}.stage3_param_persistence_threshold",
+        (10**4, 10**5, 10**6),
+        (3,),
+        grows_memory=True,
+        counts_params=True,
+    ),
+    Knob(f"{ZERO}.stage3_max_live_parameters", (10**8, 10**9), (3,), grows_memory=True, counts_params=True),
+    Knob(f"{ZERO}.stage3_max_reuse_distance", (10**8, 10**9), (3,), grows_memory=True, counts_params=True),
+    Knob(f"{ZERO}.sub_group_size", (10**8, 10**9), (3,), grows_memory=True, counts_params=True),
+    Knob(f"{ZERO}.offload_optimizer.device", ("none", "cpu"), (1, 2, 3), is_drawn=False),
+    Knob(f"{ZERO}.offload_optimizer.ratio", (0.5, 1.0), (3,), is_drawn=False),
+    Knob(f"{ZERO}.offload_param.device", ("none", "cpu"), (3,), is_drawn=False),
+)
+"""Source: DeepSpeed 0.19.8 runtime/engine.py, the constructor calls of its ZeRO optimizers; bucket sizes of dsat 0.37."""
+
+
+def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
+    """Return the values of a knob that may differ for a model: of those above its number of parameters only the first.
+
+    Args:
+        knob: the knob.
+        num_params: parameters of the model; None if unknown.
+    """
+    if not knob.counts_params or num_params is None:
+        return knob.values
+    below = tuple(value for value in knob.values if value <= num_params)
+    return (*below, *sorted(value for value in knob.values if value > num_params)[:1])
+
+
+def live_knobs(stage: int, *, is_pipeline: bool) -> tuple[Knob, ...]:
+    """Return the knobs that DeepSpeed reads in a stage."""
+    return tuple(knob for knob in KNOBS if stage in knob.stages and (knob.in_pipeline or not is_pipeline))
+
+
+def legal_stages(*, is_pipeline: bool) -> tuple[int, ...]:
+    """Return the ZeRO stages that an engine can run."""
+    return (0, 1) if is_pipeline else ALL_STAGES

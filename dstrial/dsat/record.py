@@ -1,0 +1,163 @@
+"""A search on disk: kill it anywhere, and the same command goes on.
+
+``<output>/`` holds::
+
+    search.json          what is searched: fingerprint, method, the search's id, when it began
+    search.lock          held by the process that runs the search
+    events.jsonl         one line per event, append-only; the search is what follows from them
+    snapshot.json        the method's state after the last event, for people and for other tools
+    best_ds_config.json  the best DeepSpeed config so far, whole
+    best_ds_metrics.json what it measured
+    trials.json          every trial of the search
+    trials/<n>/          config, output and result of trial n, where it ran on this machine
+
+Events are ``submitted`` (trial, handle), ``result`` (trial, outcome, seconds), ``finished`` (reason). A method is pure,
+so that replaying the results in their order asks for the same trials again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import ConfigError, ConfigProblem, LaunchError
+from dstrial.local.json_files import (
+    append_json_line,
+    read_json,
+    read_json_lines,
+    repair_json_lines,
+    write_json_atomically,
+)
+from dstrial.local.run_directory import utc_now
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchRecord:
+    """The files of one search; a value, holding nothing open.
+
+    Attributes:
+        path: absolute directory of the search.
+        search_id: 8 characters by which its trials are found again.
+    """
+
+    path: Path
+    search_id: str
+
+    @property
+    def events_path(self) -> Path:
+        """Every event, JSON lines."""
+        return self.path / "events.jsonl"
+
+    @property
+    def snapshot_path(self) -> Path:
+        """The method's state, JSON."""
+        return self.path / "snapshot.json"
+
+    @property
+    def best_config_path(self) -> Path:
+        """The best DeepSpeed config, JSON."""
+        return self.path / "best_ds_config.json"
+
+    @property
+    def best_metrics_path(self) -> Path:
+        """What the best config measured, JSON."""
+        return self.path / "best_ds_metrics.json"
+
+    @property
+    def trials_path(self) -> Path:
+        """Every trial, JSON."""
+        return self.path / "trials.json"
+
+    def trial_path(self, trial_id: int) -> Path:
+        """Directory of a trial that ran on this machine."""
+        return self.path / "trials" / str(trial_id)
+
+    @classmethod
+    def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
+        """Return the search of a directory, a new one if there is none.
+
+        Args:
+            output: the directory that was asked for.
+            fingerprint: of what is searched.
+            method: name of the method.
+            is_fresh: begin a new search, in ``<output>-2``, ``-3`` and so on where there is one already.
+
+        Raises:
+            ConfigError: the directory holds another search, or something else.
+        """
+        path = output
+        number = 1
+        while is_fresh and path.exists():
+            number += 1
+            path = output.with_name(f"{output.name}-{number}")
+        document_path = path / "search.json"
+        known = read_json(document_path) if path.is_dir() else None
+        if known is None:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                fix = "Pass another directory, or --fresh."
+                problem = ConfigProblem(
+                    "--output", f"{path}, which holds something else", "a directory of a search", fix
+                )
+                raise ConfigError([problem])
+            path.mkdir(parents=True, exist_ok=True)
+            known = {
+                "format": 1,
+                "search_id": secrets.token_hex(4),
+                "method": method,
+                "fingerprint": fingerprint,
+                "began": utc_now(),
+            }
+            write_json_atomically(document_path, known)
+        elif known.get("fingerprint") != fingerprint:
+            fix = "Repeat the command of that search to go on with it, or pass --fresh or another --output."
+            problem = ConfigProblem(
+                "--output",
+                f"{path}, which holds a search ({known.get('method')}) with other settings or another config",
+                "a new directory, or the same command as before",
+                fix,
+            )
+            raise ConfigError([problem])
+        return cls(path, str(known["search_id"]))
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the search while the block lasts.
+
+        Raises:
+            LaunchError: another process runs it.
+        """
+        descriptor = os.open(self.path / "search.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LaunchError(
+                    f"{self.path} is in use by another process; expected nobody to run this search. Wait for it, or "
+                    "pass --fresh."
+                ) from None
+            repair_json_lines(self.events_path)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return every event so far."""
+        return read_json_lines(self.events_path)
+
+    def append(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Put an event on record.
+
+        Raises:
+            OSError: the disk is full, for example; nothing is written then.
+        """
+        append_json_line(self.events_path, {"event": kind, "time": utc_now(), **fields})
+
+    def write_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+        """Replace the method's state."""
+        write_json_atomically(self.snapshot_path, snapshot, sync=False)

@@ -1,0 +1,140 @@
+"""Steps that were timed: where warm-up ends, and how well their median is known. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+_NUM_RESAMPLES = 500
+_LEVEL = 0.95
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interval:
+    """A median with its confidence interval.
+
+    Attributes:
+        median: of the values.
+        low: lower end of the interval, 95 %.
+        high: upper end.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width, relative to the median."""
+        return (self.high - self.low) / (2 * self.median) if self.median else math.inf
+
+
+def warm_from(values: Sequence[float]) -> int:
+    """Return the index from which times are those of a warmed-up process.
+
+    That is the change point, in the first half, which best divides the logarithms of the times into two levels, if
+    the first level is at least 5 % higher than the second; one slow step later on is no change point.
+
+    Args:
+        values: times of steps or windows, in their order.
+
+    Source: least-squares segmentation into two levels, Hinkley 1970.
+    """
+    if len(values) < 3:
+        return 0
+    logs = np.log(np.maximum(np.asarray(values, dtype=np.float64), 1e-12))
+    best_idx, best_cost = 0, float(np.sum(np.abs(logs - np.median(logs))))
+    for idx in range(1, len(logs) // 2 + 1):
+        first, rest = logs[:idx], logs[idx:]
+        cost = float(np.sum(np.abs(first - np.median(first))) + np.sum(np.abs(rest - np.median(rest))))
+        if cost < best_cost and np.median(first) > np.median(rest) + math.log(1.05):
+            best_idx, best_cost = idx, cost
+    return best_idx
+
+
+def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
+    """Return the median and its bootstrap interval; infinite where fewer than three values are given.
+
+    Source: percentile bootstrap, Efron 1979.
+    """
+    given = np.asarray(values, dtype=np.float64)
+    median = float(np.median(given))
+    if len(given) < 3:
+        return Interval(median, -math.inf, math.inf)
+    drawn = np.random.RandomState(seed).randint(0, len(given), (_NUM_RESAMPLES, len(given)))
+    medians = np.median(given[drawn], axis=1)
+    low, high = np.quantile(medians, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    return Interval(median, float(low), float(high))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingLimits:
+    """When enough has been timed.
+
+    Attributes:
+        target_half_width: relative; what the 95 % interval of the median has to come below.
+        min_windows: fewest windows after warm-up.
+        max_windows: most windows in all.
+        window_s: a window has as many steps as fill this, seconds.
+        max_s: no window is begun after so many seconds, once there are three after warm-up.
+        min_steps: fewest steps in all, warm-up included.
+    """
+
+    target_half_width: float = 0.015
+    min_windows: int = 6
+    max_windows: int = 60
+    window_s: float = 0.1
+    max_s: float = 60.0
+    min_steps: int = 6
+
+
+class Sampling:
+    """Windows of whole steps, and how many more are needed.
+
+    Args:
+        limits: when it is enough.
+    """
+
+    def __init__(self, limits: SamplingLimits) -> None:
+        self._limits = limits
+        self._times_s: list[float] = []
+        self._num_steps: list[int] = []
+        self._total_s = 0.0
+
+    def add(self, num_steps: int, seconds: float) -> None:
+        """Take a window."""
+        self._times_s.append(seconds / num_steps)
+        self._num_steps.append(num_steps)
+        self._total_s += seconds
+
+    @property
+    def num_warm_up_steps(self) -> int:
+        """Steps that do not count."""
+        return sum(self._num_steps[: warm_from(self._times_s)])
+
+    @property
+    def num_steps(self) -> int:
+        """All timed steps."""
+        return sum(self._num_steps)
+
+    def interval(self) -> Interval:
+        """Return the time of one step, seconds; of the windows after warm-up."""
+        return median_interval(self._times_s[warm_from(self._times_s) :])
+
+    def next_steps(self) -> int:
+        """Return the steps of the next window; 0 if enough has been timed."""
+        limits = self._limits
+        if not self._times_s:
+            return 1
+        warm = self._times_s[warm_from(self._times_s) :]
+        size = max(1, min(round(limits.window_s / max(min(warm), 1e-6)), 1000))
+        if len(self._times_s) >= limits.max_windows:
+            return 0
+        if len(warm) >= 3 and self._total_s >= limits.max_s:
+            return 0
+        if len(warm) < limits.min_windows or self.num_steps < limits.min_steps:
+            return size
+        return size if self.interval().half_width > limits.target_half_width else 0

@@ -1,0 +1,75 @@
+"""Measure a DeepSpeedTrial: build it and its training loader, and train as the loop would, with a meter listening."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from dstrial.dsat.outcome import Measured
+from dstrial.dsat.trial.meter import Meter, Mode
+from dstrial.loop.loop import require_engine
+from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
+from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.trial import DeepSpeedTrial
+
+
+def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, meter: Meter) -> Measured:
+    """Train until the meter has enough; nothing is validated, reported or saved.
+
+    Args:
+        trial: built with ``context`` while ``probing(meter)`` was entered.
+        context: its context, at least one engine wrapped.
+        meter: made with ``measures_bare``.
+
+    Returns:
+        What this rank has measured.
+
+    Raises:
+        DstrialError: user code or data is not as it must be.
+
+    Ranks: all, collectively.
+    """
+    require_engine(trial, context)
+    adapter = context._adapters[0]
+    stream, epoch_length = _open_stream(trial, context)
+    iterator = stream.open(0)
+    for one in context._adapters:
+        one.bind_training_iterator(iterator)
+        one.set_training(True)
+    calls = range(1 if context._manual_grad_accumulation else adapter.train_calls_per_batch)
+    is_repeating = False
+    source: Iterator[Any] | None = iterator
+    try:
+        for batch_idx in itertools.count():
+            if meter.is_done:
+                break
+            if meter.mode is Mode.BARE and not is_repeating:
+                is_repeating = True
+                source = _repeated(iterator)
+                for one in context._adapters:
+                    one.bind_training_iterator(source)
+            context._current_batch_idx = batch_idx
+            for _ in calls:
+                trial.train_batch(source, batch_idx // epoch_length if epoch_length else 0, batch_idx)
+    finally:
+        for one in context._adapters:
+            one.bind_training_iterator(None)
+    return meter.result()
+
+
+def _open_stream(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> tuple[TrainingStream, int | None]:
+    reads = context._mpu.should_build_data_loader
+    loader = trial.build_training_data_loader() if reads else None
+    rank = context.distributed.rank
+    stream = TrainingStream(
+        loader, context._adapters[0], rank, context._trial_seed or 0, context._data_repro_checks_disabled
+    )
+    gathered = context.distributed.allgather((reads, loader is not None, stream.epoch_length, None))
+    context._epoch_len = agreed_epoch_length(gathered)
+    return stream, context._epoch_len
+
+
+def _repeated(iterator: CountingIterator | None) -> Iterator[Any] | None:
+    """Yield one micro batch for ever, so that no time goes into reading; None on ranks that read no records."""
+    return None if iterator is None else itertools.repeat(next(iterator))

@@ -1,0 +1,132 @@
+"""Measure a script's own training loop, and report what was measured where the search looks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import determined as det
+import torch.distributed
+
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, classify, failure_line, outcome_to_json
+from dstrial.dsat.statistics import SamplingLimits
+from dstrial.dsat.trial.engine_probe import probing
+from dstrial.dsat.trial.meter import MeasurementDone, Meter, NumericError
+from dstrial.local.json_files import write_json_atomically
+from dstrial.local.measuring import measuring_hyperparameters
+
+RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"
+"""Environment variable with the file into which a measuring trial without a master writes its metrics."""
+
+SETTINGS_KEY = "_dsat"
+"""Hyperparameter with the settings of a measurement, beside ``_use_dsat_mode``."""
+
+
+@contextlib.contextmanager
+def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
+    """Measure the steps of DeepSpeed engines inside the block, in a trial of dsat; do nothing in any other.
+
+    When enough steps are measured, ``SystemExit`` with status 0 leaves the block out of ``engine.step()``; what was
+    measured is reported as validation metrics, and ``op`` is completed. A loop that ends before is measured by what
+    it did.
+
+    Args:
+        core_context: of ``determined.core.init``.
+        op: the searcher's operation, which is completed; None if there is none.
+        steps_completed: steps to report the metrics at; those of the engine if None.
+
+    Ranks: all, collectively.
+    """
+    hparams = hyperparameters_of_trial()
+    if not hparams.get("_use_dsat_mode"):
+        yield
+        return
+    meter = Meter(limits_from(hparams), ends_process=True)
+    with failures_told(meter):
+        try:
+            with probing(meter):
+                yield
+        except MeasurementDone:
+            _finish(meter, core_context, op, steps_completed)
+            raise
+        if meter.has_result:
+            _finish(meter, core_context, op, steps_completed)
+
+
+def hyperparameters_of_trial() -> Mapping[str, Any]:
+    """Return the hyperparameters of the trial that this process belongs to; empty outside any. Ranks: any."""
+    info = det.get_cluster_info()
+    if info is not None and info.task_type == "TRIAL":
+        found: Mapping[str, Any] = info.trial.hparams
+        return found
+    return measuring_hyperparameters() or {}
+
+
+def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
+    """Return when enough is measured, from the hyperparameters that the search has set."""
+    given = hparams.get(SETTINGS_KEY)
+    names = {field.name for field in dataclasses.fields(SamplingLimits)}
+    return SamplingLimits(**{name: value for name, value in dict(given or {}).items() if name in names})
+
+
+def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
+    """Report metrics to the master, if there is one, and into the file that a search on this machine reads.
+
+    Ranks: any; only rank 0 does anything.
+    """
+    if _rank() != 0:
+        return
+    metrics = outcome_to_json(measured)["metrics"]
+    core_context.train.report_validation_metrics(steps_completed=steps_completed, metrics=metrics)
+    path = os.environ.get(RESULT_VARIABLE)
+    if path:
+        write_json_atomically(Path(path), {"metrics": metrics})
+
+
+@contextlib.contextmanager
+def failures_told(meter: Meter) -> Iterator[None]:
+    """Print how this rank failed, in the line that the search looks for, and let the exception go on. Ranks: each its own."""
+    try:
+        yield
+    except SystemExit as exit_:
+        if exit_.code not in (0, None) and not isinstance(exit_, MeasurementDone):
+            _tell(exit_, meter)
+        raise
+    except BaseException as error:
+        _tell(error, meter)
+        raise
+
+
+def _tell(error: BaseException, meter: Meter) -> None:
+    text = "".join(traceback.format_exception(error))
+    failure = classify(text, phase=meter.phase)
+    if isinstance(error, NumericError):
+        failure = Failure(FailureKind.NUMERIC, str(error), meter.phase)
+    if isinstance(error, KeyboardInterrupt):
+        failure = Failure(FailureKind.CANCELED, "interrupted", meter.phase)
+    allocated = meter.allocated_bytes() if failure.kind is FailureKind.DEVICE_OOM else None
+    failure = dataclasses.replace(failure, rank=_rank(), allocated_bytes=allocated)
+    sys.stderr.write(f"{failure_line(failure)}\n")
+    sys.stderr.flush()
+
+
+def _finish(meter: Meter, core_context: Any, op: Any, steps_completed: int | None) -> None:
+    measured = meter.result()
+    steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
+    report(measured, core_context, steps)
+    if op is not None and _rank() == 0:
+        op.report_completed(measured.metrics["throughput"])
+
+
+def _rank() -> int:
+    return (
+        torch.distributed.get_rank()
+        if torch.distributed.is_initialized()
+        else int(os.environ.get("RANK", "0"))
+    )

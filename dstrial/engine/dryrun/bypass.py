@@ -1,0 +1,322 @@
+"""Everything that is put in place of torch and DeepSpeed so that a real engine runs alone, and with fake tensors.
+
+Nothing else of the dry run changes foreign code, and nothing here outlives the process of a dry run's: patches are undone
+when their block ends, and ``dstrial.engine.dryrun.process`` gives each dry run an interpreter of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dstrial.engine.dryrun.tracker import Tracker
+from dstrial.engine.dryrun.values import Bypass, Target
+
+DEVICE_NAME = "cpu:0"
+"""The device of a dry run with target ``cuda``: for torch it is a CPU's, and yet another than the host's ``cpu``."""
+
+USER_CONSTANT = 1.0
+"""What user code reads from a fake tensor, unless it is told another value."""
+
+_UNLIMITED_BYTES = 1 << 50
+_TORCH, _DEEPSPEED = (
+    str(pathlib.Path(str(module.__file__)).resolve().parent) + os.sep for module in (torch, deepspeed)
+)
+_TORCH_OPTIMIZERS = _TORCH + "optim" + os.sep
+_OWN = str(pathlib.Path(__file__).resolve().parent) + os.sep
+
+
+@contextlib.contextmanager
+def virtual_world(world_size: int) -> Iterator[None]:
+    """Be rank 0 of so many ranks: collectives return at once, and leave what they should have received as it was.
+
+    Args:
+        world_size: number of ranks.
+
+    Ranks: this one is the only one that exists.
+    Source: torch's ``fake`` process group.
+    """
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+    with mock.patch.dict(os.environ, {**names, "LOCAL_WORLD_SIZE": str(world_size)}):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """Return a function that takes anything and returns ``value``."""
+
+    def answer(*_args: object, **_kwargs: object) -> Any:
+        return value
+
+    return answer
+
+
+@contextlib.contextmanager
+def without_shared_memory_op() -> Iterator[None]:
+    """Keep DeepSpeed from its shared-memory collectives for CPUs, which wait for ranks that do not exist."""
+    # As an attribute of deepspeed.comm, torch is the library.
+    with mock.patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", _always(None)):
+        yield
+
+
+class _NoKernels:
+    """Stands where a compiled extension would: every function of it exists, does nothing and returns 0."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_args, **_kwargs: 0
+
+
+@contextlib.contextmanager
+def without_compiled_ops() -> Iterator[None]:
+    """Let DeepSpeed's optimizers be built without a compiler; their kernels change values, and never allocate."""
+    with (
+        mock.patch.object(OpBuilder, "load", _always(_NoKernels())),
+        mock.patch("deepspeed.ops.adam.fused_adam.multi_tensor_applier", _always(None), create=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let ``torch.compile`` leave everything as it is: loading the compiler takes seconds, and it would compile nothing.
+
+    A compiled model needs another amount of memory than this one.
+    """
+
+    def leave(model: Any = None, **_kwargs: object) -> Any:
+        return model if model is not None else lambda later: later
+
+    with mock.patch.object(torch, "compile", leave), mock.patch.object(nn.Module, "compile", _always(None)):
+        yield
+
+
+@contextlib.contextmanager
+def module_conversion() -> Iterator[None]:
+    """Let ``nn.Module.to``, ``.half()`` and the like convert fake parameters, by giving each new data.
+
+    torch swaps the tensor objects instead, and refuses where anything else refers to them.
+    """
+
+    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else [self]:
+            for parameter in module._parameters.values():
+                if parameter is None:
+                    continue
+                with torch.no_grad():
+                    parameter.data = fn(parameter.data)
+                    if parameter.grad is not None:
+                        parameter.grad.data = fn(parameter.grad.data)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield
+
+
+@contextlib.contextmanager
+def lists_agree() -> Iterator[None]:
+    """Let ZeRO 3's comparison of lists between ranks find that they agree; it reads values that fake tensors do not have."""
+    with (
+        mock.patch("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks", _always(None)),
+        mock.patch("deepspeed.runtime.zero.utils.get_lst_from_rank0", list),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def data_with_device() -> Iterator[None]:
+    """Let ``tensor.data = other`` give a fake tensor the device of ``other`` too, as it does with real ones."""
+    base: Any = torch.Tensor.data
+
+    def assign(self: FakeTensor, value: torch.Tensor) -> None:
+        base.__set__(self, value)
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+
+    with mock.patch.object(FakeTensor, "data", property(base.__get__, assign)):
+        yield
+
+
+@contextlib.contextmanager
+def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[None]:
+    """Let DeepSpeed take ``DEVICE_NAME`` for its accelerator, so that it moves tensors between device and host.
+
+    Args:
+        tracker: knows how much of the device is taken.
+        device_bytes: how large the device's memory is; None for no limit.
+    """
+    accelerator = get_accelerator()
+
+    def free(_device_index: int | None = None) -> int:
+        return (_UNLIMITED_BYTES if device_bytes is None else device_bytes) - tracker.device_bytes
+
+    def pinned(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
+        return tensor.clone()
+
+    with (
+        mock.patch.object(accelerator, "current_device_name", _always(DEVICE_NAME)),
+        mock.patch.object(accelerator, "device_name", _always(DEVICE_NAME)),
+        mock.patch.object(
+            accelerator, "on_accelerator", lambda tensor: tensor.device == torch.device(DEVICE_NAME)
+        ),
+        mock.patch.object(accelerator, "available_memory", free),
+        mock.patch.object(accelerator, "is_fp16_supported", _always(True)),
+        mock.patch.object(accelerator, "pin_memory", pinned),
+        mock.patch.object(torch.Tensor, "pin_memory", pinned),
+    ):
+        yield
+
+
+class ScalarReads:
+    """Answers ``.item()`` and the like on fake tensors: a declared constant to user code, what keeps going to libraries.
+
+    DeepSpeed is told 0, which is no overflow and a gradient norm of 0, after which it takes the step; torch's optimizers are
+    told 1, which is their first step.
+
+    Args:
+        constant: what user code is told.
+
+    Attributes:
+        bypasses: each place at which user code was told it.
+    """
+
+    def __init__(self, constant: float = USER_CONSTANT) -> None:
+        self.bypasses: dict[str, Bypass] = {}
+        self._constant = constant
+
+    def __call__(self, tensor: torch.Tensor) -> float | int | bool | complex:
+        """Return the value of a tensor of one element."""
+        file, line = _reader()
+        if file.startswith(_TORCH_OPTIMIZERS):
+            value = 1.0
+        elif file.startswith(_DEEPSPEED):
+            value = 0.0
+        else:
+            value = self._constant
+            place = f"{file}:{line}"
+            self.bypasses[place] = Bypass(place, value)
+        if tensor.dtype is torch.bool:
+            return bool(value)
+        if tensor.dtype.is_complex:
+            return complex(value)
+        return value if tensor.dtype.is_floating_point else int(value)
+
+
+def _reader() -> tuple[str, int]:
+    """Return file and line of whoever reads a scalar: the innermost frame outside torch's machinery and this package."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH_OPTIMIZERS) or not file.startswith((_TORCH, _OWN)):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+@contextlib.contextmanager
+def phases(tracker: Tracker) -> Iterator[None]:
+    """Tell ``tracker`` when engines begin a phase.
+
+    Forward, backward and the optimizer step last until the next one begins; sending gradients and gathering parameters are
+    told within them.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, phase in (("forward", "forward"), ("backward", "backward"), ("_take_model_step", "step")):
+            _wrap(stack, DeepSpeedEngine, name, functools.partial(_begin, tracker, phase))
+        _wrap(stack, torch.Tensor, "backward", functools.partial(_begin, tracker, "backward"))
+        for owner, name, phase in _nested_phases():
+            _wrap(stack, owner, name, functools.partial(tracker.within, phase))
+        yield
+
+
+def _nested_phases() -> list[tuple[Any, str, str]]:
+    """Return where gradients are sent and parameters gathered, as DeepSpeed 0.19.8 names it."""
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
+
+    stage12 = stage_1_and_2.DeepSpeedZeroOptimizer
+    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
+    return [
+        (DeepSpeedEngine, "allreduce_gradients", "reduce"),
+        (stage12, "reduce_ipg_grads", "reduce"),
+        (
+            stage3.DeepSpeedZeroOptimizer_Stage3,
+            "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+            "reduce",
+        ),
+        (coordinator, "_PartitionedParameterCoordinator__all_gather_params", "gather"),
+        (stage_1_and_2, "all_gather_dp_groups", "gather"),
+        (bf16_optimizer, "all_gather_dp_groups", "gather"),
+    ]
+
+
+def _wrap(
+    stack: contextlib.ExitStack,
+    owner: Any,
+    name: str,
+    around: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    stack.enter_context(mock.patch.object(owner, name, wrapped))
+
+
+@contextlib.contextmanager
+def _begin(tracker: Tracker, phase: str) -> Iterator[None]:
+    tracker.enter_phase(phase)
+    yield
+
+
+@contextlib.contextmanager
+def all_of_them(
+    tracker: Tracker, *, world_size: int, target: Target, is_fake: bool, device_bytes: int | None = None
+) -> Iterator[None]:
+    """Put everything in place that a dry run of this kind needs.
+
+    Args:
+        tracker: the tracker that will be entered.
+        world_size: number of ranks that the engine shall believe in.
+        target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
+        is_fake: whether tensors will be fake.
+        device_bytes: memory of the device on target ``cuda``; None for no limit.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_shared_memory_op())
+        stack.enter_context(virtual_world(world_size))
+        stack.enter_context(phases(tracker))
+        if is_fake:
+            stack.enter_context(without_compiled_ops())
+            stack.enter_context(without_compiler())
+            stack.enter_context(module_conversion())
+            stack.enter_context(data_with_device())
+            stack.enter_context(lists_agree())
+            if target == "cuda":
+                stack.enter_context(device_beside_host(tracker, device_bytes))
+        yield

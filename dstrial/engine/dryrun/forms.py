@@ -1,0 +1,178 @@
+"""From the allocations of three steps at two micro batch sizes to bytes as functions of the micro batch size; pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dstrial.engine.dryrun.trace import Trace
+from dstrial.engine.dryrun.values import PHASES, Line, MemoryForm, PhaseMemory, upper_envelope
+
+_Floats = NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryForms:
+    """Memory of both kinds.
+
+    Attributes:
+        device: bytes on the device.
+        host: bytes on the host.
+        is_linear: whether both sizes made and freed the same tensors in the same order, so that all lines are exact.
+    """
+
+    device: MemoryForm
+    host: MemoryForm
+    is_linear: bool
+
+
+def same_before_update(trace: Trace) -> bool:
+    """Return whether the last two steps made and freed the same until their optimizer step, whatever the sizes.
+
+    Args:
+        trace: of at least two whole steps.
+    """
+    return _same(_Steps(trace))
+
+
+def memory_forms(trace: Trace, low: int, high: int) -> MemoryForms:
+    """Return the bytes alive in each phase.
+
+    The trace holds the building of the engines and then steps at the micro batch sizes ``low``, ``high`` and, where those two
+    differ in more than sizes, ``low`` once more. The last two are compared allocation by allocation until their optimizer step,
+    which knows nothing of the micro batch: each allocation has a size that is linear in the micro batch size, and so is
+    the sum of those alive at any time. A phase's peak is the greatest of these sums, which different times may be at
+    different sizes. What only earlier steps do is taken to grow like the same phase of the last one.
+
+    Args:
+        trace: of two or three steps.
+        low: micro batch size of the first step.
+        high: of the second.
+    """
+    steps = _Steps(trace)
+    is_linear = _same(steps)
+    at_last, at_former = (high, low) if len(trace.marks) == 3 else (low, high)
+    slopes = np.zeros_like(steps.sizes)
+    if is_linear:
+        former = slice(steps.num_made(steps.former), steps.num_made(steps.update_of_former))
+        last = slice(steps.num_made(steps.last), steps.num_made(steps.update_of_last))
+        growth = (steps.sizes[last] - steps.sizes[former]) / (at_last - at_former)
+        slopes[former] = slopes[last] = growth
+        bases = steps.sizes - slopes * np.where(np.arange(len(slopes)) >= last.start, at_last, at_former)
+    else:
+        bases = steps.sizes
+    forms = []
+    for of_pool in (~steps.on_host, steps.on_host):
+        signs = np.where(steps.is_made, 1.0, -1.0) * of_pool[steps.numbers]
+        alive = _Alive(
+            base=np.cumsum(signs * bases[steps.numbers]),
+            slope=np.cumsum(signs * slopes[steps.numbers]),
+            is_peak=steps.is_made & of_pool[steps.numbers],
+        )
+        forms.append(_form(alive, steps, (at_former, at_last), is_linear))
+    return MemoryForms(forms[0], forms[1], is_linear)
+
+
+class _Steps:
+    """The events of a trace as arrays, and where its last two steps begin.
+
+    Attributes:
+        numbers: allocation of each event, from 0.
+        is_made: whether it is made then, or freed.
+        phases: of each event.
+        sizes: bytes of each allocation.
+        on_host: of each allocation, whether it is on the host.
+        former, last, end: events before the last but one step, before the last one, and in all.
+        update_of_former, update_of_last: events before their optimizer steps.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        events = np.asarray(trace.events, dtype=np.int64)
+        self.numbers, self.is_made = np.abs(events) - 1, events > 0
+        self.phases = np.asarray(trace.phases, dtype=np.int64)
+        self.phases[: trace.marks[0]] = PHASES.index("init")
+        self.sizes = np.asarray(trace.sizes, dtype=np.float64)
+        self.on_host = np.asarray(trace.on_host, dtype=bool)
+        self.former, self.last, self.end = trace.marks[-3:]
+        self.update_of_former = self._update(self.former, self.last)
+        self.update_of_last = self._update(self.last, self.end)
+        self._made = np.append(0, np.cumsum(self.is_made))
+
+    def num_made(self, event_idx: int) -> int:
+        """Return the number of allocations made before an event."""
+        return int(self._made[event_idx])
+
+    def _update(self, start: int, end: int) -> int:
+        found = np.flatnonzero(self.phases[start:end] == PHASES.index("step"))
+        return start + int(found[0]) if len(found) else end
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Alive:
+    """Bytes alive after each event, as lines, and whether the event made an allocation of this kind of memory."""
+
+    base: _Floats
+    slope: _Floats
+    is_peak: NDArray[np.bool_]
+
+
+def _same(steps: _Steps) -> bool:
+    relative = []
+    for start, end in ((steps.former, steps.update_of_former), (steps.last, steps.update_of_last)):
+        own = steps.numbers[start:end] - steps.num_made(start)
+        is_own = own >= 0
+        # What was made before the step is not told apart: a step before the first has left other things behind.
+        kept = is_own | steps.is_made[start:end]
+        signs = np.where(steps.is_made[start:end], 1, -1)
+        relative.append(((own + 1) * signs)[kept])
+    return bool(np.array_equal(relative[0], relative[1]))
+
+
+def _form(alive: _Alive, steps: _Steps, at: tuple[int, int], is_linear: bool) -> MemoryForm:
+    at_former, at_last = at
+    found = []
+    for phase_idx, phase in enumerate(PHASES):
+        in_phase = (steps.phases == phase_idx) & alive.is_peak
+        early = np.flatnonzero(in_phase[: steps.former])
+        former = np.flatnonzero(in_phase[steps.former : steps.last]) + steps.former
+        last = np.flatnonzero(in_phase[steps.last :]) + steps.last
+        points: list[tuple[float, float]] = []
+        if is_linear and len(last):
+            points = _highest(alive.base[last], alive.slope[last])
+        elif len(last):
+            peaks = [float(alive.base[idx].max()) if len(idx) else 0.0 for idx in (former, last)]
+            line = line_through(peaks[0], peaks[1], at_former, at_last)
+            points = [(line.base, line.per_record)]
+        for before, size in ((former, at_former), (early, at_last)):
+            if not len(before) or (before is former and not is_linear):
+                continue
+            peak = float((alive.base[before] + alive.slope[before] * size).max())
+            known = max(((base + slope * size, slope) for base, slope in points), default=(-1.0, 0.0))
+            if peak > known[0]:
+                points.append((peak - known[1] * size, known[1]))
+        if points:
+            found.append(PhaseMemory(phase, upper_envelope(points)))
+    return MemoryForm(tuple(found), settled=float(alive.base[-1]) if len(alive.base) else 0.0)
+
+
+def _highest(base: _Floats, slope: _Floats) -> list[tuple[float, float]]:
+    """Return the highest base for each slope."""
+    order = np.lexsort((base, slope))
+    slopes, bases = slope[order], base[order]
+    is_last = np.append(np.diff(slopes) != 0, True)
+    return list(zip(bases[is_last].tolist(), slopes[is_last].tolist(), strict=True))
+
+
+def line_through(at_low: float, at_high: float, low: int, high: int) -> Line:
+    """Return the line through two values.
+
+    Args:
+        at_low: value at the micro batch size ``low``.
+        at_high: value at ``high``.
+        low: one micro batch size.
+        high: another one.
+    """
+    growth = (at_high - at_low) / (high - low)
+    return Line(at_low - growth * low, growth)

@@ -1,0 +1,146 @@
+"""Run one workload at two micro batch sizes and turn what was seen into a result."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from dstrial.engine.dryrun import bypass
+from dstrial.engine.dryrun.forms import line_through, memory_forms, same_before_update
+from dstrial.engine.dryrun.tracker import Tracker
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Flops
+from dstrial.engine.dryrun.workload import Workload, load
+
+
+def measure(request: DryRunRequest) -> DryRunResult:
+    """Build the engines and train two steps, one at each micro batch size, and a third where the first was special.
+
+    Raises:
+        Exception: whatever the workload, torch or DeepSpeed raises; not everything can be run with fake tensors.
+
+    Ranks: this process is the only one.
+    """
+    started_s = time.monotonic()
+    config, accumulation = _config(request)
+    reads = bypass.ScalarReads()
+    tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
+    tokens: list[int] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            bypass.all_of_them(
+                tracker,
+                world_size=request.world_size,
+                target=request.target,
+                is_fake=not request.is_real,
+                device_bytes=request.device_bytes,
+            )
+        )
+        stack.enter_context(_quiet_collector())
+        workload: Workload = load(request.workload)(**request.options)
+        device = torch.device("cpu")
+        if not request.is_real:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            device = torch.device(bypass.DEVICE_NAME if request.target == "cuda" else "cpu")
+        stack.enter_context(tracker)
+        engines = workload.build(config, device)
+        low, high = request.micro_batch_sizes
+        sizes = [low, high]
+        for step_idx, size in enumerate(sizes):
+            gc.collect()
+            for micro_batch_idx in range(accumulation):
+                tracker.begin_micro_batch(step_idx, micro_batch_idx)
+                tokens.append(_num_tokens(workload.train_micro_batch(size)))
+            tracker.end_step()
+            # ZeRO 3 learns in its first step in which order modules run, and fetches ahead from the second on.
+            if step_idx == 1 and not same_before_update(tracker.trace):
+                sizes.append(low)
+        parameters = [
+            getattr(parameter, "ds_numel", parameter.numel())
+            for engine in engines
+            for parameter in engine.module.parameters()
+        ]
+        trainable = [
+            getattr(parameter, "ds_numel", parameter.numel())
+            for engine in engines
+            for parameter in engine.module.parameters()
+            if parameter.requires_grad
+        ]
+    memory = memory_forms(tracker.trace, low, high)
+    steady, last = len(sizes) - 1, accumulation - 1
+    totals = tracker.totals()
+    return DryRunResult(
+        device=memory.device,
+        host=memory.host,
+        parameters=sum(parameters),
+        trainable_parameters=sum(trainable),
+        inner_collectives=totals.get((steady, 0), ()) if accumulation > 1 else (),
+        last_collectives=totals.get((steady, last), ()),
+        flops=_flops(tracker, (0, last), (1, last), low, high),
+        tokens=line_through(tokens[0], tokens[accumulation], low, high) if tokens[0] else None,
+        is_fake=not request.is_real,
+        is_linear=memory.is_linear,
+        bypasses=tuple(reads.bypasses.values()),
+        wall_s=time.monotonic() - started_s,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _config(request: DryRunRequest) -> tuple[dict[str, Any], int]:
+    """Return the config for the first size, with one or two micro batches to a step, and that number."""
+    config = copy.deepcopy(dict(request.deepspeed_config))
+    accumulation = min(int(config.get("gradient_accumulation_steps") or 1), 2)
+    config["train_micro_batch_size_per_gpu"] = request.micro_batch_sizes[0]
+    config["gradient_accumulation_steps"] = accumulation
+    config.pop("train_batch_size", None)
+    config.setdefault("steps_per_print", 1_000_000_000)
+    return config, accumulation
+
+
+def _host_test(target: str, is_real: bool) -> Any:
+    if target == "cpu":
+        return lambda _device: False
+    if is_real:
+        return lambda device: device.type == "cpu"
+    name = torch.device(bypass.DEVICE_NAME)
+    return lambda device: device != name
+
+
+@contextlib.contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Collect cycles between steps only, so that memory is freed at the same places at both sizes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _num_tokens(batch: Any) -> int:
+    """Return the elements of the largest integer tensor of a batch; 0 without one."""
+    return max(
+        (
+            leaf.numel()
+            for leaf in tree_leaves(batch)
+            if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.int64, torch.int32)
+        ),
+        default=0,
+    )
+
+
+def _flops(tracker: Tracker, first: tuple[int, int], second: tuple[int, int], low: int, high: int) -> Flops:
+    at_low, at_high = tracker.flops.get(first, [0, 0]), tracker.flops.get(second, [0, 0])
+    return Flops(
+        model=line_through(at_low[0], at_high[0], low, high),
+        hardware=line_through(at_low[1], at_high[1], low, high),
+    )

@@ -1,0 +1,289 @@
+"""What a dry run is asked and what it answers; values only, without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+PHASES = ("init", "forward", "backward", "reduce", "step", "gather")
+"""Where bytes live and are sent: building the engine, the forward pass, the backward pass, sending gradients, the optimizer
+step, bringing parameters together."""
+
+Target = Literal["cpu", "cuda"]
+Pool = Literal["device", "host"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """A number of bytes or operations that grows with the micro batch: ``base + per_record * micro_batch_size``.
+
+    Attributes:
+        base: at no records.
+        per_record: for each record of the micro batch.
+    """
+
+    base: float
+    per_record: float
+
+    def at(self, micro_batch_size: float) -> float:
+        """Return the value at a micro batch size."""
+        return self.base + self.per_record * micro_batch_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """Most bytes alive at once within a phase, as the greatest of some lines.
+
+    Several allocations of one phase may be its peak: one at small micro batches, another at large ones.
+
+    Attributes:
+        phase: one of ``PHASES``.
+        lines: bytes over the micro batch size; at least one.
+    """
+
+    phase: str
+    lines: tuple[Line, ...]
+
+    def at(self, micro_batch_size: float) -> float:
+        """Return the bytes at a micro batch size."""
+        return max(line.at(micro_batch_size) for line in self.lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryForm:
+    """Bytes alive on one kind of memory, phase by phase.
+
+    Attributes:
+        phases: one per phase that occurred, in the order of ``PHASES``.
+        settled: bytes alive between two steps, nothing of a forward pass included: parameters, optimizer state, buffers.
+    """
+
+    phases: tuple[PhaseMemory, ...]
+    settled: float
+
+    def peak(self, micro_batch_size: float) -> float:
+        """Return the most bytes alive at once in any phase."""
+        return max((phase.at(micro_batch_size) for phase in self.phases), default=0.0)
+
+    def peak_phase(self, micro_batch_size: float) -> str:
+        """Return the phase in which the peak lies; the earliest of several."""
+        return max(self.phases, key=lambda phase: phase.at(micro_batch_size)).phase
+
+    def in_phase(self, phase: str, micro_batch_size: float) -> float:
+        """Return the peak of one phase, 0 if it did not occur."""
+        return max((each.at(micro_batch_size) for each in self.phases if each.phase == phase), default=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """Calls of one kind of collective, together.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``all_to_all``, …
+        group_size: ranks that take part.
+        phase: in which it is sent.
+        num_calls: how often.
+        num_bytes: bytes of the whole tensor, which for all_gather and reduce_scatter is that of all ranks together.
+    """
+
+    kind: str
+    group_size: int
+    phase: str
+    num_calls: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of one micro batch on one rank, forward and backward.
+
+    Attributes:
+        model: without recomputation.
+        hardware: with it.
+    """
+
+    model: Line
+    hardware: Line
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bypass:
+    """One place at which user code was told a constant, because a fake tensor has no values.
+
+    Attributes:
+        place: ``file:line``.
+        value: what it was told.
+    """
+
+    place: str
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DryRunRequest:
+    """What to run.
+
+    Attributes:
+        workload: ``module:callable``; called with ``options``, returns a ``Workload``.
+        options: keyword arguments for it; JSON values.
+        deepspeed_config: merged DeepSpeed config. Its micro batch size is not used; accumulation is, as 1 or more than 1.
+        world_size: number of ranks that the engine shall believe in.
+        target: ``cpu`` has one kind of memory, which is the device's; ``cuda`` tells the device from the host.
+        micro_batch_sizes: two different sizes at which it is run. 1 is special to many kernels; better not.
+        device_bytes: memory of the device on target ``cuda``, by which DeepSpeed decides where it flattens parameters; None for
+            no limit.
+        is_real: run with real tensors, where user code cannot do with fake ones; takes the memory and the time it takes.
+        module_paths: directories to import from before others; the first is also where relative paths start.
+    """
+
+    workload: str
+    options: Mapping[str, Any]
+    deepspeed_config: Mapping[str, Any]
+    world_size: int
+    target: Target = "cpu"
+    micro_batch_sizes: tuple[int, int] = (2, 4)
+    device_bytes: int | None = None
+    is_real: bool = False
+    module_paths: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DryRunRequest:
+        """Return what ``to_json`` was called on."""
+        low, high = value["micro_batch_sizes"]
+        return cls(
+            **{**value, "micro_batch_sizes": (low, high), "module_paths": tuple(value["module_paths"])}
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DryRunResult:
+    """What a dry run found out, for one configuration at any micro batch size.
+
+    Attributes:
+        device: bytes on the device.
+        host: bytes on the host; nothing on target ``cpu``.
+        parameters: number of parameters of all engines' models, those of other ranks included.
+        trainable_parameters: those with gradients.
+        inner_collectives: of a micro batch that ends no accumulation; empty without accumulation.
+        last_collectives: of the micro batch that ends it, with the optimizer step.
+        flops: of one micro batch.
+        records: of one micro batch, tokens (elements of its largest integer tensor) over the micro batch size; no line
+            if it has no integer tensor.
+        is_fake: whether tensors were fake.
+        is_linear: whether both sizes did the same operations, so that the lines are exact; else they pass through two peaks.
+        bypasses: constants that user code was told.
+        notes: what else to know, as sentences.
+        wall_s: seconds it took, imports included.
+        peak_rss_bytes: memory of the process that ran it, at most.
+    """
+
+    device: MemoryForm
+    host: MemoryForm
+    parameters: int
+    trainable_parameters: int
+    inner_collectives: tuple[Collective, ...]
+    last_collectives: tuple[Collective, ...]
+    flops: Flops
+    tokens: Line | None
+    is_fake: bool
+    is_linear: bool
+    bypasses: tuple[Bypass, ...] = ()
+    notes: tuple[str, ...] = ()
+    wall_s: float = 0.0
+    peak_rss_bytes: int = 0
+
+    def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
+        """Return the collectives of one optimizer step.
+
+        Args:
+            accumulation_steps: micro batches of one rank in one optimizer step.
+        """
+        inner = accumulation_steps - 1
+        repeated = [
+            dataclasses.replace(each, num_calls=each.num_calls * inner, num_bytes=each.num_bytes * inner)
+            for each in self.inner_collectives
+            if inner
+        ]
+        return _summed([*repeated, *self.last_collectives])
+
+    def flops_ratio(self, micro_batch_size: int) -> float | None:
+        """Return model FLOPs over 6 * trainable parameters * tokens, about 1 for a transformer; None without tokens."""
+        if self.tokens is None or not self.trainable_parameters:
+            return None
+        rule = 6 * self.trainable_parameters * self.tokens.at(micro_batch_size)
+        return self.flops.model.at(micro_batch_size) / rule if rule else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
+        """Return what ``to_json`` was called on."""
+        flops, tokens = value["flops"], value["tokens"]
+        return cls(
+            **{
+                **value,
+                "device": memory_form_from_json(value["device"]),
+                "host": memory_form_from_json(value["host"]),
+                "inner_collectives": tuple(Collective(**each) for each in value["inner_collectives"]),
+                "last_collectives": tuple(Collective(**each) for each in value["last_collectives"]),
+                "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
+                "tokens": None if tokens is None else Line(**tokens),
+                "bypasses": tuple(Bypass(**each) for each in value["bypasses"]),
+                "notes": tuple(value["notes"]),
+            }
+        )
+
+
+def memory_form_from_json(value: Mapping[str, Any]) -> MemoryForm:
+    """Return the form that ``dataclasses.asdict`` was called on."""
+    phases = tuple(
+        PhaseMemory(each["phase"], tuple(Line(**line) for line in each["lines"])) for each in value["phases"]
+    )
+    return MemoryForm(phases, value["settled"])
+
+
+def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+    sums: dict[tuple[str, int, str], tuple[int, int]] = {}
+    for each in collectives:
+        key = (each.kind, each.group_size, each.phase)
+        calls, num_bytes = sums.get(key, (0, 0))
+        sums[key] = (calls + each.num_calls, num_bytes + each.num_bytes)
+    return tuple(Collective(*key, *totals) for key, totals in sums.items())
+
+
+def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
+    """Return those lines that are the greatest somewhere from ``smallest`` on, by growing slope.
+
+    Args:
+        lines: (base, per_record) of each.
+        smallest: least micro batch size.
+
+    Source: the convex hull of lines by their slopes, as in any text on computational geometry.
+    """
+    best: dict[float, float] = {}
+    for base, slope in lines:
+        if base > best.get(slope, float("-inf")):
+            best[slope] = base
+    hull: list[tuple[float, float]] = []
+    for slope in sorted(best):
+        base = best[slope]
+        while hull:
+            last_base, last_slope = hull[-1]
+            # From where on this line is above the last one.
+            crossing = (last_base - base) / (slope - last_slope)
+            start = smallest
+            if len(hull) > 1:
+                former_base, former_slope = hull[-2]
+                start = max(smallest, (former_base - last_base) / (last_slope - former_slope))
+            if crossing > start:
+                break
+            hull.pop()
+        hull.append((base, slope))
+    return tuple(Line(base, slope) for base, slope in hull)

@@ -1,0 +1,77 @@
+"""A Core API script that trains with DeepSpeed, as the guide's second way has it; run on ranks by a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+
+def train(directory: str, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Train once per case in one process; returns how far each loop came and how it was left."""
+    from dstrial.ranks import process_group
+    from dstrial.ranks.identity import identify
+
+    process_group.init_process_group(identify(os.environ), timeout_s=60)
+    warnings.simplefilter("ignore", FutureWarning)
+    results = {case: _train(pathlib.Path(directory) / f"{case}.json", case) for case in cases}
+    process_group.shutdown()
+    return results
+
+
+def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
+    import deepspeed
+    import torch
+    from determined import core
+
+    from dstrial import dsat
+
+    os.environ["DSTRIAL_DSAT_HPARAMS"] = json.dumps(
+        {"_use_dsat_mode": case != "off", "_dsat": {"max_s": 0.3, "window_s": 0.02}}
+    )
+    os.environ["DSTRIAL_DSAT_RESULT"] = str(result_path)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {
+            "stage": 2,
+            "reduce_bucket_size": 1_000_000,
+            "allgather_bucket_size": 1_000_000,
+        },
+    }
+    before = deepspeed.DeepSpeedEngine.step
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    num_micro_steps = {"off": 4, "short": 40}.get(case, 4000)
+    left = "by its end"
+    is_chief = torch.distributed.get_rank() == 0
+    with core.init() as core_context:
+        # A dummy context has no other ranks, so that each would have to complete its own operation.
+        op = core.DummySearcherOperation(num_micro_steps, is_chief)
+        try:
+            with dsat.dsat_reporting_context(core_context, op):
+                for micro_step in range(num_micro_steps):
+                    loss = engine(torch.randn(4, 32)).square().mean()
+                    if case == "nan" and micro_step > 10:
+                        loss = loss * float("nan")
+                    if case == "error" and micro_step > 10:
+                        raise KeyError("mine")
+                    if case == "memory" and micro_step > 10:
+                        torch.empty(2**50)
+                    engine.backward(loss)
+                    engine.step()
+        except SystemExit as exit_:
+            left = f"by exit {exit_.code}"
+        except (KeyError, ArithmeticError, RuntimeError) as error:
+            left = type(error).__name__
+    return {
+        "left": left,
+        "steps": int(engine.global_steps),
+        "is_restored": deepspeed.DeepSpeedEngine.step is before,
+        "is_completed": op._completed,
+    }

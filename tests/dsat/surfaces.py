@@ -1,0 +1,112 @@
+"""Play a whole search on a formula: what a configuration would measure, without measuring."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from dstrial.config import ParallelSizes
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.gates import Gates
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, measures
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.space import Space
+from dstrial.search.random_state import SearchRandom
+
+BASE = {
+    "train_batch_size": 256,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+}
+PARAMS = 1.3e9
+DEVICE_BYTES = 40e9
+ACTIVATION_BYTES = 1.1e9
+SIZES = ParallelSizes(8)
+
+
+def space(base: dict[str, Any] | None = None, **arguments: Any) -> Space:
+    return Space(base or BASE, SIZES, **arguments)
+
+
+def surface(candidate: Candidate) -> Outcome:
+    """1.3 B parameters in bf16 with Adam on 8 devices of 40 GB."""
+    micro, stage = candidate.batch.micro_batch_size, candidate.stage
+    bucket = dict(candidate.settings).get("zero_optimization.reduce_bucket_size", 5e8)
+    state = PARAMS * {0: 16, 1: 4 + 12 / 8, 2: 2 + 14 / 8, 3: 2.0}[stage]
+    peak = state + micro * ACTIVATION_BYTES + 4 * bucket + 1.2e9
+    if peak > DEVICE_BYTES:
+        return Failure(FailureKind.DEVICE_OOM, "out of memory", "forward", int(ACTIVATION_BYTES))
+    step_s = candidate.batch.accumulation * (0.02 + 0.011 * micro) * {0: 1, 1: 1, 2: 1.01, 3: 1.2}[stage]
+    step_s += 0.05 * 5e7 / (bucket + 5e7)
+    return Measured(
+        {
+            "throughput": candidate.batch.train_batch_size / step_s,
+            "latency": step_s * 1e6,
+            "FLOPS_per_gpu": candidate.batch.train_batch_size / step_s * 1e12,
+            "num_params": PARAMS,
+            "num_trainable_params": PARAMS,
+            "activation_bytes_per_record": ACTIVATION_BYTES,
+            "device_memory_bytes": DEVICE_BYTES,
+        }
+    )
+
+
+class Played:
+    """A search that was played to its end."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.outcomes: dict[int, tuple[Measure, Outcome]] = {}
+        self.max_open = 0
+
+    @property
+    def measured(self) -> list[Measure]:
+        return measures(self.actions)
+
+    @property
+    def finish(self) -> Finish:
+        (finish,) = [action for action in self.actions if isinstance(action, Finish)]
+        return finish
+
+    @property
+    def oom_share(self) -> float:
+        failed = [outcome for _, outcome in self.outcomes.values() if isinstance(outcome, Failure)]
+        return len(failed) / len(self.outcomes)
+
+
+def play(
+    name: str,
+    searched: Space | None = None,
+    *,
+    outcome_of: Callable[[Candidate], Outcome] = surface,
+    order_seed: int = 0,
+    restart: bool = False,
+    no_gates: bool = False,
+    **options: Any,
+) -> Played:
+    """Play a method; with ``restart`` it is restored from its snapshot before every result."""
+    searched = searched or space()
+    settings = MethodOptions(**{"metric": "throughput", **options})
+    method = search_method(name, searched, settings, Gates(searched, is_open=no_gates))
+    order = SearchRandom(order_seed)
+    played = Played()
+    waiting: list[Measure] = []
+    actions = method.start()
+    while True:
+        played.actions += actions
+        waiting += measures(actions)
+        played.max_open = max(played.max_open, len(waiting))
+        if not waiting or any(isinstance(action, Finish) for action in actions):
+            return played
+        done = waiting.pop(order.integer_below(len(waiting)))
+        outcome = outcome_of(done.candidate)
+        played.outcomes[done.trial_id] = (done, outcome)
+        if restart:
+            snapshot = json.loads(json.dumps(method.snapshot()))
+            method = search_method(name, searched, settings, Gates(searched, is_open=no_gates))
+            method.restore(snapshot)
+        actions = method.on_result(done.trial_id, outcome)

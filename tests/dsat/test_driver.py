@@ -1,0 +1,299 @@
+"""Running a search: the record, killing it anywhere, deadlines, budget. Trials are formulas here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from surfaces import BASE, surface
+
+from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.backends.backend import Ended
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.driver import Driver, SearchEnd
+from dstrial.dsat.gates import Gates
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.outcome import Failure, FailureKind, Measured
+from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.results import TrialResult, best_of, summary
+from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
+from dstrial.dsat.trial_config import TrialSpec
+from dstrial.errors import ConfigError, LaunchError
+
+
+class _KilledError(BaseException):
+    """The search's process dies here."""
+
+
+class FormulaBackend:
+    """Trials that end at once, or hang; ``world`` outlives the process of a search."""
+
+    def __init__(self, world: dict[str, Any], die_at: int | None = None) -> None:
+        self.world = world
+        self._die_at = die_at
+        self._specs: dict[int, TrialSpec] = {}
+        self._killed: list[int] = []
+
+    num_parallel = 2
+
+    def _live(self) -> None:
+        self.world["calls"] = self.world.get("calls", 0) + 1
+        if self._die_at is not None and self.world["calls"] >= self._die_at:
+            raise _KilledError
+
+    def start(self, spec: TrialSpec) -> dict[str, Any]:
+        self._live()
+        if spec.trial_id not in self.world["started"]:
+            self.world["started"][spec.trial_id] = self.world["started"].get(spec.trial_id, 0) + 1
+        self._specs[spec.trial_id] = spec
+        self._live()
+        return {"n": spec.trial_id}
+
+    def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
+        if spec.trial_id not in self.world["started"]:
+            return False
+        assert handle == {"n": spec.trial_id}
+        self._specs[spec.trial_id] = spec
+        return True
+
+    def poll(self) -> list[Ended]:
+        self._live()
+        if not self._specs or self.world.get("hangs"):
+            return []
+        trial_id = min(self._specs)
+        candidate: Candidate = _candidate_of(self._specs.pop(trial_id))
+        return [Ended(trial_id, surface(candidate), 10.0)]
+
+    def running_s(self, trial_id: int) -> float:
+        return float(self.world.get("hangs") or 0.0)
+
+    def kill(self, trial_id: int) -> None:
+        self._specs.pop(trial_id, None)
+        self._killed.append(trial_id)
+
+    def close(self) -> None:
+        pass
+
+    def describe(self) -> str:
+        return "a formula"
+
+
+def _candidate_of(spec: TrialSpec) -> Candidate:
+    given = spec.config["hyperparameters"]["overwrite_deepspeed_args"]
+    zero = given.get("zero_optimization") or BASE["zero_optimization"]
+    settings = {f"zero_optimization.{key}": value for key, value in zero.items() if key != "stage"}
+    return Candidate.from_json(
+        {
+            "stage": zero["stage"],
+            "settings": settings,
+            "batch": {
+                "micro_batch_size": given["train_micro_batch_size_per_gpu"],
+                "accumulation": given["gradient_accumulation_steps"],
+                "train_batch_size": given["train_batch_size"],
+            },
+            "is_own": False,
+        }
+    )
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "model_def.py").write_text("class MyTrial:\n    pass\n")
+    (model_dir / "ds.json").write_text(json.dumps(BASE))
+    config = {
+        "name": "formula",
+        "entrypoint": "model_def:MyTrial",
+        "hyperparameters": {"deepspeed_config": "ds.json"},
+        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 10}},
+        "resources": {"slots_per_trial": 8},
+    }
+    path = tmp_path / "exp.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def _settings(experiment: Path, *flags: str, method: str = "asha") -> SearchSettings:
+    output = [] if "--output" in flags else ["--output", str(experiment.parent / "out")]
+    words = [method, str(experiment), str(experiment.parent / "model"), "-m", "throughput", *flags, *output]
+    return with_parallel(read_settings(build_parser("dsat").parse_args(words)), 2)
+
+
+def _run(
+    settings: SearchSettings, world: dict[str, Any], die_at: int | None = None
+) -> tuple[SearchEnd, Driver, list[str]]:
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    told: list[str] = []
+    signals: list[signal.Signals] = world.get("signals") or []
+    with record.lock():
+        method = search_method(settings.method, settings.space, settings.options, Gates(settings.space))
+        driver = Driver(settings, record, method, lambda: FormulaBackend(world, die_at), told.append)
+        return driver.run(signals), driver, told
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dstrial.dsat.driver._POLL_S", 0.0)
+
+
+def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "6")
+    undisturbed: dict[str, Any] = {"started": {}}
+    end, driver, _ = _run(settings, undisturbed)
+    expected = {one.trial_id: (one.candidate, one.outcome) for one in driver.trials.values()}
+    files = {path.name: path.read_text() for path in settings.output.glob("best_*.json")}
+    shutil.rmtree(settings.output)
+    assert len(expected) == 6
+
+    world: dict[str, Any] = {"started": {}}
+    for _kill in range(60):
+        world["calls"] = 0
+        try:
+            end, driver, _ = _run(settings, world, die_at=2 + _kill % 3)
+            break
+        except _KilledError:
+            continue
+
+    assert end.is_finished
+    assert {one.trial_id: (one.candidate, one.outcome) for one in driver.trials.values()} == expected
+    assert all(num == 1 for num in world["started"].values())
+    assert {path.name: path.read_text() for path in settings.output.glob("best_*.json")} == files
+    results = [row["trial_id"] for row in _events(settings) if row["event"] == "result"]
+    assert sorted(results) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_torn_last_line_is_no_event(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "3")
+    _run(settings, {"started": {}})
+    path = settings.output / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:20])
+    world: dict[str, Any] = {"started": {1: 1, 2: 1, 3: 1}}
+
+    end, driver, _ = _run(settings, world)
+
+    assert end.is_finished
+    assert all(one.outcome is not None for one in driver.trials.values())
+
+
+def test_a_finished_search_prints_its_result_and_starts_nothing(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "3")
+    first, _, _ = _run(settings, {"started": {}})
+    world: dict[str, Any] = {"started": {}}
+
+    second, driver, told = _run(settings, world)
+
+    assert second == first
+    assert not world["started"]
+    assert not told
+    assert len(driver.trials) == 3
+
+
+def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "4")
+    world: dict[str, Any] = {"started": {}, "calls": 0}
+    with pytest.raises(_KilledError):
+        _run(settings, world, die_at=8)
+    interrupted, _, _ = _run(settings, {**world, "signals": [signal.SIGINT]})
+
+    assert (interrupted.is_finished, interrupted.stopped_by) == (False, signal.SIGINT)
+    assert (settings.output / "best_ds_config.json").exists()
+    end, driver, _ = _run(settings, world)
+    assert end.is_finished
+    assert len(driver.trials) == 4
+
+
+def test_a_hanging_trial_is_ended_after_its_deadline_and_counts_as_a_time_out(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "3", "--trial-timeout", "100s")
+    world: dict[str, Any] = {"started": {}, "hangs": 101.0}
+
+    end, driver, _ = _run(settings, world)
+
+    outcome = driver.trials[1].outcome
+    assert isinstance(outcome, Failure)
+    assert outcome.kind is FailureKind.TIMEOUT
+    assert end.is_failure
+
+
+def test_a_deadline_is_five_times_what_is_expected_and_at_least_two_minutes(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "3")
+    _, driver, _ = _run(settings, {"started": {}})
+    measure = driver._method.start()[0]  # type: ignore[attr-defined]
+
+    assert driver.deadline_s(measure) == 120.0
+    driver.trials[1] = TrialResult(1, measure.candidate, "", "", Measured({"throughput": 1.0}), 60.0)
+    assert driver.deadline_s(measure) == 300.0
+
+
+def test_a_spent_budget_ends_the_search_until_more_is_given(experiment: Path) -> None:
+    short = _settings(experiment, "--max-trials", "40", "--budget", "25s")
+    # Two trials at a time of 10 s each on record: what is spent is counted over all processes of the search.
+    with pytest.raises(_KilledError):
+        _run(short, {"started": {}, "calls": 0}, die_at=20)
+    end, driver, _ = _run(short, {"started": dict.fromkeys(range(1, 41), 1)})
+    num_before = len([one for one in driver.trials.values() if one.outcome])
+
+    assert (end.reason, end.is_failure) == ("the budget is spent", False)
+    assert _run(short, {"started": {}})[0].reason == "the budget is spent"
+    more = _settings(experiment, "--max-trials", "40", "--budget", "24h")
+    end, driver, _ = _run(more, {"started": dict.fromkeys(range(1, 41), 1)})
+    assert len([one for one in driver.trials.values() if one.outcome]) > num_before
+    assert "trials completed" in end.reason or "nothing new" in end.reason
+
+
+def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_another(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "2")
+    _run(settings, {"started": {}})
+    other = _settings(experiment, "--max-trials", "3")
+
+    with pytest.raises(ConfigError, match="--fresh"):
+        _run(other, {"started": {}})
+    record = SearchRecord.open(other.output, other.fingerprint, "asha", is_fresh=True)
+    assert record.path.name == "out-2"
+    assert len(_events(settings)) == 5
+
+
+def test_a_directory_of_something_else_is_refused(experiment: Path) -> None:
+    settings = _settings(experiment)
+    settings.output.mkdir()
+    (settings.output / "thesis.tex").write_text("x")
+
+    with pytest.raises(ConfigError, match="holds something else"):
+        SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
+
+
+def test_two_processes_cannot_run_one_search(experiment: Path) -> None:
+    settings = _settings(experiment)
+    record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
+
+    with record.lock(), pytest.raises(LaunchError, match="another process"), record.lock():
+        pass
+
+
+def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(experiment: Path) -> None:
+    settings = _settings(experiment)
+    record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
+    own, other = settings.space.own(), settings.space.smallest()
+
+    def result(trial_id: int, candidate: Candidate, latency: float) -> TrialResult:
+        return TrialResult(trial_id, candidate, "it", "", Measured({"latency": latency}))
+
+    tied = [result(1, own, 100.0), result(2, other, 99.5)]
+    better = [result(1, own, 100.0), result(2, other, 80.0)]
+
+    assert best_of(tied, "latency") == tied[0]
+    assert best_of(better, "latency") == better[1]
+    printed = summary(record, better, "latency", reason="done", is_finished=True)
+    assert "80 (+25.0% over your own configuration)" in printed
+    assert printed.splitlines()[1].startswith("2 ")
+
+
+def _events(settings: SearchSettings) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (settings.output / "events.jsonl").read_text().splitlines()]

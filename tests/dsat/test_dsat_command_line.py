@@ -1,0 +1,282 @@
+"""The door: every flag of the old tool under its name, with its default and type; all problems at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.settings import read_settings
+from dstrial.dsat.space import Space
+from dstrial.dsat.trial_config import full_config, local_command, measuring_spec
+from dstrial.errors import ConfigError
+
+BASE = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def _parse(*words: str) -> argparse.Namespace:
+    return build_parser("dsat").parse_args(list(words))
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "model_def.py").write_text("class MyTrial:\n    pass\n")
+    (model_dir / "train.py").write_text("")
+    (model_dir / "ds.json").write_text(json.dumps(BASE))
+    return _write(tmp_path)
+
+
+def _write(directory: Path, **changes: object) -> Path:
+    config = {
+        "name": "mine",
+        "entrypoint": "model_def:MyTrial",
+        "hyperparameters": {"deepspeed_config": "ds.json", "lr": 0.1},
+        "searcher": {"name": "single", "metric": "loss", "max_length": {"epochs": 10}},
+        "resources": {"slots_per_trial": 2},
+        "max_restarts": 5,
+        "min_validation_period": {"epochs": 1},
+        **changes,
+    }
+    path = directory / "exp.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+OLD_DEFAULTS = {
+    "max_trials": 64,
+    "max_slots": None,
+    "max_concurrent_trials": 16,
+    "metric": "FLOPS_per_gpu",
+    "run_full_experiment": False,
+    "start_profile_step": 3,
+    "end_profile_step": 5,
+    "random_seed": 42,
+    "search_runner_config": None,
+    "max_search_runner_restarts": 5,
+}
+
+
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_the_old_defaults_hold(method: str) -> None:
+    args = _parse(method, "exp.yaml", ".")
+
+    assert {name: getattr(args, name) for name in OLD_DEFAULTS} == OLD_DEFAULTS
+    assert tuple(args.zero_stages) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "flag", "text", "value"),
+    [
+        ("asha", "--max-rungs", "4", 4),
+        ("asha", "--min-binary-search-trials", "2", 2),
+        ("asha", "--divisor", "3", 3),
+        ("asha", "--asha-early-stopping", "1", 1),
+        ("asha", "--search-range-factor", "2", 2.0),
+        ("binary", "--search-range-factor", "1.5", 1.5),
+        ("random", "--trials-per-random-config", "7", 7),
+        ("random", "--early-stopping", "9", 9),
+        ("asha", "--max-trials", "5", 5),
+        ("asha", "--max-slots", "8", 8),
+        ("asha", "--max-concurrent-trials", "2", 2),
+        ("asha", "--metric", "latency", "latency"),
+        ("asha", "--zero-stages", "3", [3]),
+        ("asha", "--start-profile-step", "1", 1),
+        ("asha", "--end-profile-step", "9", 9),
+        ("asha", "--random-seed", "7", 7),
+        ("asha", "--search-runner-config", "r.yaml", "r.yaml"),
+        ("asha", "--max-search-runner-restarts", "0", 0),
+        ("asha", "--include", "a.py", ["a.py"]),
+        ("predict", "--budget", "30m", 1800.0),
+        ("predict", "--train-batch-size", "64", 64),
+        ("predict", "--space", "s.yaml", "s.yaml"),
+        ("predict", "--output", "o", "o"),
+    ],
+)
+def test_every_flag_is_read_in_both_spellings_as_its_type(
+    method: str, flag: str, text: str, value: object
+) -> None:
+    name = flag.removeprefix("--").replace("-", "_")
+
+    for spelling in (flag, f"--{name}"):
+        found = getattr(_parse(method, "exp.yaml", ".", spelling, text), name)
+        assert found == value
+        assert type(found) is type(value)
+
+
+def test_short_flags_and_switches_are_those_of_the_old_tool() -> None:
+    args = _parse(
+        "asha",
+        "exp.yaml",
+        ".",
+        *[
+            "-mt",
+            "3",
+            "-ms",
+            "4",
+            "-mct",
+            "1",
+            "-m",
+            "throughput",
+            "-z",
+            "0",
+            "2",
+            "-r",
+            "1",
+            "--run_full_experiment",
+        ],
+    )
+
+    assert (args.max_trials, args.max_slots, args.max_concurrent_trials, args.metric) == (
+        3,
+        4,
+        1,
+        "throughput",
+    )
+    assert (args.zero_stages, args.random_seed, args.run_full_experiment) == ([0, 2], 1, True)
+    assert _parse("asha", "e", ".", "--free_batch", "--local", "--fresh", "--no-gates").free_batch
+
+
+def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> None:
+    path = _write(
+        experiment.parent, resources={"slots_per_trial": 2}, entrypoint="python3 train.py --deepspeed x.json"
+    )
+    args = _parse(
+        "asha",
+        str(path),
+        str(experiment.parent / "model"),
+        *[
+            "--max-trials",
+            "0",
+            "--max-slots",
+            "1",
+            "--divisor",
+            "1",
+            "--start-profile-step",
+            "7",
+            "--include",
+            "nothing.py",
+            "--space",
+            "none.yaml",
+        ],
+    )
+
+    with pytest.raises(ConfigError) as error:
+        read_settings(args)
+
+    places = [problem.where for problem in error.value.problems]
+    for flag in ("--max-trials", "--max-slots", "--divisor", "--start-profile-step", "--include", "--space"):
+        assert flag in places
+    assert any(place.endswith("entrypoint") for place in places)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--deepspeed", "--deepspeed ds.json", "--deepspeed --local", "--deepspeed_config=ds.json"]
+)
+def test_a_bare_or_equal_deepspeed_flag_in_the_entrypoint_is_right(experiment: Path, flag: str) -> None:
+    path = _write(experiment.parent, entrypoint=f"python3 -m dstrial.launch train.py {flag}")
+
+    assert read_settings(_parse("asha", str(path), str(experiment.parent / "model"))).trial is None
+
+
+def test_an_experiment_without_a_deepspeed_config_is_refused(experiment: Path) -> None:
+    path = _write(experiment.parent, hyperparameters={"lr": 1})
+
+    with pytest.raises(ConfigError, match=r"hyperparameters\.deepspeed_config is not given"):
+        read_settings(_parse("asha", str(path), str(experiment.parent / "model")))
+
+
+def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restarted(experiment: Path) -> None:
+    settings = read_settings(
+        _parse("asha", str(experiment), str(experiment.parent / "model"), "-m", "latency")
+    )
+    candidate = settings.space.smallest()
+
+    spec = measuring_spec(settings, candidate, 3, "abcd")
+
+    assert spec.config["searcher"] == {
+        "name": "single",
+        "metric": "latency",
+        "smaller_is_better": True,
+        "max_length": {"batches": 1000},
+    }
+    assert spec.config["max_restarts"] == 0
+    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.trial --trial model_def:MyTrial")
+    assert "min_validation_period" not in spec.config
+    hparams = spec.config["hyperparameters"]
+    assert hparams["_use_dsat_mode"] is True
+    assert hparams["lr"] == 0.1
+    assert hparams["overwrite_deepspeed_args"]["train_micro_batch_size_per_gpu"] == 1
+    assert spec.label in spec.config["labels"]
+    full = full_config(settings, candidate)
+    assert set(full) == set(settings.written)
+    assert full["searcher"]["max_length"] == {"epochs": 10}
+    assert "_use_dsat_mode" not in full["hyperparameters"]
+
+
+@pytest.mark.parametrize(
+    "entrypoint",
+    [
+        "python3 -m dstrial.launch train.py --deepspeed ds.json",
+        "python3 -m determined.launch.deepspeed -- train.py --deepspeed ds.json",
+        "python3 -m determined.launch.torch_distributed train.py --deepspeed ds.json",
+    ],
+)
+def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, entrypoint: str) -> None:
+    path = _write(experiment.parent, entrypoint=entrypoint)
+    settings = read_settings(_parse("asha", str(path), str(experiment.parent / "model")))
+
+    command = local_command(settings, "gen.yaml", "python")
+
+    assert command == ["python", "-m", "dstrial.launch", "--slots", "2", "train.py", "--deepspeed", "ds.json"]
+
+
+def test_the_global_batch_that_is_asked_for_replaces_accumulation(experiment: Path) -> None:
+    settings = read_settings(
+        _parse("asha", str(experiment), str(experiment.parent / "model"), "--train-batch-size", "64")
+    )
+
+    assert isinstance(settings.space, Space)
+    batch = settings.space.own().batch
+    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (64, 4, 8)
+
+
+@pytest.mark.process
+def test_the_module_tells_of_a_wrong_config_without_importing_torch(experiment: Path) -> None:
+    program = (
+        "import sys; from dstrial.dsat.__main__ import main; status = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules; sys.exit(status)"
+    )
+    path = _write(experiment.parent, hyperparameters={"deepspeed_config": "other.json"})
+
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            program,
+            "asha",
+            str(path),
+            str(experiment.parent / "model"),
+            "--max-trials",
+            "0",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 1, ended.stderr
+    assert "other.json" in ended.stderr
+    assert "--max-trials is 0" in ended.stderr

@@ -1,0 +1,90 @@
+"""When enough was measured, and what one bad step may do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.dsat.durations import format_duration, parse_duration
+from dstrial.dsat.statistics import Sampling, SamplingLimits, median_interval, warm_from
+
+
+def test_warm_up_ends_where_times_change_their_level() -> None:
+    assert warm_from([9.0, 5.0, 1.0, 1.01, 0.99, 1.0, 1.02]) == 2
+    assert warm_from([1.0, 1.01, 0.99, 1.0]) == 0
+
+
+def test_a_hiccup_later_on_is_no_warm_up_and_does_not_move_the_median() -> None:
+    # Five steps of 145 ms and one of 881 ms: what DeepSpeed's own autotuner took for a slow configuration.
+    times = [0.145, 0.146, 0.144, 0.145, 0.147, 0.881]
+
+    assert warm_from(times) == 0
+    assert median_interval(times).median == pytest.approx(0.145, rel=0.02)
+
+
+@given(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=60))
+def test_warm_up_takes_at_most_half_and_the_median_lies_in_its_interval(times: list[float]) -> None:
+    start = warm_from(times)
+    interval = median_interval(times[start:])
+
+    assert 0 <= start <= len(times) // 2
+    assert interval.low <= interval.median <= interval.high
+
+
+def _play(times: np.ndarray, limits: SamplingLimits) -> Sampling:
+    sampling = Sampling(limits)
+    for time_s in times:
+        steps = sampling.next_steps()
+        if not steps:
+            break
+        sampling.add(steps, steps * float(time_s))
+    return sampling
+
+
+def test_a_quiet_machine_needs_few_windows_and_a_noisy_one_more_up_to_a_bound() -> None:
+    random = np.random.RandomState(0)
+    limits = SamplingLimits(window_s=0.0, max_s=1e9)
+    quiet = _play(random.normal(0.2, 0.0005, 200), limits)
+    noisy = _play(random.lognormal(np.log(0.2), 0.06, 200), limits)
+    hopeless = _play(random.lognormal(np.log(0.2), 1.5, 200), limits)
+
+    assert quiet.num_steps == limits.min_windows
+    assert quiet.interval().half_width <= limits.target_half_width
+    assert quiet.num_steps < noisy.num_steps <= hopeless.num_steps == limits.max_windows
+
+
+def test_time_is_bounded_and_short_steps_are_timed_in_windows() -> None:
+    slow = _play(np.full(100, 30.0), SamplingLimits(max_s=60.0))
+    fast = _play(np.full(100, 0.001), SamplingLimits(window_s=0.1))
+
+    assert slow.num_steps == 3
+    assert fast.num_steps > 100
+
+
+def test_the_asked_number_of_steps_is_taken() -> None:
+    assert _play(np.full(100, 1.0), SamplingLimits(min_steps=20, window_s=0.0)).num_steps >= 20
+
+
+def test_the_intervals_of_many_measurements_cover_the_true_median_mostly() -> None:
+    random = np.random.RandomState(1)
+    intervals = [median_interval(random.lognormal(0.0, 0.05, 25), seed) for seed in range(200)]
+
+    covered = sum(interval.low <= 1.0 <= interval.high for interval in intervals)
+    assert covered >= 0.88 * len(intervals)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("90s", 90), ("1h30m", 5400), ("45", 45)])
+def test_lengths_of_time_are_read(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "-3m", "soon"])
+def test_what_is_no_length_of_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a length of time"):
+        parse_duration(text)
+
+
+def test_lengths_of_time_are_written() -> None:
+    assert [format_duration(value) for value in (12, 200, 3900)] == ["12s", "3m20s", "1h05m"]

@@ -1,0 +1,233 @@
+"""asha, binary and random: the properties of the old search, and what is better now, on a formula."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from surfaces import BASE, SIZES, play, space, surface
+
+from dstrial.config import check_deepspeed
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.gates import Gates
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.methods.asha import AshaSearch
+from dstrial.dsat.methods.lineages import LineageMethod
+from dstrial.dsat.methods.method import MethodOptions, Note, Skip
+from dstrial.dsat.methods.random import RandomSearch
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.errors import SearchError
+
+METHODS = ("asha", "binary", "random")
+
+
+@pytest.mark.parametrize("name", METHODS)
+@given(seed=st.integers(0, 10_000), num_parallel=st.integers(1, 4), max_trials=st.integers(1, 12))
+@settings(max_examples=6, deadline=None)
+def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its_limits(
+    name: str, seed: int, num_parallel: int, max_trials: int
+) -> None:
+    searched = space()
+
+    played = play(name, searched, seed=seed, num_parallel=num_parallel, max_trials=max_trials)
+
+    measured = [action.candidate for action in played.measured]
+    assert measured[0] == searched.own()
+    assert len({searched.identity(candidate) for candidate in measured}) == len(measured) <= max_trials
+    assert played.max_open <= num_parallel
+    for candidate in measured:
+        checked = check_deepspeed(searched.config(candidate), SIZES)
+        assert not checked.problems
+        assert checked.batch is not None
+        assert checked.batch.train_batch_size == BASE["train_batch_size"]
+    assert not played.finish.is_failure
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_search_restored_before_every_result_asks_for_the_same(name: str) -> None:
+    once = play(name, max_trials=14, num_parallel=3)
+    again = play(name, max_trials=14, num_parallel=3, restart=True)
+
+    assert once.actions == again.actions
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_another_seed_gives_another_search(name: str) -> None:
+    first, second = (play(name, max_trials=8, seed=seed) for seed in (1, 2))
+
+    assert [one.candidate for one in first.measured] != [one.candidate for one in second.measured]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gates_spare_out_of_memory_trials_that_the_original_runs(name: str) -> None:
+    gated = play(name, max_trials=40)
+    original = play(name, max_trials=40, no_gates=True)
+
+    if name == "random":
+        assert original.oom_share > 0.8
+        assert gated.oom_share < original.oom_share / 1.5
+    skipped = [action for action in gated.actions if isinstance(action, Skip)]
+    assert all(action.candidate not in [one.candidate for one in gated.measured] for action in skipped)
+    assert not [action for action in original.actions if isinstance(action, Skip)]
+
+
+def test_the_first_measurement_tells_model_and_ceilings_in_the_guides_lines() -> None:
+    notes = [action.text for action in play("asha", max_trials=2).actions if isinstance(action, Note)]
+
+    assert [line.partition(":")[0] for line in notes] == [
+        "Model size",
+        "Approx. GPU memory per stage",
+        "Total GPU memory",
+        "Approx. activation memory per example",
+        "Approx. max mbs per stage",
+    ]
+
+
+@pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.CANCELED])
+def test_an_error_of_the_users_ends_the_search_at_once(kind: FailureKind) -> None:
+    def broken(_candidate: Candidate) -> Outcome:
+        return Failure(kind, "ModuleNotFoundError: No module named 'x'")
+
+    played = play("binary", outcome_of=broken, num_parallel=4)
+
+    assert len(played.measured) == 1
+    assert played.finish.is_failure
+    assert "No module named" in played.finish.reason
+
+
+def test_own_configuration_out_of_memory_is_followed_by_its_smallest_micro_batch() -> None:
+    def small_device(candidate: Candidate) -> Outcome:
+        if candidate.batch.micro_batch_size > 1:
+            return Failure(FailureKind.DEVICE_OOM, "out of memory")
+        return surface(candidate)
+
+    played = play("asha", outcome_of=small_device, max_trials=10)
+
+    assert [one.candidate.batch.micro_batch_size for one in played.measured[:2]] == [4, 1]
+    assert not played.finish.is_failure
+
+
+def test_a_model_that_never_fits_fails_with_the_guides_advice() -> None:
+    played = play("random", outcome_of=lambda _candidate: Failure(FailureKind.DEVICE_OOM, "out of memory"))
+
+    assert len(played.measured) == 2
+    assert played.finish.is_failure
+    assert "train_micro_batch_size_per_gpu = 1" in played.finish.reason
+
+
+def test_binary_search_finds_the_largest_micro_batch_of_a_structure() -> None:
+    played = play("binary", space(free_batch=True, stages=(2,)), max_trials=12)
+
+    lineage = [one.candidate for one in played.measured[1:] if one.why == "lineage 1"]
+    ran = [c.batch.micro_batch_size for c in lineage if isinstance(surface(c), Measured)]
+    failed = [c.batch.micro_batch_size for c in lineage if not isinstance(surface(c), Measured)]
+    assert min(failed) == max(ran) + 1
+
+
+def test_a_ceiling_that_was_guessed_too_low_is_raised_with_gates_and_kept_without() -> None:
+    largest = {}
+    for no_gates in (False, True):
+        searched = space(free_batch=True, stages=(2,))
+        played = play("binary", searched, max_trials=10, no_gates=no_gates, range_factor=0.2)
+        largest[no_gates] = max(one.candidate.batch.micro_batch_size for one in played.measured)
+
+    assert largest[False] > 2 * largest[True]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [3, 6, 12, 24, 48]),
+        ({"divisor": 4, "min_binary_search_trials": 2}, [2, 8, 32, 128, 512]),
+        ({"asha_early_stopping": 1}, [6, 12, 24, 48, 96]),
+    ],
+)
+def test_asha_rungs_take_r_times_eta_to_the_rung_trials(options: dict[str, int], expected: list[int]) -> None:
+    searched = space()
+    method = AshaSearch(searched, MethodOptions(**options), Gates(searched))
+
+    assert [method.trials_of(rung) for rung in range(5)] == expected
+
+
+def test_asha_gives_more_trials_to_the_better_lineages_only() -> None:
+    searched = space(free_batch=True)
+    method = AshaSearch(
+        searched, MethodOptions("throughput", max_trials=40, min_binary_search_trials=2), Gates(searched)
+    )
+    _finish(method)
+
+    completed = [one for one in method.lineages if one.rung > 0 or method.is_complete(one)]
+    promoted = [one for one in completed if one.rung > 0]
+    left = [one for one in completed if one.rung == 0]
+    assert promoted
+    # Which half was the better one was not known from the start, so it may be a few more than half.
+    assert len(promoted) < 2 / 3 * len(completed)
+    assert max(one.best(0) or 0.0 for one in promoted) > max(one.best() or 0.0 for one in left)
+    for one in promoted:
+        assert len(one.history) > method.trials_of(0) or one.is_open
+
+
+def test_random_tries_at_most_so_many_micro_batches_of_one_structure() -> None:
+    searched = space(free_batch=True, stages=(1, 2))
+    options = MethodOptions("throughput", max_trials=30, trials_per_random_config=2)
+    method = RandomSearch(searched, options, Gates(searched))
+    _finish(method)
+
+    assert max(len(lineage.history) for lineage in method.lineages) <= 2
+
+
+def test_random_leaves_stage_3_alone_once_a_lower_stage_has_run() -> None:
+    played = play("random", max_trials=30)
+
+    assert 3 not in {one.candidate.stage for one in played.measured}
+
+
+def test_random_stops_early_without_a_new_best() -> None:
+    played = play("random", max_trials=64, early_stopping=4)
+
+    assert "no new best" in played.finish.reason
+    assert len(played.measured) < 64
+
+
+def test_only_asked_stages_are_tried() -> None:
+    played = play("asha", space(stages=(2,)), max_trials=10)
+
+    assert {one.candidate.stage for one in played.measured[1:]} == {2}
+
+
+def test_sizes_above_the_models_number_of_parameters_are_tried_once_only() -> None:
+    def tiny(candidate: Candidate) -> Outcome:
+        return Measured({"throughput": 1.0 + candidate.batch.micro_batch_size, "num_params": 5000.0})
+
+    played = play("binary", outcome_of=tiny, max_trials=12)
+
+    sizes = {
+        dict(one.candidate.settings)["zero_optimization.reduce_bucket_size"] for one in played.measured[1:]
+    }
+    assert sizes == {10**6}
+
+
+def test_a_space_with_nothing_new_ends_the_search() -> None:
+    base = {**BASE, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 1}
+
+    played = play("asha", space(base, stages=(0,)), max_trials=64)
+
+    assert [one.candidate.stage for one in played.measured] == [1, 0, 0]
+    assert "nothing new" in played.finish.reason
+
+
+def test_an_unknown_method_is_refused() -> None:
+    for name in ("grid", "predict"):
+        with pytest.raises(SearchError, match="expected one of"):
+            search_method(name, space(), MethodOptions(), Gates(space()))
+
+
+def _finish(method: LineageMethod) -> None:
+    waiting = [action for action in method.start() if hasattr(action, "trial_id")]
+    while waiting:
+        done = waiting.pop(0)
+        actions = method.on_result(done.trial_id, surface(done.candidate))
+        waiting += [action for action in actions if hasattr(action, "trial_id")]
+        json.dumps(method.snapshot())

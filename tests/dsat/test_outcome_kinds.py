@@ -1,0 +1,117 @@
+"""How a failed measurement is told apart from another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrial.dsat.outcome import (
+    Failure,
+    FailureKind,
+    Measured,
+    classify,
+    failure_from_log,
+    failure_line,
+    outcome_from_json,
+    outcome_to_json,
+    score,
+)
+
+_FRAME = (
+    'Traceback (most recent call last):\n  File "/site-packages/deepspeed/runtime/engine.py", line 1, in f\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has",
+            FailureKind.DEVICE_OOM,
+        ),
+        ("RuntimeError: CUDA error: out of memory", FailureKind.DEVICE_OOM),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", FailureKind.DEVICE_OOM),
+        (
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 4000000000 bytes. Error code 12 (Cannot allocate memory)",
+            FailureKind.HOST_OOM,
+        ),
+        ("MemoryError", FailureKind.HOST_OOM),
+        ("OSError: [Errno 12] Cannot allocate memory", FailureKind.HOST_OOM),
+        (
+            _FRAME + "AssertionError: Check batch related parameters. train_batch_size is",
+            FailureKind.BAD_CONFIG,
+        ),
+        (_FRAME + "AssertionError: zero stage 2 requires an optimizer", FailureKind.BAD_CONFIG),
+        (
+            "dstrial.errors.ConfigError: ds.json: zero_optimization.stage is 5; expected 0 to 3.",
+            FailureKind.BAD_CONFIG,
+        ),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig",
+            FailureKind.BAD_CONFIG,
+        ),
+        ("ModuleNotFoundError: No module named 'mine'", FailureKind.USER_ERROR),
+        ('  File "/home/me/model_def.py", line 3\nAssertionError: my own', FailureKind.USER_ERROR),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp",
+            FailureKind.COMMUNICATION,
+        ),
+        (
+            "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer",
+            FailureKind.COMMUNICATION,
+        ),
+        (
+            "Exception: Current loss scale already at minimum - cannot decrease scale anymore",
+            FailureKind.NUMERIC,
+        ),
+    ],
+)
+def test_a_traceback_tells_its_kind(text: str, kind: FailureKind) -> None:
+    assert classify(text, phase="init").kind is kind
+
+
+def test_an_assertion_of_deepspeeds_during_training_is_no_refused_configuration() -> None:
+    text = _FRAME + "AssertionError: something else"
+
+    assert classify(text, phase="backward").kind is FailureKind.USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.", int(2.5 * 2**30)),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", 20 * 2**20),
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes.", 4000),
+    ],
+)
+def test_the_refused_bytes_are_read(text: str, num_bytes: int) -> None:
+    assert classify(text, phase="forward") == Failure(classify(text).kind, text, "forward", num_bytes)
+
+
+def test_the_rank_that_failed_by_itself_is_believed_before_those_that_lost_it() -> None:
+    cause = Failure(FailureKind.DEVICE_OOM, "out of memory", "forward", 100, 900, rank=1)
+    lost = Failure(FailureKind.COMMUNICATION, "Connection closed by peer", "backward", rank=0)
+    lines = ["[rank=0] " + failure_line(lost), "noise", "2026-01-01 [rank=1] || " + failure_line(cause)]
+
+    assert failure_from_log(lines, exit_code=1) == cause
+
+
+def test_a_killed_rank_means_that_the_hosts_memory_ran_out() -> None:
+    assert failure_from_log(["nothing"], exit_code=137).kind is FailureKind.HOST_OOM
+
+
+def test_outcomes_survive_json_and_leave_out_what_is_not_finite() -> None:
+    measured = Measured({"throughput": 2.0, "latency_low": float("-inf")})
+    failure = Failure(FailureKind.TIMEOUT, "late", "", None, None, 3)
+
+    assert outcome_from_json(outcome_to_json(measured)) == Measured({"throughput": 2.0})
+    assert outcome_from_json(outcome_to_json(failure)) == failure
+
+
+def test_times_are_better_when_smaller() -> None:
+    slow, fast = Measured({"latency": 2.0}), Measured({"latency": 1.0})
+
+    assert (score(fast, "latency") or 0) > (score(slow, "latency") or 0)
+    assert score(Measured({}), "latency") is None
+    with pytest.raises(ValueError, match="expected one of"):
+        score(Measured({"x": 1.0, "flops": 1.0}), "flops")

@@ -1,0 +1,60 @@
+"""``dsat_reporting_context`` around a script's own loop, on real engines and ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from core_api_program import train
+
+from dstrial.dsat.outcome import FailureKind, failure_from_log
+from dstrial.testing.ranks import run_function
+
+pytestmark = pytest.mark.ranks
+
+NUM_FORWARD_FLOPS = 2 * 4 * (32 * 64 + 64)  # one micro batch of 4 records
+
+
+def test_a_script_is_measured_on_two_ranks_and_left_by_all_at_the_same_step(tmp_path: Path) -> None:
+    found = [result.value["measured"] for result in run_function(train, 2, str(tmp_path), ["measured"])]
+
+    assert [one["left"] for one in found] == ["by exit 0"] * 2
+    assert len({one["steps"] for one in found}) == 1
+    assert all(one["is_restored"] for one in found)
+    assert [one["is_completed"] for one in found] == [True, False]
+    metrics = json.loads((tmp_path / "measured.json").read_text())["metrics"]
+    assert metrics["train_batch_size"] == 16
+    assert metrics["throughput"] == pytest.approx(16e6 / metrics["latency"])
+    assert metrics["num_params"] == 32 * 64 + 64 + 64 + 1
+    step_s = metrics["latency"] / 1e6
+    # Forward, both gradients of the second layer, and that of the first one's weights: its input needs none.
+    counted = NUM_FORWARD_FLOPS + 2 * 4 * (2 * 64 + 32 * 64)
+    assert metrics["hardware_FLOPS_per_gpu"] * step_s / 2 == pytest.approx(counted)
+    assert metrics["FLOPS_per_gpu"] <= metrics["hardware_FLOPS_per_gpu"]
+    # The input of the first layer, and the output of the ReLU, which is that of the second.
+    assert 4 * (32 + 64) <= metrics["activation_bytes_per_record"] <= 4 * (32 + 2 * 64 + 2)
+
+
+def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
+    failures = {
+        "nan": ("NumericError", FailureKind.NUMERIC),
+        "error": ("KeyError", FailureKind.USER_ERROR),
+        "memory": ("RuntimeError", FailureKind.HOST_OOM),
+    }
+    (result,) = run_function(train, 1, str(tmp_path), ["off", "short", *failures])
+
+    told = [line for line in result.stderr.splitlines() if "DSTRIAL_DSAT_FAILURE" in line]
+    assert {case: one["left"] for case, one in result.value.items()} == {
+        "off": "by its end",
+        "short": "by its end",
+        **{case: left for case, (left, _) in failures.items()},
+    }
+    assert all(one["is_restored"] for one in result.value.values())
+    assert result.value["off"]["steps"] == 2
+    # Outside of a search nothing is done; a loop that ends early is measured by what it did; a failure is no result.
+    assert [path.name for path in tmp_path.glob("*.json")] == ["short.json"]
+    assert result.value["short"]["is_completed"]
+    found = [failure_from_log([line]) for line in told]
+    assert [(failure.kind, failure.rank) for failure in found] == [(kind, 0) for _, kind in failures.values()]
+    assert found[2].requested_bytes == 4 * 2**50

@@ -1,0 +1,155 @@
+"""What may be tried, what is legal, and what would do the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from surfaces import BASE, space
+
+from dstrial.config import ParallelSizes, zero_keys_without_effect
+from dstrial.dsat.candidate import BatchSplit, Candidate, layered
+from dstrial.dsat.space import Ladder, Space, Structure, read_space
+from dstrial.errors import ConfigError
+from dstrial.search.random_state import SearchRandom
+
+ZERO = "zero_optimization"
+
+
+@given(st.integers(1, 512), st.integers(1, 16))
+def test_every_step_of_a_ladder_keeps_the_global_batch(per_replica: int, replicas: int) -> None:
+    ladder = Ladder(per_replica * replicas, replicas, accumulation=1)
+
+    for position in range(ladder.last + 1):
+        split = ladder.split(position)
+        assert split.micro_batch_size * split.accumulation * replicas == per_replica * replicas
+        assert ladder.position(split.micro_batch_size) == position
+    assert ladder.split(ladder.last).accumulation == 1
+
+
+def test_a_free_batch_keeps_the_accumulation_and_lets_the_batch_follow() -> None:
+    ladder = space(free_batch=True).ladder
+
+    assert ladder.split(4) == BatchSplit(5, 8, 320)
+
+
+def test_another_global_batch_is_kept_when_it_is_asked_for() -> None:
+    assert space(train_batch_size=512).own().batch == BatchSplit(4, 16, 512)
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        space(train_batch_size=100)
+
+
+def test_a_candidate_that_deepspeed_would_refuse_is_illegal_with_its_reason() -> None:
+    searched = space()
+    structure = Structure(0, ((f"{ZERO}.offload_optimizer.device", "cpu"),))
+
+    reason = searched.illegal(searched.candidate(structure, 0))
+
+    assert reason is not None
+    assert "offload_optimizer" in reason
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_key_that_a_stage_does_not_read_makes_a_candidate_illegal(stage: int) -> None:
+    searched = space(stages=(0, 1, 2, 3))
+    dead = {"sub_group_size": 10**8, "allgather_bucket_size": 10**6}
+
+    for key, value in dead.items():
+        candidate = searched.candidate(Structure(stage, ((f"{ZERO}.{key}", value),)), 0)
+        assert (searched.illegal(candidate) is not None) == (key in zero_keys_without_effect(stage))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_structure_that_is_drawn_is_legal(stage: int) -> None:
+    searched, random = space(stages=(0, 1, 2, 3)), SearchRandom(3)
+
+    for _ in range(20):
+        assert searched.illegal(searched.candidate(searched.draw(random, stage), 0)) is None
+
+
+def test_the_users_offload_is_neutralised_where_another_stage_refuses_it() -> None:
+    base = copy.deepcopy(BASE)
+    base[ZERO] = {
+        "stage": 3,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+    }
+    searched = space(base, stages=(0, 1, 2, 3))
+
+    for stage in (0, 1, 2, 3):
+        candidate = searched.candidate(searched.draw(SearchRandom(0), stage), 0)
+        assert searched.illegal(candidate) is None
+        assert ("offload_param" in searched.config(candidate)[ZERO]) == (stage == 3)
+    assert base[ZERO]["stage"] == 3
+
+
+def test_candidates_that_write_defaults_down_are_the_same_as_those_that_do_not() -> None:
+    searched = space()
+    written = searched.candidate(Structure(1, ((f"{ZERO}.reduce_bucket_size", 500_000_000),)), 2)
+
+    assert written != searched.own()
+    assert searched.identity(written) == searched.identity(searched.own())
+    other = searched.candidate(Structure(1, ((f"{ZERO}.reduce_bucket_size", 10**6),)), 2)
+    assert searched.identity(other) != searched.identity(searched.own())
+
+
+def test_a_pipeline_tries_stages_0_and_1_and_no_overlap() -> None:
+    searched = Space(BASE, ParallelSizes(8, pipeline_stages=2, is_pipeline=True), stages=(0, 1, 2, 3))
+
+    assert searched.stages == (0, 1)
+    assert f"{ZERO}.overlap_comm" not in {knob.path for knob in searched.knobs(1)}
+
+
+def test_the_emitted_config_is_whole_and_carries_nothing_of_autotuning_and_no_dead_key() -> None:
+    base = copy.deepcopy(BASE)
+    base["autotuning"] = {"enabled": True}
+    base[ZERO]["allgather_bucket_size"] = 10**6
+    searched = space(base)
+
+    config = searched.config(searched.candidate(Structure(3, ()), 3))
+
+    assert config["train_batch_size"] == 256
+    assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] == 32
+    assert config["optimizer"] == BASE["optimizer"]
+    assert "autotuning" not in config
+    assert config[ZERO] == {"stage": 3}
+
+
+def test_a_space_file_replaces_values_adds_paths_and_names_undeclared_hyperparameters(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(
+        "zero_optimization.reduce_bucket_size: [1e7, 2.5e7]\n"
+        "zero_optimization.offload_optimizer.device: [none, cpu]\n"
+        "hyperparameters.checkpointing: [true, false]\n"
+    )
+
+    extra = read_space(path, {"checkpointing": False})
+
+    assert extra[f"{ZERO}.reduce_bucket_size"] == (10_000_000, 25_000_000)
+    searched = space(extra=extra)
+    drawn = {knob.path for knob in searched.knobs(1) if knob.is_drawn}
+    assert {f"{ZERO}.offload_optimizer.device", "hyperparameters.checkpointing"} <= drawn
+    candidate = searched.candidate(searched.draw(SearchRandom(1), 1), 0)
+    assert set(candidate.hyperparameters()) == {"checkpointing"}
+    path.write_text("hyperparameters.other: [1]\nzero_optimization.stage: 3\n")
+    with pytest.raises(ConfigError) as error:
+        read_space(path, {})
+    assert len(error.value.problems) == 2
+
+
+def test_a_candidate_survives_json() -> None:
+    searched = space()
+    candidate = searched.candidate(searched.draw(SearchRandom(5), 2), 1)
+
+    assert Candidate.from_json(json.loads(json.dumps(candidate.to_json()))) == candidate
+
+
+def test_layering_overwrites_keeps_the_none_that_deletes_a_key() -> None:
+    below = {"a": {"x": None, "y": 1}, "b": 1}
+
+    assert layered(below, {"a": {"y": 2}, "b": {"c": 3}}) == {"a": {"x": None, "y": 2}, "b": {"c": 3}}
+    assert below == {"a": {"x": None, "y": 1}, "b": 1}

@@ -1,0 +1,170 @@
+"""Whole dry runs, in processes of their own: what they find, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.engine.dryrun.process import DryRunError, dry_run
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
+
+pytestmark = pytest.mark.process
+
+NUM_PARAMETERS = 4 * (64 * 64 + 64)
+
+
+def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: Any) -> DryRunRequest:
+    zero = {"stage": stage, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}
+    zero["stage3_param_persistence_threshold"] = 0
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {**zero, **more.pop("zero", {})},
+        "gradient_accumulation_steps": more.pop("accumulation", 1),
+    }
+    return DryRunRequest(
+        workload="dstrial.engine.dryrun.workload:ModelWorkload",
+        options={
+            "model": "dry_run_models:tower",
+            "batch": "dry_run_models:records",
+            "shape": {"kind": kind, "width": 64},
+        },
+        deepspeed_config=config,
+        world_size=world_size,
+        module_paths=(str(Path(__file__).parent),),
+        **more,
+    )
+
+
+def measured(asked: DryRunRequest) -> DryRunResult:
+    """Measure in a fork of this process, which has imported everything: an own interpreter costs seconds."""
+    from dstrial.engine.dryrun.bypass import without_compiler
+
+    with without_compiler():  # which has threads, and they would not be forked
+        for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "dstrial.engine.dryrun.measure"):
+            importlib.import_module(name)
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_answer, args=(writer, asked))
+    child.start()
+    writer.close()
+    try:
+        assert reader.poll(60), "no answer in 60 s"
+        answer = reader.recv()
+    finally:
+        child.kill()
+        child.join()
+    assert isinstance(answer, dict), answer
+    return DryRunResult.from_json(answer)
+
+
+def _answer(writer: Connection, asked: DryRunRequest) -> None:
+    from dstrial.engine.dryrun.measure import measure
+
+    sys.path[:0] = asked.module_paths
+    try:
+        writer.send(measure(asked).to_json())
+    except Exception as error:
+        writer.send(repr(error))
+        raise
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 4), (3, 4)])
+def test_fake_tensors_take_the_bytes_of_real_ones(stage: int, accumulation: int) -> None:
+    fake = measured(request(stage, accumulation=accumulation))
+    real = measured(request(stage, accumulation=accumulation, is_real=True))
+
+    assert fake.is_linear
+    assert fake.is_fake
+    assert not real.is_fake
+    for size in (2, 4, 64):
+        assert fake.device.peak(size) == pytest.approx(real.device.peak(size), rel=0.002)
+    # With real tensors ZeRO 3 also compares lists between ranks.
+    assert set(fake.last_collectives) <= set(real.last_collectives)
+    assert fake.flops == real.flops
+
+
+def test_state_is_divided_as_each_stage_divides_it() -> None:
+    per_parameter = [measured(request(stage)).device.settled / NUM_PARAMETERS for stage in (0, 1, 3)]
+
+    # bf16 weights are 2 bytes; the float32 weights and Adam's two moments 12.
+    assert per_parameter[0] == pytest.approx(14, rel=0.02)
+    assert per_parameter[1] == pytest.approx(2 + 12 / 8, rel=0.05)
+    # Everything is divided, gradients included, but for the one bucket.
+    assert per_parameter[2] == pytest.approx((2 + 2 + 12) / 8 + 2 * 20_000 / NUM_PARAMETERS, rel=0.05)
+
+
+def test_what_is_offloaded_is_on_the_host() -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    kept = measured(request(2, target="cuda"))
+    offloaded = measured(request(2, target="cuda", zero=zero))
+
+    assert kept.host.settled < 0.01 * NUM_PARAMETERS
+    assert offloaded.device.settled < kept.device.settled - 4 / 8 * NUM_PARAMETERS
+    assert offloaded.host.settled >= 12 / 8 * NUM_PARAMETERS
+
+
+def test_gradients_are_sent_once_and_parameters_gathered_once() -> None:
+    result = measured(request(1))
+
+    sent = {(each.kind, each.phase): each.num_bytes for each in result.last_collectives}
+    assert sent["all_reduce", "reduce"] == pytest.approx(2 * NUM_PARAMETERS, rel=0.01)
+    assert sent["all_gather", "gather"] == pytest.approx(2 * NUM_PARAMETERS, rel=0.01)
+    assert all(each.group_size == 8 for each in result.last_collectives)
+
+
+def test_recomputation_counts_for_the_hardware_only() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plain, again = measured(request()), measured(request(kind="checkpoints"))
+
+    assert again.flops.model == plain.flops.model == plain.flops.hardware
+    assert again.flops.hardware.at(4) > 1.1 * again.flops.model.at(4)
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        import dry_run_models
+
+        with FlopCounterMode(display=False) as counter:
+            dry_run_models.tower()(*dry_run_models.records(4)).backward()
+    finally:
+        sys.path.pop(0)
+    assert plain.flops.model.at(4) == counter.get_total_flops()
+
+
+def test_reading_a_scalar_is_told_with_its_line() -> None:
+    result = measured(request(kind="reads"))
+
+    assert [Path(each.place.rsplit(":", 1)[0]).name for each in result.bypasses] == ["dry_run_models.py"]
+
+
+def test_a_dry_run_in_its_own_interpreter_finds_the_same() -> None:
+    apart = dry_run(request(3), deadline_s=120)
+
+    assert apart.device == measured(request(3)).device
+    assert apart.peak_rss_bytes > 0
+
+
+@pytest.mark.parametrize(("kind", "said"), [("values", "unsupported"), ("raises", "error")])
+def test_code_that_does_not_run_is_named_by_its_line(kind: str, said: str) -> None:
+    with pytest.raises(DryRunError, match=r"dry_run_models\.py:\d+") as caught:
+        dry_run(request(kind=kind), deadline_s=120)
+
+    assert caught.value.kind == said
+
+
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(DryRunError, match=r"more than 0\.5 s") as caught:
+        dry_run(request(kind="sleeps"), deadline_s=0.5)
+
+    assert caught.value.kind == "deadline"
+
+
+def test_whoever_asks_for_a_dry_run_needs_no_torch() -> None:
+    program = "import sys, dstrial.engine.dryrun.process, dstrial.dsat.memory_model; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,158 @@
+"""Each patch of the dry run: without it the thing fails or waits, with it it works, and after it all is as before."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import utils as zero_utils
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from dstrial.engine.dryrun import bypass
+from dstrial.engine.dryrun.tracker import Tracker
+
+
+def tracker(**more: Any) -> Tracker:
+    return Tracker(lambda device: device != torch.device(bypass.DEVICE_NAME), **more)
+
+
+def test_a_virtual_world_has_many_ranks_and_its_collectives_return() -> None:
+    rank_before = os.environ.get("RANK")
+    with bypass.virtual_world(64):
+        value = torch.ones(3)
+        torch.distributed.all_reduce(value)
+        assert torch.distributed.get_world_size() == 64
+        assert os.environ["WORLD_SIZE"] == "64"
+    assert not torch.distributed.is_initialized()
+    assert os.environ.get("RANK") == rank_before
+
+
+def test_the_shared_memory_op_is_not_built() -> None:
+    backend = importlib.import_module("deepspeed.comm.torch")
+    before = backend.build_shm_op
+    with bypass.without_shared_memory_op():
+        assert backend.build_shm_op() is None
+    assert backend.build_shm_op is before
+
+
+@pytest.mark.parametrize("optimizer_class", [DeepSpeedCPUAdam, FusedAdam])
+def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimizer_class: type) -> None:
+    with bypass.without_compiled_ops(), FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(10))
+        optimizer = optimizer_class([parameter])
+        parameter.grad = torch.zeros(10)
+        optimizer.step()
+    assert {"exp_avg", "exp_avg_sq"} <= set(optimizer.state[parameter])
+
+
+def test_nothing_is_compiled() -> None:
+    layer = nn.Linear(2, 2)
+    before = torch.compile
+    with bypass.without_compiler():
+        assert torch.compile(layer, dynamic=True) is layer
+
+        @torch.compile(fullgraph=True)
+        def double(value: int) -> int:
+            return 2 * value
+
+        layer.compile()
+        assert double(3) == 6
+    assert layer._compiled_call_impl is None
+    assert torch.compile is before
+
+
+def test_fake_modules_can_be_converted() -> None:
+    with FakeTensorMode():
+        layer = nn.Linear(3, 3)
+        weight, view = layer.weight, layer.weight.detach()
+        with pytest.raises(RuntimeError, match="swap"):
+            layer.bfloat16()
+        with bypass.module_conversion():
+            layer.bfloat16()
+    assert layer.weight is weight
+    assert layer.weight.dtype is torch.bfloat16
+    assert view.dtype is torch.float32
+
+
+def test_assigned_data_brings_its_device_along() -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(2))
+        with bypass.data_with_device():
+            parameter.data = parameter.data.to(bypass.DEVICE_NAME)
+        assert parameter.device == torch.device(bypass.DEVICE_NAME)
+        other = nn.Parameter(torch.zeros(2))
+        other.data = other.data.to(bypass.DEVICE_NAME)
+        assert other.device == torch.device("cpu")
+
+
+def test_lists_of_all_ranks_agree() -> None:
+    with bypass.lists_agree():
+        zero_utils.assert_ints_same_as_other_ranks([3, 1, 2])
+
+
+def test_the_device_is_another_memory_than_the_host_and_fills_up() -> None:
+    accelerator = get_accelerator()
+    name_before = accelerator.current_device_name()
+    watching = tracker()
+    with bypass.device_beside_host(watching, 10_000), FakeTensorMode(), watching:
+        on_device = torch.empty(1000, dtype=torch.uint8, device=accelerator.current_device_name())
+        on_host = torch.empty(5000, dtype=torch.uint8)
+        assert accelerator.on_accelerator(on_device)
+        assert not accelerator.on_accelerator(on_host)
+        assert accelerator.available_memory() == 9_000
+        assert on_host.pin_memory() is not on_host
+        assert on_host.to(on_device.device).device == on_device.device
+    assert accelerator.current_device_name() == name_before
+
+
+def test_user_code_reads_the_declared_constant_and_its_line_is_noted() -> None:
+    reads = bypass.ScalarReads(3.5)
+    with FakeTensorMode(), tracker(read_scalar=reads):
+        assert torch.zeros(2).sum().item() == 3.5
+        assert int(torch.zeros((), dtype=torch.int64)) == 3
+    assert all(Path(place.rsplit(":", 1)[0]) == Path(__file__) for place in reads.bypasses)
+    assert len(reads.bypasses) == 2
+
+
+def test_fake_scalars_cannot_be_read_otherwise() -> None:
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        torch.zeros(()).item()
+
+
+def test_deepspeed_reads_no_overflow_and_torch_optimizers_a_first_step() -> None:
+    reads = bypass.ScalarReads()
+    read = "def read(tensor):\n    return tensor.item()\n"
+    told = []
+    for library in (Path(deepspeed.__file__).parent / "runtime", Path(torch.__file__).parent / "optim"):
+        namespace: dict[str, Any] = {}
+        exec(compile(read, str(library / "some.py"), "exec"), namespace)
+        with FakeTensorMode(), tracker(read_scalar=reads):
+            told.append(namespace["read"](torch.zeros(())))
+    assert told == [0.0, 1.0]
+    assert not reads.bypasses
+
+
+def test_every_place_that_begins_a_phase_exists_in_this_deepspeed() -> None:
+    for owner, name, _phase in bypass._nested_phases():
+        assert callable(getattr(owner, name)), name
+    before = DeepSpeedEngine.forward
+    with bypass.phases(tracker()):
+        assert DeepSpeedEngine.forward is not before
+    assert DeepSpeedEngine.forward is before
+
+
+def test_a_phase_within_another_ends_with_its_block() -> None:
+    watching = tracker()
+    watching.enter_phase("backward")
+    with watching.within("reduce"):
+        assert watching.phase == "reduce"
+    assert watching.phase == "backward"

@@ -1,0 +1,151 @@
+"""From traces to lines, and what a result says for other micro batch sizes and accumulations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.engine.dryrun.forms import memory_forms, same_before_update
+from dstrial.engine.dryrun.trace import Trace
+from dstrial.engine.dryrun.values import (
+    PHASES,
+    Bypass,
+    Collective,
+    DryRunRequest,
+    DryRunResult,
+    Flops,
+    Line,
+    MemoryForm,
+    PhaseMemory,
+    upper_envelope,
+)
+
+FORWARD, BACKWARD, STEP = (PHASES.index(name) for name in ("forward", "backward", "step"))
+
+lines = st.tuples(st.integers(-1000, 1000), st.integers(0, 50))
+
+
+@given(st.lists(lines, min_size=1, max_size=30), st.integers(1, 200))
+def test_the_envelope_is_the_greatest_of_all_lines_everywhere(
+    points: list[tuple[int, int]], size: int
+) -> None:
+    envelope = upper_envelope(points)
+
+    assert max(line.at(size) for line in envelope) == pytest.approx(max(b + s * size for b, s in points))
+    assert len(envelope) <= len({slope for _, slope in points})
+
+
+def train(trace: Trace, size: int, *, kept: int, first: bool = False, extra: bool = False) -> None:
+    """Play a step: activations of 10 bytes a record, a scratch of 100 at once, an optimizer that keeps ``kept`` bytes."""
+    activation = trace.allocate(10 * size, False, FORWARD)
+    if extra:
+        trace.free(trace.allocate(7, False, FORWARD), FORWARD)
+    scratch = trace.allocate(100, False, BACKWARD)
+    trace.free(activation, BACKWARD)
+    trace.free(scratch, BACKWARD)
+    if first:
+        trace.allocate(kept, False, STEP)
+    trace.free(trace.allocate(30, False, STEP), STEP)
+    trace.marks.append(len(trace.events))
+
+
+def played(*, extra_in_second: bool = False) -> Trace:
+    trace = Trace()
+    trace.allocate(1000, False, PHASES.index("gather"))
+    trace.allocate(500, True, PHASES.index("init"))
+    trace.marks.append(len(trace.events))
+    train(trace, 2, kept=60, first=True)
+    train(trace, 4, kept=60, extra=extra_in_second)
+    return trace
+
+
+def test_each_phase_is_a_line_that_holds_at_other_sizes() -> None:
+    trace = played()
+
+    forms = memory_forms(trace, 2, 4)
+
+    assert forms.is_linear
+    assert forms.device.in_phase("forward", 100) == 1000 + 60 + 10 * 100
+    assert forms.device.peak(100) == 1000 + 60 + 10 * 100 + 100
+    assert forms.device.peak_phase(100) == "backward"
+    assert forms.device.in_phase("step", 100) == 1000 + 60 + 30
+    assert forms.device.settled == 1060
+
+
+def test_everything_before_the_first_step_is_building() -> None:
+    forms = memory_forms(played(), 2, 4)
+
+    assert forms.device.in_phase("init", 2) == 1000
+    assert forms.device.in_phase("gather", 2) == 0
+
+
+def test_the_host_is_counted_apart() -> None:
+    forms = memory_forms(played(), 2, 4)
+
+    assert forms.host.peak(50) == forms.host.settled == 500
+
+
+def test_a_second_step_that_does_something_else_is_told_apart_and_a_third_one_like_it_helps() -> None:
+    trace = played(extra_in_second=True)
+
+    assert not same_before_update(trace)
+    assert not memory_forms(trace, 2, 4).is_linear
+    train(trace, 2, kept=60, extra=True)
+    assert same_before_update(trace)
+    assert memory_forms(trace, 2, 4).device.peak(50) == 1000 + 60 + 500 + 100
+
+
+def test_steps_that_differ_give_a_line_through_both_peaks() -> None:
+    forms = memory_forms(played(extra_in_second=True), 2, 4)
+
+    assert forms.device.in_phase("backward", 2) == pytest.approx(1000 + 20 + 100)
+    assert forms.device.in_phase("backward", 4) == pytest.approx(1060 + 40 + 100)
+
+
+def result() -> DryRunResult:
+    form = MemoryForm(
+        (PhaseMemory("forward", (Line(10.0, 2.0),)), PhaseMemory("step", (Line(15.0, 0.0),))), 5.0
+    )
+    return DryRunResult(
+        device=form,
+        host=MemoryForm((), 0.0),
+        parameters=100,
+        trainable_parameters=80,
+        inner_collectives=(Collective("all_gather", 8, "gather", 2, 64),),
+        last_collectives=(
+            Collective("all_gather", 8, "gather", 2, 64),
+            Collective("all_reduce", 8, "reduce", 1, 16),
+        ),
+        flops=Flops(Line(0.0, 4800.0), Line(0.0, 6400.0)),
+        tokens=Line(0.0, 10.0),
+        is_fake=True,
+        is_linear=True,
+        bypasses=(Bypass("train.py:3", 1.0),),
+    )
+
+
+def test_a_result_survives_json() -> None:
+    assert DryRunResult.from_json(json.loads(json.dumps(result().to_json()))) == result()
+
+
+def test_a_request_survives_json() -> None:
+    request = DryRunRequest(
+        "module:name", {"depth": 3}, {"bf16": {"enabled": True}}, 64, module_paths=("here",)
+    )
+
+    assert DryRunRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
+
+
+def test_collectives_of_a_step_count_each_micro_batch_of_the_accumulation() -> None:
+    assert set(result().collectives(4)) == {
+        Collective("all_gather", 8, "gather", 8, 256),
+        Collective("all_reduce", 8, "reduce", 1, 16),
+    }
+    assert result().collectives(1) == result().last_collectives
+
+
+def test_flops_are_compared_with_six_for_each_parameter_and_token() -> None:
+    assert result().flops_ratio(4) == pytest.approx(1.0)
