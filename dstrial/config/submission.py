@@ -37,7 +37,7 @@ _LOG_POLICIES = (
     {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
     {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},
 )
-_IMAGE = "none: the embedded master runs trials without containers"
+NO_IMAGE = "none: the embedded master runs trials without containers"
 # Names of Determined's that users set for their own trials.
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 _MAX_RUNGS = 1000
@@ -116,6 +116,7 @@ def check_submission(
     num_slots: int | None = None,
     resumed: SavedRun | None = None,
     template: Mapping[str, Any] | None = None,
+    is_detached: bool = False,
 ) -> Submission:
     """Check a config with its model definition, and fill in every default.
 
@@ -126,6 +127,8 @@ def check_submission(
         num_slots: how many slots there are; None to leave that out.
         resumed: the checkpoint that its trial goes on from, if it does; its batch is kept.
         template: a part of a config that gives what the config leaves out.
+        is_detached: whether its trials run elsewhere: no entrypoint is needed, and the searcher, which does not search, may
+            have any name.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
@@ -137,7 +140,7 @@ def check_submission(
         _check_time(raw["searcher"], findings)
         _check_rungs(raw["searcher"], findings)
         _check_concurrency(raw, findings)
-        _check_variables(raw, findings)
+        check_variables(raw, findings)
         _check_lists(raw, findings)
         complete_mounts(raw, findings)
         slots = raw["resources"]["slots_per_trial"]
@@ -169,26 +172,28 @@ def check_submission(
         if template is not None:
             document.value.update(merge_template(template, document.value))
         _add_defaults(document.value, defaults)
+    searcher = _named_only(document.value) if is_detached else {}
     experiment = check_experiment(
         document,
         Path(LABEL),
         context_dir,
         require_concrete=False,
-        require_entrypoint=True,
+        require_entrypoint=not is_detached,
         resumed=resumed,
         more_checks=check_more,
     )
     given: Mapping[str, Any] = document.value
     config = copy.deepcopy(experiment.raw)
-    config["name"] = given.get("name") or _random_name()
+    config["name"] = given.get("name") or random_name("Experiment")
     if (given.get("reproducibility") or {}).get("experiment_seed") is None:
         config["reproducibility"]["experiment_seed"] = int(time.time())
+    config["searcher"].update(searcher)
     config["checkpoint_storage"] = complete_storage(config["checkpoint_storage"])
     config["log_policies"] = _log_policies(given.get("log_policies") or [])
     config["labels"] = sorted({str(label) for label in config["labels"] or []})
     image = config["environment"].get("image")
     if not isinstance(image, Mapping):
-        config["environment"]["image"] = dict.fromkeys(("cpu", "cuda", "rocm"), image or _IMAGE)
+        config["environment"]["image"] = dict.fromkeys(("cpu", "cuda", "rocm"), image or NO_IMAGE)
     variables = experiment.environment_variables
     return Submission(
         config=_json_values(config),
@@ -198,6 +203,21 @@ def check_submission(
         exceeds_slots=bool(exceeds),
         template=template,
     )
+
+
+def _named_only(config: Any) -> dict[str, Any]:
+    """Leave of the searcher of detached runs what tells their metric, and return it as it was.
+
+    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher names a metric and tells one trial from many.
+    """
+    searcher = config.get("searcher") if isinstance(config, dict) else None
+    if not isinstance(searcher, dict) or not isinstance(searcher.get("name"), str):
+        return {}
+    config["searcher"] = {
+        "name": "single",
+        **{key: searcher[key] for key in ("metric", "smaller_is_better") if key in searcher},
+    }
+    return searcher
 
 
 def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
@@ -326,7 +346,8 @@ def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] =
     return num_points
 
 
-def _check_variables(raw: Mapping[str, Any], findings: Findings) -> None:
+def check_variables(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Refuse environment variables of a config that the master sets itself."""
     given = raw["environment"]["environment_variables"]
     entries = (
         [entry for values in given.values() for entry in values or []]
@@ -400,9 +421,10 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
     return [{"name": None, "action": None, **policy} for policy in merged if policy.get("pattern")]
 
 
-def _random_name() -> str:
+def random_name(what: str) -> str:
+    """Return a name for something whose config has none, ``Experiment (calm-otter)`` for example."""
     chosen = random.SystemRandom()
-    return f"Experiment ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
+    return f"{what} ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
 
 
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:

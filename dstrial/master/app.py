@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dstrial.master import web
 from dstrial.master.api import (
+    absent_tasks,
     agents,
     allocations,
     auth,
     checkpoints,
+    commands,
+    detached,
     experiment_actions,
     experiment_checkpoints,
     experiments,
+    generic_tasks,
     jobs,
     logs,
     master,
@@ -22,21 +26,27 @@ from dstrial.master.api import (
     runs,
     tasks,
     templates,
+    tensorboards,
     trials,
     users,
     workspaces,
 )
 from dstrial.master.api.frame import Api, Route
+from dstrial.master.proxy import Front
 from dstrial.master.services import Services
 
 _MODULES = (
+    absent_tasks,
     agents,
     allocations,
     auth,
     checkpoints,
+    commands,
+    detached,
     experiment_actions,
     experiment_checkpoints,
     experiments,
+    generic_tasks,
     jobs,
     logs,
     master,
@@ -48,6 +58,7 @@ _MODULES = (
     runs,
     tasks,
     templates,
+    tensorboards,
     trials,
     users,
     workspaces,
@@ -60,6 +71,6 @@ def all_routes() -> list[Route]:
     return [route for module in _MODULES for route in module.routes]
 
 
-def create_app(services: Services) -> Api:
+def create_app(services: Services) -> Front:
     """Return the ASGI application of a master."""
-    return Api(services, all_routes())
+    return Front(services, Api(services, all_routes()))

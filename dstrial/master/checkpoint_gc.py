@@ -105,15 +105,24 @@ def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
     return root / uuid
 
 
+def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> Path:
+    """Return where the TensorBoard files of an experiment's trials lie on this machine.
+
+    Raises:
+        MasterError: the storage is no directory of this machine.
+
+    Source: Determined 0.38.1 determined/tensorboard/build.py.
+    """
+    return _root(storage) / cluster_id / "tensorboard" / "experiment" / str(experiment_id)
+
+
 def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
     """Delete the TensorBoard files of an experiment's trials; nothing happens where there are none.
 
     Raises:
         MasterError: the storage cannot be reached, or a file cannot be deleted.
-
-    Source: Determined 0.38.1 determined/tensorboard/build.py, where they lie.
     """
-    directory = _root(storage) / cluster_id / "tensorboard" / "experiment" / str(experiment_id)
+    directory = tensorboard_directory(storage, cluster_id, experiment_id)
     try:
         if directory.is_dir() and not directory.is_symlink():
             shutil.rmtree(directory)

@@ -50,6 +50,10 @@ _STOP_TIMEOUT_S = 24 * 3600.0
 """How long trials may take to save a checkpoint, seconds; each has its own ``preemption_timeout`` below that."""
 
 _BACKLOG = 2048
+_SUBMISSIONS = frozenset(
+    f"/api/v1/{path}"
+    for path in ("experiments", "experiments/continue", "commands", "tensorboards", "generic-tasks")
+)
 
 
 class MasterServer(uvicorn.Server):
@@ -93,13 +97,11 @@ class Refusal:
             self.is_stopping
             and scope["type"] == "http"
             and scope["method"] == "POST"
-            and scope["path"] in ("/api/v1/experiments", "/api/v1/experiments/continue")
+            and scope["path"] in _SUBMISSIONS
         ):
             from starlette.responses import JSONResponse
 
-            text = (
-                "the master is ending and takes no new experiments; submit again after the next `dstrial up`"
-            )
+            text = "the master is ending and takes nothing new; submit again after the next `dstrial up`"
             error = {"code": 14, "reason": "Unavailable", "error": text}
             await JSONResponse({"error": error}, status_code=503)(scope, receive, send)
             return
@@ -209,6 +211,7 @@ def _run(
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
     from dstrial.master.app import create_app
+    from dstrial.master.proxy import tunnel_protocol
     from dstrial.master.scheduler import Scheduler
 
     app = Refusal(create_app(services))
@@ -225,7 +228,7 @@ def _run(
             app,
             loop="uvloop",
             http="httptools",
-            ws="none",
+            ws=tunnel_protocol(services),
             lifespan="off",
             access_log=False,
             log_config=None,

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from dstrial.master.activity import Activity
 from dstrial.master.attempts import Attempts
 from dstrial.master.changes import Changes
 from dstrial.master.clock import now_us
@@ -52,6 +53,7 @@ class Services:
         start_us: when it started.
         executor: threads that read the database.
         attempts: who has tried to log in.
+        activity: when the services of tasks were used.
         tokens: who is asking.
     """
 
@@ -69,6 +71,7 @@ class Services:
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
     )
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
+    activity: Activity = dataclasses.field(default_factory=Activity)
     tokens: TokenStore = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

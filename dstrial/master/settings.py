@@ -14,6 +14,8 @@ from dstrial.config.submission import MasterDefaults
 
 DEFAULT_PORT = 8080
 DEFAULT_POOL = "default"
+DEFAULT_TENSORBOARD_TIMEOUT_S = 300
+DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 _STRING = Rule(types=("string",))
 
 
@@ -54,9 +56,14 @@ _SETTINGS = Section(
             environment_variables=Rule(types=("list",), default=[]),
             startup_hook=_STRING,
         ),
+        "tensorboard_timeout": Rule(types=("integer",), default=DEFAULT_TENSORBOARD_TIMEOUT_S, minimum=0),
+        "tensorboard_memory_mib": Rule(
+            types=("integer",), default=DEFAULT_TENSORBOARD_MEMORY_MIB, minimum=64
+        ),
         "retention_policy": _section(
             log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
         ),
+        "detached_timeout_s": Rule(types=("integer",), default=300, minimum=1),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -76,6 +83,9 @@ class MasterSettings:
         environment_variables: ``NAME=value`` for every trial.
         startup_hook: shell lines that run before every entrypoint; empty for none.
         log_retention_days: how long logs are kept; None and -1 for ever.
+        tensorboard_timeout: after how many seconds without a request a TensorBoard ends, 0 for never.
+        tensorboard_memory_mib: how much memory a TensorBoard may use, MiB.
+        detached_timeout_s: for how long nothing may be heard of a detached run, which sends a heartbeat every minute.
     """
 
     port: int | None
@@ -87,6 +97,9 @@ class MasterSettings:
     environment_variables: tuple[str, ...]
     startup_hook: str
     log_retention_days: int | None
+    tensorboard_timeout: int
+    tensorboard_memory_mib: int
+    detached_timeout_s: int
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -126,6 +139,9 @@ class MasterSettings:
             environment_variables=tuple(raw["task_container_defaults"]["environment_variables"]),
             startup_hook=raw["task_container_defaults"]["startup_hook"] or "",
             log_retention_days=raw["retention_policy"]["log_retention_days"],
+            tensorboard_timeout=raw["tensorboard_timeout"],
+            tensorboard_memory_mib=raw["tensorboard_memory_mib"],
+            detached_timeout_s=raw["detached_timeout_s"],
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -153,6 +169,9 @@ class MasterSettings:
                 "startup_hook": self.startup_hook,
             },
             "retention_policy": {"log_retention_days": self.log_retention_days},
+            "tensorboard_timeout": self.tensorboard_timeout,
+            "tensorboard_memory_mib": self.tensorboard_memory_mib,
+            "detached_timeout_s": self.detached_timeout_s,
         }
 
 

@@ -566,7 +566,7 @@ def test_preview_search(det: Det) -> None:
 
 
 def test_what_is_not_offered_says_so(det: Det) -> None:
-    done = det.run("notebook", "list")
+    done = det.run("token", "list")
 
     assert done.returncode == 1
     assert "not offered by the embedded master" in done.stderr

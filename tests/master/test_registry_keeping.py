@@ -20,6 +20,7 @@ from dstrial.master.login import USERNAME, new_token
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
+ROOT = Path(__file__).resolve().parents[2]
 
 TRAIN = """
 import json, os, pathlib
@@ -154,42 +155,21 @@ def test_a_support_bundle_has_logs_and_descriptions(
     assert json.loads(found["api_experiment_call.json"])["experiment"]["id"] == experiment_id
 
 
-USERS_SCRIPT = """
-import pathlib, sys
-from determined.experimental import client
-
-client.login()
-experiment = client.create_experiment(
-    {
-        "name": "script",
-        "entrypoint": "python3 train.py",
-        "searcher": {"name": "single", "metric": "score", "smaller_is_better": False},
-        "checkpoint_storage": {"save_trial_latest": 4},
-        "max_restarts": 0,
-    },
-    sys.argv[1],
-)
-assert experiment.wait(interval=0.2) is client.ExperimentState.COMPLETED
-[best] = experiment.list_checkpoints(max_results=1)
-model = client.create_model(f"script-{experiment.id}", "from a script", {"task": "digits"})
-model.set_labels(["script"])
-version = model.register_version(best.uuid)
-version.set_notes("the best one")
-again = client.get_model(model.name).get_version()
-path = pathlib.Path(again.checkpoint.download(sys.argv[2]))
-print(again.model_version, again.notes, again.checkpoint.training.validation_metrics["avgMetrics"]["score"])
-print((path / "weights.txt").read_text(), experiment.id)
-"""
-
-
 def test_a_users_script_trains_registers_and_downloads(shared_master: MasterForTest, tmp_path: Path) -> None:
-    context = tmp_path / "context"
+    context, settings = tmp_path / "context", tmp_path / "script.yaml"
     context.mkdir()
     (context / "train.py").write_text(TRAIN)
+    searcher = {"name": "single", "metric": "score", "smaller_is_better": False}
+    settings.write_text(json.dumps(config(searcher=searcher, checkpoint_storage={"save_trial_latest": 4})))
+    words = [str(settings), str(context), "of a script", str(tmp_path / "best")]
+
     done = subprocess.run(
-        [sys.executable, "-c", USERS_SCRIPT, str(context), str(tmp_path / "best")],
+        [sys.executable, str(ROOT / "examples" / "register_best.py"), *words],
         env={**shared_master.env, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
+
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:][0] == "1 the best one 4"
-    assert done.stdout.splitlines()[-1].startswith("4 ")
+    assert "is version 1 of of a script: experiment " in done.stdout
+    assert "{'score': 4}" in done.stdout
+    assert (tmp_path / "best" / "weights.txt").read_text() == "4"
+    assert f"{tmp_path / 'best' / 'weights.txt'} 1 bytes" in done.stdout

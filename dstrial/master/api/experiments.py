@@ -26,7 +26,7 @@ from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.api.shapes import experiment_json
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.experiment import experiments, holders
+from dstrial.master.experiment import detached, experiments, holders
 from dstrial.master.interpreter import check_interpreter
 from dstrial.master.model_definition import pack, unpack
 from dstrial.master.services import Services
@@ -47,6 +47,7 @@ def checked(
     *,
     template: Mapping[str, Any] | None = None,
     storage: Mapping[str, Any] | None = None,
+    is_detached: bool = False,
 ) -> Submission:
     """Check a config with its model definition; takes long enough to be done in a thread.
 
@@ -57,6 +58,7 @@ def checked(
         resumed: the checkpoint that its trial goes on from, if it does.
         template: a part of a config that gives what the config leaves out.
         storage: of the workspace, before the master's; None for none.
+        is_detached: whether its trials run elsewhere.
 
     Raises:
         ConfigError: with every problem.
@@ -74,9 +76,10 @@ def checked(
                 config,
                 context_dir=context_dir,
                 defaults=defaults,
-                num_slots=len(services.slots),
+                num_slots=None if is_detached else len(services.slots),
                 resumed=resumed,
                 template=template,
+                is_detached=is_detached,
             )
         except ConfigError as error:
             raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
@@ -86,7 +89,7 @@ def checked(
             400,
             f"resources.resource_pool is {pool!r}; expected {services.settings.pool_name!r}, the only pool. Remove it.",
         )
-    if submission.interpreter is not None:
+    if submission.interpreter is not None and not is_detached:
         check_interpreter(submission.interpreter, submission.config["entrypoint"])
     return submission
 
@@ -99,7 +102,12 @@ def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
     )
 
 
-async def _shown(services: Services, experiment_id: int) -> dict[str, Any]:
+async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
+    """Return an experiment as a ``v1Experiment``.
+
+    Raises:
+        RequestError: 404.
+    """
     row = await services.read(listings.get_experiment, experiment_id)
     if row is None:
         await services.read(experiment_rows.require, experiment_id)
@@ -111,10 +119,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     """``POST experiments``: check a submission and, unless only that is asked for, store it with its first trials."""
     body, services = request.body(), request.services
     if body.flag("unmanaged"):
-        raise RequestError(
-            501,
-            "unmanaged experiments are not offered by the embedded master; submit one with an entrypoint.",
-        )
+        return await create_detached(request, body, None)
     parent_id, template_name = body.integer("parentId") or None, body.text("template")
     tgz = await services.run(lambda: pack([dict(file) for file in _files(body)]))
     config = body.text("config") or ""
@@ -156,8 +161,43 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     return message(
         bindings.v1CreateExperimentResponse,
         config=submission.config,
-        experiment=await _shown(services, experiment_id),
+        experiment=await shown(services, experiment_id),
         warnings=warnings,
+    )
+
+
+async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
+    """Store an experiment of detached runs, or find it.
+
+    Args:
+        request: whose user asks.
+        body: a ``v1CreateExperimentRequest``.
+        external_id: by which scripts find it again; None for a new one in any case.
+
+    Returns:
+        A ``v1CreateExperimentResponse``.
+
+    Raises:
+        ConfigError: with every problem of the config.
+        RequestError: its project is archived, or it is being deleted.
+    """
+    services, config = request.services, body.text("config") or ""
+    given = _readable(config, None)
+    project = await services.read(holders.place, body.integer("projectId"), given)
+    storage = await services.read(_storage_of, project["workspace_id"])
+    submission = await services.run(lambda: checked(services, config, b"", storage=storage, is_detached=True))
+    experiment_id = await services.write(
+        lambda tx: detached.create(
+            tx,
+            submission=submission,
+            owner_id=request.user.id,
+            project_id=project["id"],
+            external_id=external_id,
+        )
+    )
+    experiment = await shown(services, experiment_id)
+    return message(
+        bindings.v1CreateExperimentResponse, config=experiment["config"], experiment=experiment, warnings=[]
     )
 
 
@@ -264,14 +304,14 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
 
 async def show_experiment(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}``."""
-    shown = await _shown(request.services, request.path_params["experiment_id"])
-    state = "STATE_SCHEDULED" if shown["state"] in ("STATE_RUNNING", "STATE_STARTING") else "STATE_QUEUED"
+    found = await shown(request.services, request.path_params["experiment_id"])
+    state = "STATE_SCHEDULED" if found["state"] in ("STATE_RUNNING", "STATE_STARTING") else "STATE_QUEUED"
     job = message(bindings.v1JobSummary, jobsAhead=0, state=state)
-    is_open = shown["endTime"] is None
+    is_open = found["endTime"] is None
     return message(
         bindings.v1GetExperimentResponse,
-        experiment=shown,
-        config=shown["config"],
+        experiment=found,
+        config=found["config"],
         jobSummary=job if is_open else None,
     )
 
@@ -305,7 +345,7 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
         )
     await services.write(lambda tx: experiments.continue_(tx, experiment_id, submission))
     return message(
-        bindings.v1ContinueExperimentResponse, experiment=await _shown(services, experiment_id), warnings=[]
+        bindings.v1ContinueExperimentResponse, experiment=await shown(services, experiment_id), warnings=[]
     )
 
 
@@ -342,7 +382,7 @@ async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
         }
     experiment_id = request.path_params["experiment_id"]
     await request.services.write(lambda tx: experiments.patch(tx, experiment_id, **fields))
-    return {"experiment": await _shown(request.services, experiment_id)}
+    return {"experiment": await shown(request.services, experiment_id)}
 
 
 def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], Any]:

@@ -1,7 +1,8 @@
-"""The queue: experiments that run or wait for slots, in the order in which they get them."""
+"""The queue: experiments and commands that run or wait for slots, in the order in which they get them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from typing import Any
@@ -14,6 +15,8 @@ from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
+from dstrial.master.command import life
+from dstrial.master.store import commands
 from dstrial.master.store.database import Transaction
 
 _MAX_PRIORITY = 99
@@ -28,7 +31,7 @@ LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_active FROM trials WHERE state 
     ON j.experiment_id = e.id
 LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_allocations, SUM(json_array_length(slots)) AS num_slots
            FROM allocations WHERE state != 'TERMINATED' GROUP BY experiment_id) a ON a.experiment_id = e.id
-WHERE e.state = 'ACTIVE' OR a.num_allocations > 0
+WHERE (e.state = 'ACTIVE' AND e.unmanaged = 0) OR a.num_allocations > 0
 ORDER BY e.priority, e.queue_position, e.id
 """
 
@@ -38,8 +41,57 @@ def queue(connection: sqlite3.Connection) -> list[sqlite3.Row]:
     return connection.execute(_QUEUE).fetchall()
 
 
-def _state(row: sqlite3.Row) -> str:
-    return "STATE_SCHEDULED" if row["num_allocations"] else "STATE_QUEUED"
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """One entry: an experiment, or a command.
+
+    Attributes:
+        row: of ``queue``, or of ``commands.queued``.
+        is_command: which of the two.
+    """
+
+    row: sqlite3.Row
+    is_command: bool
+
+    @property
+    def place(self) -> tuple[int, float]:
+        """Where it stands; the smallest is the next one."""
+        return self.row["priority"], self.row["queue_position"]
+
+    @property
+    def state(self) -> str:
+        """Whether it runs."""
+        runs = self.row["allocation_id"] if self.is_command else self.row["num_allocations"]
+        return "STATE_SCHEDULED" if runs else "STATE_QUEUED"
+
+
+def _jobs(connection: sqlite3.Connection) -> list[_Job]:
+    found = [_Job(row, False) for row in queue(connection)]
+    found += [_Job(row, True) for row in commands.queued(connection)]
+    return sorted(found, key=lambda job: job.place)
+
+
+def _command_json(job: _Job, num_ahead: int, pool_name: str) -> dict[str, Any]:
+    row = job.row
+    return message(
+        bindings.v1Job,
+        jobId=row["job_id"],
+        entityId=row["task_id"],
+        type=f"TYPE_{row['kind']}",
+        name=row["description"],
+        username=row["username"],
+        userId=row["owner_id"],
+        submissionTime=format_us(row["start_us"]),
+        requestedSlots=row["num_slots"],
+        allocatedSlots=len(json.loads(row["slots"] or "[]")),
+        isPreemptible=False,
+        priority=row["priority"],
+        weight=1,
+        progress=0,
+        resourcePool=pool_name,
+        workspaceId=row["workspace_id"],
+        summary={"state": job.state, "jobsAhead": num_ahead},
+    )
 
 
 def job_json(row: sqlite3.Row, num_ahead: int, pool_name: str) -> dict[str, Any]:
@@ -62,7 +114,7 @@ def job_json(row: sqlite3.Row, num_ahead: int, pool_name: str) -> dict[str, Any]
         progress=row["progress"],
         resourcePool=pool_name,
         workspaceId=row["workspace_id"],
-        summary={"state": _state(row), "jobsAhead": num_ahead},
+        summary={"state": _Job(row, False).state, "jobsAhead": num_ahead},
     )
 
 
@@ -71,11 +123,12 @@ async def _page(request: ApiRequest) -> tuple[list[dict[str, Any]], dict[str, in
     asked = request.query("resourcePool")
     states = request.query_choices("states", bindings.jobv1State)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-    rows = await request.services.read(queue)
     jobs = [
-        job_json(row, num_ahead, pool_name)
-        for num_ahead, row in enumerate(rows)
-        if asked in (None, "", pool_name) and (not states or _state(row) in states)
+        _command_json(job, num_ahead, pool_name)
+        if job.is_command
+        else job_json(job.row, num_ahead, pool_name)
+        for num_ahead, job in enumerate(await request.services.read(_jobs))
+        if asked in (None, "", pool_name) and (not states or job.state in states)
     ]
     if is_descending:
         jobs.reverse()
@@ -97,7 +150,7 @@ async def list_jobs(request: ApiRequest) -> dict[str, Any]:
 
 async def show_stats(request: ApiRequest) -> dict[str, Any]:
     """``GET job-queues/stats``."""
-    states = [_state(row) for row in await request.services.read(queue)]
+    states = [job.state for job in await request.services.read(_jobs)]
     stats = queue_stats(states.count("STATE_QUEUED"), states.count("STATE_SCHEDULED"))
     pool_name = request.services.settings.pool_name
     return {"results": [message(bindings.v1RPQueueStat, resourcePool=pool_name, stats=stats, aggregates=[])]}
@@ -131,7 +184,11 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
     if anchor_id:
         anchor = _find(tx, anchor_id)
         priority = anchor["priority"]
-        position = _place(tx, row["id"], anchor, is_ahead=bool(ahead_of))
+        position = _place(tx, row["job_id"], anchor, is_ahead=bool(ahead_of))
+    if "task_id" in row.keys():  # noqa: SIM118 - a row's own names, which it does not contain by itself
+        tx.execute("UPDATE commands SET queue_position = ? WHERE task_id = ?", (position, row["task_id"]))
+        life.set_priority(tx, row["task_id"], row["priority"] if priority is None else priority)
+        return
     config = json.loads(row["config"])
     resources = dict(config.get("resources") or {})
     for name, value in (("priority", priority), ("weight", weight)):
@@ -146,20 +203,25 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
 
 
 def _find(tx: Transaction, job_id: str) -> sqlite3.Row:
+    """Return the experiment, or the command, that has this place in the queue."""
     row: sqlite3.Row | None = tx.execute("SELECT * FROM experiments WHERE job_id = ?", (job_id,)).fetchone()
+    if row is None:
+        row = tx.execute("SELECT * FROM commands WHERE job_id = ?", (job_id,)).fetchone()
     if row is None:
         raise RequestError(404, f"job {job_id[:80]!r} does not exist; see `det job list`")
     return row
 
 
-def _place(tx: Transaction, experiment_id: int, anchor: sqlite3.Row, *, is_ahead: bool) -> float:
-    """A queue position right before or behind another experiment of the same priority."""
+def _place(tx: Transaction, job_id: str, anchor: sqlite3.Row, *, is_ahead: bool) -> float:
+    """A queue position right before or behind another job of the same priority."""
     own: float = anchor["queue_position"]
     side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
     neighbour = tx.execute(
-        f"SELECT {edge}(queue_position) FROM experiments "  # noqa: S608 - one of two words of ours
-        f"WHERE priority = ? AND id NOT IN (?, ?) AND queue_position {side} ?",
-        (anchor["priority"], experiment_id, anchor["id"], own),
+        f"SELECT {edge}(queue_position) FROM "  # noqa: S608 - one of two words of ours
+        "(SELECT job_id, priority, queue_position FROM experiments "
+        "UNION ALL SELECT job_id, priority, queue_position FROM commands WHERE end_us IS NULL) "
+        f"WHERE priority = ? AND job_id NOT IN (?, ?) AND queue_position {side} ?",
+        (anchor["priority"], job_id, anchor["job_id"], own),
     ).fetchone()[0]
     if neighbour is None:
         return own - 1 if is_ahead else own + 1

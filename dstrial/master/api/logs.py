@@ -22,6 +22,8 @@ from dstrial.master.store.database import Transaction
 
 _CHUNK = 2000
 _FOLLOW_WAIT_S = 30.0
+# The client of a detached run sends its last lines after it has said that it has ended.
+_LATE_S = 3.0
 
 
 def _filter(request: ApiRequest, trial_id: int | None, task_id: str | None) -> logs.LogFilter:
@@ -83,12 +85,22 @@ def _task(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row:
     return row
 
 
-def _is_over(connection: sqlite3.Connection, wanted: logs.LogFilter) -> bool:
+def _is_detached(connection: sqlite3.Connection, wanted: logs.LogFilter) -> bool:
+    """Say whether lines come from outside."""
+    row = connection.execute(
+        "SELECT 1 FROM trials WHERE id = COALESCE(?, (SELECT trial_id FROM tasks WHERE id = ?)) "
+        "AND heartbeat_us IS NOT NULL",
+        (wanted.trial_id, wanted.task_id),
+    ).fetchone()
+    return row is not None
+
+
+def _is_over(connection: sqlite3.Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
     """Say whether nothing more can come: every task has ended, and so has every allocation."""
     column, value = ("trial_id", wanted.trial_id) if wanted.trial_id is not None else ("id", wanted.task_id)
     open_tasks = connection.execute(
-        f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND end_us IS NULL",  # noqa: S608 - a constant
-        (value,),
+        f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant
+        (value, now_us() - int(_LATE_S * 1e6) if is_detached else now_us()),
     ).fetchone()[0]
     column = "trial_id" if wanted.trial_id is not None else "task_id"
     live = connection.execute(
@@ -109,9 +121,11 @@ async def _lines(
         rows = await services.read(logs.query, wanted)
         yield [_line_json(services, wanted, row) for row in rows]
         return
+    is_detached = await services.read(_is_detached, wanted)
+    wait_s = _LATE_S if is_detached else _FOLLOW_WAIT_S
     while left is None or left > 0:
         seen = services.changes.version(topic)
-        is_over = await services.read(_is_over, wanted)
+        is_over = await services.read(_is_over, wanted, is_detached=is_detached)
         limit = _CHUNK if left is None else min(_CHUNK, left)
         rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
         if rows:
@@ -122,7 +136,7 @@ async def _lines(
             continue
         if not follows or is_over:
             return
-        await services.changes.wait(topic, seen, _FOLLOW_WAIT_S)
+        await services.changes.wait(topic, seen, wait_s)
 
 
 def _line_json(services: Services, wanted: logs.LogFilter, row: sqlite3.Row) -> dict[str, Any]:

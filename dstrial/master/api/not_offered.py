@@ -12,10 +12,7 @@ from dstrial.errors import RequestError
 NOUNS = {
     "notebooks": "notebooks",
     "shells": "shells",
-    "commands": "commands",
-    "tensorboards": "TensorBoard tasks",
-    "generic-tasks": "generic tasks",
-    "tasks": "generic tasks",
+    "tasks": "accelerators of tasks",
     "task": "logs over HTTP",
     "workspaces": "namespaces, quotas and roles of workspaces",
     "projects": "columns of the web interface",
@@ -29,8 +26,6 @@ NOUNS = {
     "namespace-bindings": "Kubernetes",
     "k8s-resource-managers": "Kubernetes",
     "resource-pools": "bindings of resource pools",
-    "proxy": "the proxy to tasks",
-    "task-logs": "detached runs",
     "runs": "the runs view of the web interface",
     "users": "settings of the web interface",
     "experiments": "this view of experiments",
@@ -43,16 +38,21 @@ NOUNS = {
 }
 """First segment of a path below ``/api/v1`` or the root -> what a person calls it."""
 
+INSTEAD = {
+    "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
+    "shells": "Use a shell of this machine, where trials are plain processes; `det command run` runs one with slots and a log",
+}
+"""First segment -> what to do on one machine, where that is another thing than to use a cluster."""
+
 ENDINGS = {
     "workspace-bindings": "bindings of resource pools",
     "file": "single files of a model definition",
     "file_tree": "single files of a model definition",
-    "by-external-id": "detached runs",
     "profiler": "the profiler of older releases",
 }
 """Later segment of a path -> what a person calls it, where the first one says too little."""
 
-_ROOT_NOUNS = ("oauth2", "proxy", "task-logs")
+_ROOT_NOUNS = ("oauth2",)
 _REQUEST = re.compile(r'method="([A-Z]+)",\s*path=f?"([^"]+)"')
 _PARAMETER = re.compile(r"\{\w+\}")
 
@@ -71,10 +71,10 @@ def refusal(method: str, path: str) -> RequestError:
         name = next(
             (ENDINGS[segment] for segment in segments[3:] if segment in ENDINGS), NOUNS.get(noun, noun)
         )
+        instead = INSTEAD.get(noun, "Use a Determined cluster for it")
         return RequestError(
             501,
-            f"{shown} ({name}) is not offered by the embedded master. Use a Determined cluster for it; "
-            "the README lists what is offered.",
+            f"{shown} ({name}) is not offered by the embedded master. {instead}; the README lists what is offered.",
         )
     return RequestError(
         404, f"{shown} does not exist; expected a request of Determined 0.38.1. Check the path."

@@ -15,15 +15,44 @@ from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us
 from dstrial.master.services import Services
+from dstrial.master.store import commands
 
 _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED": "STATE_TERMINATED"}
 
 
 def _living(connection: sqlite3.Connection) -> list[sqlite3.Row]:
     return connection.execute(
-        "SELECT a.*, e.priority FROM allocations a JOIN experiments e ON e.id = a.experiment_id "
+        "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
+        "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
+        "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
+        "LEFT JOIN commands c ON c.task_id = a.task_id "
         "WHERE a.state != 'TERMINATED' ORDER BY a.start_us, a.id"
     ).fetchall()
+
+
+def _ports(row: sqlite3.Row) -> list[dict[str, Any]]:
+    """Return the ports of an allocation that the proxy leads to."""
+    ports = [
+        message(
+            bindings.v1ProxyPortConfig,
+            port=one["proxy_port"],
+            proxyTcp=bool(one.get("proxy_tcp")),
+            serviceId=f"{row['task_id']}:{one['proxy_port']}",
+            unauthenticated=False,
+        )
+        for one in (json.loads(row["config"]).get("environment") or {}).get("proxy_ports") or []
+    ]
+    tensorboard = json.loads(row["ports"]).get("TENSORBOARD_PORT")
+    if tensorboard is not None:
+        one = message(
+            bindings.v1ProxyPortConfig,
+            port=tensorboard,
+            proxyTcp=False,
+            serviceId=row["task_id"],
+            unauthenticated=False,
+        )
+        ports.append(one)
+    return ports
 
 
 def _summary(services: Services, row: sqlite3.Row) -> dict[str, Any]:
@@ -40,14 +69,14 @@ def _summary(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         bindings.v1AllocationSummary,
         taskId=row["task_id"],
         allocationId=row["id"],
-        name=f"Trial {row['trial_id']} (Experiment {row['experiment_id']})",
+        name=row["name"],
         registeredTime=format_us(row["start_us"]),
         resources=[resources],
         slotsNeeded=len(slots),
         resourcePool=services.settings.pool_name,
         schedulerType="priority",
         priority=row["priority"],
-        proxyPorts=[],
+        proxyPorts=_ports(row),
     )
 
 
@@ -57,9 +86,16 @@ async def list_tasks(request: ApiRequest) -> dict[str, Any]:
     return {"allocationIdToSummary": {row["id"]: _summary(request.services, row) for row in rows}}
 
 
-async def count_tasks(_request: ApiRequest) -> dict[str, Any]:
-    """``GET tasks/count``: of the kinds that are not offered, so none."""
-    return message(bindings.v1GetActiveTasksCountResponse, commands=0, notebooks=0, shells=0, tensorboards=0)
+async def count_tasks(request: ApiRequest) -> dict[str, Any]:
+    """``GET tasks/count``: commands and TensorBoards that have not ended."""
+    counts = await request.services.read(commands.count_living)
+    return message(
+        bindings.v1GetActiveTasksCountResponse,
+        commands=counts.get("COMMAND", 0),
+        notebooks=0,
+        shells=0,
+        tensorboards=counts.get("TENSORBOARD", 0),
+    )
 
 
 def _find_task(connection: sqlite3.Connection, task_id: str) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
@@ -90,6 +126,16 @@ def allocation_json(row: sqlite3.Row) -> dict[str, Any]:
 async def show_task(request: ApiRequest) -> dict[str, Any]:
     """``GET tasks/{id}``: the task and its allocations, the latest first."""
     task, allocations = await request.services.read(_find_task, request.path_params["task_id"])
+    row = await request.services.read(commands.get, task["id"])
+    more: dict[str, Any] = {}
+    if row is not None and row["kind"] == "GENERIC":
+        more = {
+            "taskState": f"GENERIC_TASK_STATE_{row['state']}",
+            "config": row["config"],
+            "noPause": not row["is_pausable"],
+            "parentId": row["parent_id"],
+            "forkedFrom": row["forked_from"],
+        }
     return {
         "task": message(
             bindings.v1Task,
@@ -97,7 +143,8 @@ async def show_task(request: ApiRequest) -> dict[str, Any]:
             taskType=f"TASK_TYPE_{task['type']}",
             startTime=format_us(task["start_us"]),
             endTime=None if task["end_us"] is None else format_us(task["end_us"]),
-            allocations=[allocation_json(row) for row in allocations],
+            allocations=[allocation_json(one) for one in allocations],
+            **more,
         )
     }
 
@@ -108,7 +155,7 @@ def _model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
         "SELECT m.tgz FROM tasks t JOIN model_definitions m ON m.experiment_id = t.experiment_id WHERE t.id = ?",
         (task_id,),
     ).fetchone()
-    return b"" if row is None else bytes(row["tgz"])
+    return commands.context(connection, task_id) if row is None else bytes(row["tgz"])
 
 
 async def show_context_directory(request: ApiRequest) -> dict[str, Any]:

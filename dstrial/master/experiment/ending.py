@@ -100,7 +100,7 @@ def close_trial(
             (f"trial {trial_id}: {why}", trial["experiment_id"]),
         )
     searching.trial_closed(tx, trial, reason)
-    finish_if_stopped(tx, trial["experiment_id"])
+    finish_if_over(tx, trial["experiment_id"])
 
 
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
@@ -116,7 +116,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         stop_trial(tx, trial_id, stopping, why)
-    finish_if_stopped(tx, experiment_id)
+    finish_if_over(tx, experiment_id)
     return True
 
 
@@ -129,15 +129,21 @@ def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
     stop_experiment(tx, experiment_id, "STOPPING_ERROR", "the experiment has failed")
 
 
-def finish_if_stopped(tx: Transaction, experiment_id: int) -> None:
-    """End an experiment that was stopping and has no open trial any more."""
+def finish_if_over(tx: Transaction, experiment_id: int) -> None:
+    """End an experiment that has no open trial any more, if it was stopping or has detached runs, and no searcher."""
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] in STOPPING and not trial_rows.open_ids(tx.connection, experiment_id):
+    if trial_rows.open_ids(tx.connection, experiment_id):
+        return
+    if row["state"] in STOPPING:
         finish_experiment(tx, experiment_id, END_OF[row["state"]], None)
+    elif row["unmanaged"]:
+        ends = {trial["state"] for trial in trial_rows.of_experiment(tx.connection, experiment_id)}
+        worst = next(state for state in ("ERROR", "CANCELED", "COMPLETED") if state in ends)
+        finish_experiment(tx, experiment_id, worst, None)
 
 
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
-    """Put an experiment into its terminal state; its checkpoints are collected afterwards."""
+    """Put an experiment into its terminal state; its checkpoints are collected afterwards, unless its runs are detached."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row["state"] in TERMINAL:
         return
@@ -149,4 +155,5 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
     if state == "COMPLETED":
         tx.execute("UPDATE experiments SET end_reason = NULL WHERE id = ?", (experiment_id,))
     tx.publish(f"experiment:{experiment_id}")
-    work.request(tx, "gc", experiment_id)
+    if not row["unmanaged"]:
+        work.request(tx, "gc", experiment_id)

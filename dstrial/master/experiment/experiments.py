@@ -9,6 +9,7 @@ from typing import Any
 from dstrial.config.submission import Submission
 from dstrial.errors import RequestError
 from dstrial.master.experiment import ending, searching
+from dstrial.master.experiment.detached import refuse_detached
 from dstrial.master.experiment.states import DELETING, TERMINAL
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
@@ -120,7 +121,9 @@ def activate(tx: Transaction, experiment_id: int) -> None:
 
 
 def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
-    state = str(experiment_rows.require(tx.connection, experiment_id)["state"])
+    row = experiment_rows.require(tx.connection, experiment_id)
+    refuse_detached(row, verb)
+    state = str(row["state"])
     if state not in ("ACTIVE", "PAUSED"):
         raise RequestError(
             400,
@@ -243,6 +246,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
         RequestError: 404 unknown, 400 not ended, a searcher that adapts, or nothing left to do.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
+    refuse_detached(row, "continue")
     searcher = row["searcher_type"]
     problem = None
     if row["state"] not in TERMINAL:

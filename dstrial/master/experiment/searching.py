@@ -59,6 +59,11 @@ def feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[A
 def update_progress(tx: Transaction, experiment_id: int) -> None:
     """Compute the experiment's progress from its trials'."""
     row = experiment_rows.require(tx.connection, experiment_id)
+    if row["unmanaged"]:
+        tx.execute(
+            "UPDATE experiments SET progress = (SELECT AVG(progress) FROM trials WHERE experiment_id = ?) WHERE id = ?",
+            (experiment_id, experiment_id),
+        )
     if row["searcher_snapshot"] is None or row["state"] in TERMINAL:
         return
     searcher = Searcher.restore(json.loads(row["config"]), json.loads(row["searcher_snapshot"]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.experiment import ending, searching
+from dstrial.master.experiment import detached, ending, searching
 from dstrial.master.experiment.states import TERMINAL
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -63,8 +63,9 @@ def report_metrics(
         (trial_id, run_id),
     )
     tx.publish(f"trial:{trial_id}")
+    trial = trial_rows.require(tx.connection, trial_id)
+    detached.hear(tx, trial)
     if group == "validation":
-        trial = trial_rows.require(tx.connection, trial_id)
         tx.publish(f"experiment:{trial['experiment_id']}")
         if trial["state"] in TERMINAL:
             return

@@ -1,4 +1,4 @@
-"""Processes of trials: the directory and environment of an allocation, its supervisor, its output, its end."""
+"""Processes of trials and commands: the directory and environment of an allocation, its supervisor, its output, its end."""
 
 from dstrial.master.launcher.devices import Slot, find_slots
 from dstrial.master.launcher.launcher import (
@@ -10,6 +10,7 @@ from dstrial.master.launcher.launcher import (
     poll_exit,
     prepare,
     remove,
+    resident_bytes,
     start,
     terminate,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "poll_exit",
     "prepare",
     "remove",
+    "resident_bytes",
     "start",
     "terminate",
 ]

@@ -1,4 +1,4 @@
-"""What a trial's processes see: environment variables and cluster-info files, as Determined's containers have them.
+"""What processes of trials and commands see: environment variables and cluster-info files, as in Determined's containers.
 
 Source of names and meanings: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dstrial.master.launcher.request import AllocationRequest
+from dstrial.master.launcher.request import TRIAL, AllocationRequest
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
@@ -45,7 +45,7 @@ def trial_config(request: AllocationRequest) -> dict[str, Any]:
 
 def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
     """Return the content of each file of ``info/``, which ``determined.get_cluster_info()`` reads."""
-    return {
+    files: dict[str, dict[str, Any]] = {
         "cluster.json": {
             "master_url": request.master_url,
             "cluster_id": request.cluster_id,
@@ -54,7 +54,7 @@ def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
             "task_id": request.task_id,
             "allocation_id": request.allocation_id,
             "session_token": request.session_token,
-            "task_type": "TRIAL",
+            "task_type": request.task_type,
             "master_cert_name": None,
             "master_cert_file": None,
             "latest_checkpoint": request.latest_checkpoint,
@@ -77,6 +77,9 @@ def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
             "container_slot_counts": [len(request.slots)],
         },
     }
+    if request.task_type != TRIAL:
+        del files["trial.json"]
+    return files
 
 
 def trial_environment(
@@ -131,7 +134,7 @@ def _protocol_variables(request: AllocationRequest) -> dict[str, str]:
         "DET_SESSION_TOKEN": request.session_token,
         "DET_USER": request.username,
         "DET_USER_TOKEN": request.user_token,
-        "DET_TASK_TYPE": "TRIAL",
+        "DET_TASK_TYPE": request.task_type,
         "DET_RESOURCES_ID": request.resources_id,
         "DET_RESOURCES_TYPE": "docker-container",
         "DET_CONTAINER_ID": request.resources_id,
@@ -142,6 +145,13 @@ def _protocol_variables(request: AllocationRequest) -> dict[str, str]:
         "DET_RUN_DIR": str(request.directory),
         "DET_WORKDIR": str(request.directory / "workdir"),
         "DET_RETRY_CONFIG": json.dumps(_RETRIES),
+        **(_trial_variables(request) if request.task_type == TRIAL else {}),
+    }
+    return {name: value for name, value in values.items() if len(value.encode()) <= _MAX_VALUE_BYTES}
+
+
+def _trial_variables(request: AllocationRequest) -> dict[str, str]:
+    values = {
         "DET_TRIAL_ID": str(request.trial_id),
         "DET_EXPERIMENT_ID": str(request.experiment_id),
         "DET_TRIAL_SEED": str(request.trial_seed),
@@ -152,7 +162,7 @@ def _protocol_variables(request: AllocationRequest) -> dict[str, str]:
     }
     if request.latest_checkpoint is not None:
         values["DET_LATEST_CHECKPOINT"] = request.latest_checkpoint
-    return {name: value for name, value in values.items() if len(value.encode()) <= _MAX_VALUE_BYTES}
+    return values
 
 
 def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dict[str, str]:

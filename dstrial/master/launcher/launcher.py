@@ -87,6 +87,10 @@ def prepare(request: AllocationRequest) -> None:
         workdir.mkdir(mode=0o700)
         if request.model_definition:
             unpack(request.model_definition, workdir)
+        events = directory / "events"
+        for name, target in request.links.items():
+            events.mkdir(mode=0o700, exist_ok=True)
+            (events / name).symlink_to(target)
         info = directory / "info"
         info.mkdir(mode=0o700)
         for name, content in cluster_info_files(request).items():
@@ -97,7 +101,7 @@ def prepare(request: AllocationRequest) -> None:
             directory / "spec.json",
             {
                 "command": _with_hooks(request, directory),
-                "working_directory": str(workdir),
+                "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),
                 "marker": marker,
                 "environment": trial_environment(request, marker=marker, temporary_directory=temporary),
@@ -227,6 +231,15 @@ def kill(handle: SupervisorHandle | None, directory: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_KILL_PERIOD_S)
     logger.warning("processes %s of %s do not end after SIGKILL", sorted(left), directory.name)
+
+
+def resident_bytes(handle: SupervisorHandle) -> int:
+    """Return how much memory the processes of an allocation have in use; what they share counts for each."""
+    page, total = os.sysconf("SC_PAGE_SIZE"), 0
+    for pid in supervisor.descendants(handle.pid):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            total += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
+    return total
 
 
 def remove(directory: Path) -> None:

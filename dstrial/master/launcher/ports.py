@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from dstrial.errors import MasterError
 
@@ -20,19 +20,27 @@ _FIRST = {
 _TRIES = 2000
 
 
-def choose_ports(used: Collection[int]) -> dict[str, int]:
+TENSORBOARD = {"TENSORBOARD_PORT": 2600}
+"""The port of a TensorBoard, as Determined has it."""
+
+
+def choose_ports(used: Collection[int], first_ports: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return a port for each purpose by its environment variable.
 
     Each is one of its purpose's range that is neither used nor bound by another program now. The search begins anywhere in
     the range, so that two masters of one machine, which know nothing of each other, hardly ever choose the same port
     between this look and the trial's own bind.
 
+    Args:
+        used: ports that are given away.
+        first_ports: environment variable -> first port of its range; those of a trial if left out.
+
     Raises:
         MasterError: none is free.
     """
     taken = set(used)
     ports: dict[str, int] = {}
-    for variable, first in _FIRST.items():
+    for variable, first in (_FIRST if first_ports is None else first_ports).items():
         start = random.randrange(_TRIES)
         candidates = (first + (start + offset) % _TRIES for offset in range(_TRIES))
         port = next((p for p in candidates if p not in taken and _is_free(p)), None)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dstrial.master.launcher.devices import Slot
 
+TRIAL = "TRIAL"
+"""``task_type`` of a trial."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """One run of a trial on this machine.
+    """One run of a trial, or of a command, on this machine.
+
+    Without a trial its fields are 0, empty or None.
 
     Attributes:
         allocation_id: ``{task_id}.{run_id}``.
@@ -39,6 +45,9 @@ class AllocationRequest:
         entrypoint: as in the config.
         interpreter: Python of the trial, absolute; None for the master's.
         startup_hook: shell lines of the master's settings that run first; may be empty.
+        task_type: ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``.
+        working_directory: where it runs, absolute; None for the directory with its model definition.
+        links: name in ``events/`` of its directory -> the directory that is seen there.
     """
 
     allocation_id: str
@@ -66,3 +75,6 @@ class AllocationRequest:
     entrypoint: str | list[str]
     interpreter: str | None = None
     startup_hook: str = ""
+    task_type: str = TRIAL
+    working_directory: str | None = None
+    links: Mapping[str, Path] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which trials get slots next; pure."""
+"""Which trials and commands get slots next; pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """A trial that waits for slots.
+    """A trial or command that waits for slots.
 
     Attributes:
-        trial_id: the trial.
-        experiment_id: its experiment.
+        key: the trial's number, or the command's task id.
+        experiment_id: the trial's experiment; 0 for a command.
         num_slots: how many it needs.
         max_slots: how many its experiment may use at once, None for any number.
     """
 
-    trial_id: int
+    key: int | str
     experiment_id: int
     num_slots: int
     max_slots: int | None
@@ -25,11 +25,11 @@ class Waiting:
 
 def assignments(
     waiting: Sequence[Waiting], free: Collection[int], num_enabled: int, used_by: Mapping[int, int]
-) -> list[tuple[int, list[int]]]:
-    """Return the trials that start now, with their slots.
+) -> list[tuple[int | str, list[int]]]:
+    """Return the keys of what starts now, with their slots.
 
-    The first trial that does not fit holds what comes after it, so that small ones do not starve a large one. Three kinds
-    hold nobody: a trial without slots, one whose experiment is at its ``max_slots``, and one that no enabled set of
+    The first one that does not fit holds what comes after it, so that small ones do not starve a large one. Three kinds
+    hold nobody: one without slots, one whose experiment is at its ``max_slots``, and one that no enabled set of
     slots could ever hold.
 
     Args:
@@ -40,21 +40,21 @@ def assignments(
     """
     left = sorted(free)
     used = dict(used_by)
-    chosen: list[tuple[int, list[int]]] = []
+    chosen: list[tuple[int | str, list[int]]] = []
     is_held = False
-    for trial in waiting:
-        if trial.num_slots == 0:
-            chosen.append((trial.trial_id, []))
+    for one in waiting:
+        if one.num_slots == 0:
+            chosen.append((one.key, []))
             continue
-        in_use = used.get(trial.experiment_id, 0)
-        if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
+        in_use = used.get(one.experiment_id, 0)
+        if one.max_slots is not None and in_use + one.num_slots > one.max_slots:
             continue
-        if is_held or trial.num_slots > num_enabled:
+        if is_held or one.num_slots > num_enabled:
             continue
-        if trial.num_slots > len(left):
+        if one.num_slots > len(left):
             is_held = True
             continue
-        chosen.append((trial.trial_id, left[: trial.num_slots]))
-        left = left[trial.num_slots :]
-        used[trial.experiment_id] = in_use + trial.num_slots
+        chosen.append((one.key, left[: one.num_slots]))
+        left = left[one.num_slots :]
+        used[one.experiment_id] = in_use + one.num_slots
     return chosen

@@ -16,22 +16,27 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import DstrialError
 from dstrial.master import launcher, resumption
 from dstrial.master.clock import now_us
+from dstrial.master.command import life
 from dstrial.master.experiment import allocations, ending
 from dstrial.master.launcher import AllocationExit, AllocationRequest, SupervisorHandle
 from dstrial.master.launcher.failures import explain_rank, first_traceback, is_of_launcher
 from dstrial.master.launcher.log_file import read_lines
+from dstrial.master.scheduler import commands as command_start
+from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
 from dstrial.master.scheduler.queue import Waiting, assignments
+from dstrial.master.scheduler.silence import Silence
 from dstrial.master.slots import disabled
 from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import commands
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
@@ -52,7 +57,8 @@ _LOOK_AGAIN_S = 1.0
 _REST_OF_OUTPUT_S = 15.0
 
 _WAITING = (
-    "SELECT trials.*, experiments.slots_per_trial, experiments.max_slots, experiments.config FROM trials "
+    "SELECT trials.*, experiments.slots_per_trial, experiments.max_slots, experiments.config, experiments.priority, "
+    "experiments.queue_position FROM trials "
     "JOIN experiments ON experiments.id = trials.experiment_id "
     "WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND experiments.unmanaged = 0 "
     "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')"
@@ -61,7 +67,7 @@ _ORDER = "ORDER BY experiments.priority, experiments.queue_position, trials.id"
 
 
 class Scheduler:
-    """Owns the slots of this machine and the processes of trials.
+    """Owns the slots of this machine and the processes of trials and commands.
 
     Args:
         services: of the running master.
@@ -72,10 +78,13 @@ class Scheduler:
         self._database = services.database
         self._event = services.changes.listen("scheduler")
         self._janitor = Janitor(services.database, services.changes, services.settings.log_retention_days)
+        self._silence = Silence(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
         self._handles: dict[str, SupervisorHandle | None] = {}
         self._killed_s: dict[str, float] = {}
         self._troubled_s: dict[str, float] = {}
+        self._terminated: set[str] = set()
+        self._commands = CommandWatch(services)
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int, tuple[int, int]] = {}
         self._fitting: dict[int, tuple[tuple[int, int, int], int | None]] = {}
@@ -95,7 +104,7 @@ class Scheduler:
             if handle is not None:
                 logger.info("allocation %s is taken back (pid %d)", row["id"], handle.pid)
                 if row["state"] == "ASSIGNED":
-                    self._started(row["id"], handle)
+                    self._started(row, handle)
         self._remove_left_over({row["id"] for row in live})
         with self._database.read() as connection:
             rows = connection.execute(f"{_WAITING} {_ORDER}").fetchall()
@@ -188,7 +197,7 @@ class Scheduler:
                     else row["preempt_us"] is None and row["kill_us"] is None
                 )
                 if wants:
-                    ending.release(tx, row["trial_id"], "the master is going down", is_kill=is_kill)
+                    _release(tx, row, "the master is going down", is_kill=is_kill)
             return bool(live)
 
         return self._database.write(ask)
@@ -228,6 +237,7 @@ class Scheduler:
                 self._troubled_s[row["id"]] = time.monotonic() + _LOOK_AGAIN_S
         if not self._is_draining and self._assign():
             wait_s = min(wait_s, _TICK_S)
+        self._silence.check()
         return wait_s
 
     # What runs
@@ -242,6 +252,7 @@ class Scheduler:
         exit_ = launcher.poll_exit(directory, handle)
         if exit_ is None:
             self._kill_if_due(row, handle)
+            self._commands.look(row, handle)
         elif exit_.was_lost:
             launcher.kill(None, directory)
         has_more = self._take_in(row)
@@ -252,11 +263,14 @@ class Scheduler:
     def _kill_if_due(self, row: sqlite3.Row, handle: SupervisorHandle | None) -> None:
         allocation_id, deadline_us = row["id"], row["preempt_deadline_us"]
         if row["kill_us"] is None and deadline_us is not None and now_us() > deadline_us:
+            limit = f"{life.STOP_TIMEOUT_S} s" if _is_command(row) else "preemption_timeout"
             self._database.write(
-                lambda tx: ending.release(
-                    tx, row["trial_id"], "it did not stop within preemption_timeout", is_kill=True
-                )
+                lambda tx: _release(tx, row, f"it did not stop within {limit}", is_kill=True)
             )
+        if row["preempt_us"] is not None and _is_command(row) and allocation_id not in self._terminated:
+            self._terminated.add(allocation_id)
+            if handle is not None:
+                launcher.terminate(handle)
         if row["kill_us"] is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
             self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
             launcher.kill(handle, Path(row["directory"]))
@@ -267,7 +281,8 @@ class Scheduler:
         lines, end = read_lines(Path(row["directory"]), offset, _CHUNK_BYTES)
         if not lines:
             return False
-        matched = matches(self._policies_of(row["experiment_id"]), (line.text for line in lines))
+        policies = () if _is_command(row) else self._policies_of(row["experiment_id"])
+        matched = matches(policies, (line.text for line in lines))
 
         def store(tx: Transaction) -> None:
             cursor = tx.execute(
@@ -275,7 +290,7 @@ class Scheduler:
                 (end, row["id"], offset),
             )
             if cursor.rowcount:
-                add_task_logs(tx, row["task_id"], row["trial_id"], row["id"], lines)
+                add_task_logs(tx, row["task_id"], row["trial_id"] or None, row["id"], lines)
                 _note_policies(tx, row, matched)
 
         self._database.write(store)
@@ -296,7 +311,10 @@ class Scheduler:
                 explanation = explain_rank(_printed(Path(row["directory"])))
                 if explanation is not None:
                     exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
-        self._database.write(lambda tx: allocations.allocation_exited(tx, row["id"], exit_, traceback))
+        exited = life.exited if _is_command(row) else allocations.allocation_exited
+        self._database.write(lambda tx: exited(tx, row["id"], exit_, traceback))
+        self._commands.forget(row)
+        self._terminated.discard(row["id"])
         self._handles.pop(row["id"], None)
         self._killed_s.pop(row["id"], None)
         self._troubled_s.pop(row["id"], None)
@@ -307,12 +325,17 @@ class Scheduler:
     def _assign(self) -> list[sqlite3.Row]:
         with self._database.read() as connection:
             rows = connection.execute(f"{_WAITING} {_ORDER}").fetchall()
-            live = allocation_rows.all_live(connection) if rows else []
-            off = disabled(connection, {slot.id for slot in self._services.slots}) if rows else {}
+            others = commands.waiting(connection)
+            if not rows and not others:
+                return []
+            live = allocation_rows.all_live(connection)
+            off = disabled(connection, {slot.id for slot in self._services.slots})
             enabled = {slot.id for slot in self._services.slots if slot.id not in off}
-            waiting = self._waiting(connection, rows, len(enabled))
-        if not rows:
-            return []
+            trials = self._waiting(connection, rows, len(enabled))
+        waiting = _by_urgency(
+            [*zip(rows, trials, strict=True)],
+            [(row, Waiting(row["task_id"], 0, row["num_slots"], None)) for row in others],
+        )
         in_use: set[int] = set()
         used_by: dict[int, int] = {}
         for row in live:
@@ -322,20 +345,22 @@ class Scheduler:
         wanted = {row["id"]: row["slots_per_trial"] for row in rows}
         ports = {port for row in live for port in json.loads(row["ports"]).values()}
         begun = []
-        for trial_id, slots in assignments(waiting, enabled - in_use, len(enabled), used_by):
-            allocation = self._begin(trial_id, slots, wanted[trial_id], ports)
+        for key, slots in assignments(waiting, enabled - in_use, len(enabled), used_by):
+            if isinstance(key, str):
+                allocation = self._begin_command(key, slots, ports)
+            else:
+                allocation = self._begin_trial(key, slots, wanted[key], ports)
             if allocation is not None:
                 ports |= set(json.loads(allocation["ports"]).values())
                 begun.append(allocation)
         return begun
 
-    def _begin(
+    def _begin_trial(
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
     ) -> sqlite3.Row | None:
         """Give a trial slots, perhaps fewer than its config asks for, and start its processes."""
         ports = launcher.choose_ports(set(used_ports))
-        tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
-        hashes = {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
+        tokens, hashes = _new_tokens()
 
         def assign(tx: Transaction) -> sqlite3.Row | None:
             # In the transaction, so that `_release_all` sees either the allocation or that there will be none.
@@ -370,18 +395,55 @@ class Scheduler:
             return None
         # The experiment may have been continued with another config since its last run.
         self._policies.pop(row["experiment_id"], None)
+        self._launch(row, lambda: self._request(row, slots, ports, tokens))
+        return row
+
+    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> sqlite3.Row | None:
+        """Give a command its slots, and start it."""
+        services = self._services
+        with self._database.read() as connection:
+            first_ports = command_start.first_ports(connection, task_id)
+        ports = launcher.choose_ports(set(used_ports), first_ports)
+        tokens, hashes = _new_tokens()
+
+        def assign(tx: Transaction) -> sqlite3.Row | None:
+            if self._is_draining:
+                return None
+            return life.assign(
+                tx,
+                task_id,
+                slots=slots,
+                ports=ports,
+                resources_id=str(uuid.uuid4()),
+                directory=str(self._directory),
+                token_hashes=hashes,
+            )
+
+        row = self._database.write(assign)
+        if row is None:
+            return None
+
+        def request() -> AllocationRequest:
+            given = tuple(slot for slot in services.slots if slot.id in slots)
+            with self._database.read() as connection:
+                return command_start.request(services, connection, row, given, ports, tokens)
+
+        self._launch(row, request)
+        return row
+
+    def _launch(self, row: sqlite3.Row, request: Callable[[], AllocationRequest]) -> None:
         try:
-            launcher.prepare(self._request(row, slots, ports, tokens))
+            launcher.prepare(request())
             handle = launcher.start(Path(row["directory"]))
         except (DstrialError, OSError) as error:
             self._end(row, _failed_start(str(error)))
-            return row
+            return
         self._handles[row["id"]] = handle
-        self._started(row["id"], handle)
-        return row
+        self._started(row, handle)
 
-    def _started(self, allocation_id: str, handle: SupervisorHandle) -> None:
-        self._database.write(lambda tx: allocations.started(tx, allocation_id, handle))
+    def _started(self, row: sqlite3.Row, handle: SupervisorHandle) -> None:
+        started = life.started if _is_command(row) else allocations.started
+        self._database.write(lambda tx: started(tx, row["id"], handle))
 
     def _request(
         self, row: sqlite3.Row, slots: list[int], ports: dict[str, int], tokens: dict[str, str]
@@ -432,6 +494,31 @@ class Scheduler:
                 launcher.kill(launcher.find(directory), directory)
                 launcher.remove(directory)
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_command(allocation: sqlite3.Row) -> bool:
+    return not allocation["trial_id"]
+
+
+def _release(tx: Transaction, allocation: sqlite3.Row, why: str, *, is_kill: bool) -> None:
+    if _is_command(allocation):
+        life.release(tx, allocation, why, is_kill=is_kill)
+    else:
+        ending.release(tx, allocation["trial_id"], why, is_kill=is_kill)
+
+
+def _by_urgency(*groups: Iterable[tuple[sqlite3.Row, Waiting]]) -> list[Waiting]:
+    """Merge what waits, by priority and place in the queue; what is equal stays in its order."""
+    found = [pair for group in groups for pair in group]
+    return [
+        one for _, one in sorted(found, key=lambda pair: (pair[0]["priority"], pair[0]["queue_position"]))
+    ]
+
+
+def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the tokens of a new allocation by kind, and their hashes."""
+    tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
+    return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
 
 
 def _note_policies(tx: Transaction, row: sqlite3.Row, matched: list[LogPolicy]) -> None:

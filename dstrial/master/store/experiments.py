@@ -34,6 +34,14 @@ def require(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row:
     return row
 
 
+def by_external_id(connection: sqlite3.Connection, external_id: str) -> sqlite3.Row | None:
+    """Return the experiment that detached runs know by this id."""
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT * FROM experiments WHERE external_id = ?", (external_id,)
+    ).fetchone()
+    return row
+
+
 def require_of_project(connection: sqlite3.Connection, experiment_id: int, project_id: int) -> sqlite3.Row:
     """Return an experiment's row.
 

@@ -41,9 +41,11 @@ SELECT e.*, u.username, u.display_name, p.name AS project_name, p.workspace_id, 
     (SELECT COUNT(*) FROM trials t WHERE t.experiment_id = e.id) AS num_trials,
     (SELECT COALESCE(SUM(t.checkpoint_count), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_count,
     (SELECT COALESCE(SUM(t.checkpoint_size), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_size,
-    (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
-        JOIN trials t ON t.id = a.trial_id
-        WHERE a.state IN ('ASSIGNED', 'RUNNING') AND t.experiment_id = e.id) AS advance
+    CASE WHEN e.unmanaged
+        THEN (SELECT MAX(2) FROM trials t WHERE t.experiment_id = e.id AND t.state = 'ACTIVE' AND t.run_id > 0)
+        ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
+            JOIN trials t ON t.id = a.trial_id
+            WHERE a.state IN ('ASSIGNED', 'RUNNING') AND t.experiment_id = e.id) END AS advance
 FROM experiments e JOIN users u ON u.id = e.owner_id
 JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
 """
@@ -53,10 +55,12 @@ SELECT t.*, e.config AS experiment_config, e.searcher_metric,
     l.steps AS latest_steps, l.end_us AS latest_us, l.metrics AS latest_metrics,
     c.steps AS checkpoint_steps, c.report_us AS checkpoint_us, c.state AS checkpoint_state,
     c.resources AS checkpoint_resources, c.metadata AS checkpoint_metadata,
-    (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
-        WHERE a.trial_id = t.id AND a.state != 'TERMINATED') AS advance,
-    (SELECT COALESCE(SUM(COALESCE(a.end_us, :now) - a.start_us), 0) FROM allocations a WHERE a.trial_id = t.id)
-        AS run_us,
+    CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END
+        ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
+            WHERE a.trial_id = t.id AND a.state != 'TERMINATED') END AS advance,
+    CASE WHEN e.unmanaged THEN COALESCE(t.end_us, :now) - t.start_us
+        ELSE (SELECT COALESCE(SUM(COALESCE(a.end_us, :now) - a.start_us), 0) FROM allocations a
+            WHERE a.trial_id = t.id) END AS run_us,
     (SELECT json_group_array(k.id) FROM tasks k WHERE k.trial_id = t.id) AS task_ids
 FROM trials t JOIN experiments e ON e.id = t.experiment_id
 LEFT JOIN metrics b ON b.id = t.best_validation_id

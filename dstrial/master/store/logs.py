@@ -223,7 +223,7 @@ def format_message(row: sqlite3.Row) -> str:
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:
-    """Delete the logs of trials that ended longer ago than their logs are to be kept.
+    """Delete the logs of trials and commands that ended longer ago than their logs are to be kept.
 
     Args:
         tx: the write.
@@ -232,11 +232,17 @@ def forget_old(tx: Transaction, default_days: int | None) -> int:
     Returns:
         How many lines were deleted.
     """
+    values = {"default": -1 if default_days is None else default_days, "now": now_us(), "day": _DAY_US}
     days = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :default)"
     cursor = tx.execute(
         "DELETE FROM logs WHERE trial_id IN (SELECT trials.id FROM trials "  # noqa: S608 - a constant
         "JOIN experiments ON experiments.id = trials.experiment_id WHERE trials.end_us IS NOT NULL "
         f"AND {days} >= 0 AND trials.end_us < :now - {days} * :day)",
-        {"default": -1 if default_days is None else default_days, "now": now_us(), "day": _DAY_US},
+        values,
     )
-    return cursor.rowcount
+    others = tx.execute(
+        "DELETE FROM logs WHERE trial_id IS NULL AND task_id IN (SELECT task_id FROM commands "
+        "WHERE end_us IS NOT NULL AND :default >= 0 AND end_us < :now - :default * :day)",
+        values,
+    )
+    return cursor.rowcount + others.rowcount

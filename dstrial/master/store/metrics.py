@@ -71,7 +71,7 @@ def add_report(
         ).fetchone()
         if known is not None:
             return _merge(tx, trial, group, at, known, metrics)
-        _begin_run(tx, trial_id, run_id)
+        _begin_run(tx, trial, at)
     cursor = tx.execute(
         "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics, per_batch) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
@@ -91,13 +91,26 @@ def add_report(
     return AddedReport(report_id, True)
 
 
-def _begin_run(tx: Transaction, trial_id: int, run_id: int) -> None:
+def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> None:
+    trial_id, run_id = trial["id"], trial["run_id"]
+    if trial["heartbeat_us"] is not None:
+        _begin_detached_run(tx, trial_id, run_id, steps)
+        return
     row = tx.execute(
         "SELECT num_reports, steps_at_start FROM allocations WHERE trial_id = ? AND run_id = ?",
         (trial_id, run_id),
     ).fetchone()
     if row is not None and row["num_reports"] == 0 and run_id > 1:
         archive_beyond(tx, trial_id, run_id, int(row["steps_at_start"]))
+
+
+def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> None:
+    """Archive what older runs reported at or beyond the first batch that a run reports, which may not use its checkpoint."""
+    known = tx.execute(
+        "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1", (trial_id, run_id)
+    ).fetchone()
+    if known is None and run_id > 1:
+        archive_beyond(tx, trial_id, run_id, steps - 1)
 
 
 def _merge(
@@ -136,7 +149,7 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> N
     tx.execute(
         "UPDATE trials SET summary_metrics = '{}', total_batches = ?, best_validation_id = NULL, "
         "latest_validation_id = NULL, searcher_metric_value = NULL WHERE id = ?",
-        (steps, trial_id),
+        (max(steps, 0), trial_id),
     )
     rows = tx.execute(
         "SELECT * FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",

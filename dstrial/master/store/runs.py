@@ -12,8 +12,9 @@ _SELECT = (
     "e.searcher_metric, e.unmanaged, e.owner_id, u.username, e.project_id, p.name AS project_name, p.key AS project_key, "
     "p.workspace_id, w.name AS workspace_name, p.is_archived OR w.is_archived AS is_parent_archived, "
     "(SELECT COUNT(*) FROM trials o WHERE o.experiment_id = e.id) AS num_trials, "
-    "(SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a "
-    "WHERE a.trial_id = t.id AND a.state != 'TERMINATED') AS advance "
+    "CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END "
+    "ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a "
+    "WHERE a.trial_id = t.id AND a.state != 'TERMINATED') END AS advance "
     "FROM trials t JOIN experiments e ON e.id = t.experiment_id JOIN users u ON u.id = e.owner_id "
     "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id"
 )

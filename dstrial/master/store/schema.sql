@@ -61,10 +61,12 @@ CREATE TABLE experiments (
     best_metric        REAL,
     interpreter        TEXT,                      -- DET_PYTHON_EXECUTABLE chosen at submission, NULL: the master's
     project_id         INTEGER NOT NULL DEFAULT 1,
-    template           TEXT                       -- JSON, the template's config when it was submitted, NULL for none
+    template           TEXT,                      -- JSON, the template's config when it was submitted, NULL for none
+    external_id        TEXT                       -- by which detached runs find it again
 );
 CREATE INDEX experiments_by_state ON experiments (state);
 CREATE INDEX experiments_by_project ON experiments (project_id);
+CREATE UNIQUE INDEX experiments_by_external_id ON experiments (external_id) WHERE external_id IS NOT NULL;
 
 CREATE TABLE model_definitions (
     experiment_id INTEGER PRIMARY KEY REFERENCES experiments (id) ON DELETE CASCADE,
@@ -102,14 +104,17 @@ CREATE TABLE trials (
     retry_cancelled        INTEGER NOT NULL DEFAULT 0,   -- a cancel_retries policy matched
     last_failure           TEXT,                  -- fingerprint of the last failure before a first batch
     log_retention_days     INTEGER,
-    external_id            TEXT,
+    external_id            TEXT,                  -- by which a detached run finds it again
+    heartbeat_us           INTEGER,               -- when a detached run was last heard of, NULL for every other trial
+    is_lost                INTEGER NOT NULL DEFAULT 0,   -- ended in ERROR because nothing was heard of it for too long
     UNIQUE (experiment_id, request_id)
 );
 CREATE INDEX trials_by_state ON trials (state, experiment_id);
+CREATE UNIQUE INDEX trials_by_external_id ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
 
 CREATE TABLE tasks (
     id            TEXT    PRIMARY KEY,
-    type          TEXT    NOT NULL,               -- TRIAL, CHECKPOINT_GC
+    type          TEXT    NOT NULL,               -- TRIAL COMMAND TENSORBOARD GENERIC
     experiment_id INTEGER,
     trial_id      INTEGER,
     start_us      INTEGER NOT NULL,
@@ -120,8 +125,8 @@ CREATE INDEX tasks_by_trial ON tasks (trial_id);
 CREATE TABLE allocations (
     id                TEXT    PRIMARY KEY,        -- {task_id}.{run_id}
     task_id           TEXT    NOT NULL,
-    trial_id          INTEGER NOT NULL,
-    experiment_id     INTEGER NOT NULL,
+    trial_id          INTEGER NOT NULL,           -- 0 for a command's
+    experiment_id     INTEGER NOT NULL,           -- 0 for a command's
     run_id            INTEGER NOT NULL,
     state             TEXT    NOT NULL,           -- ASSIGNED RUNNING TERMINATED
     slots             TEXT    NOT NULL,           -- JSON list of slot ids of this machine
@@ -147,6 +152,7 @@ CREATE TABLE allocations (
 ) WITHOUT ROWID;
 CREATE INDEX allocations_by_state ON allocations (state);
 CREATE INDEX allocations_by_trial ON allocations (trial_id, run_id);
+CREATE INDEX allocations_by_task ON allocations (task_id);
 
 CREATE TABLE metrics (
     id         INTEGER PRIMARY KEY,
@@ -324,3 +330,35 @@ CREATE TABLE past_usage (
     start_us       INTEGER NOT NULL,
     end_us         INTEGER NOT NULL
 ) WITHOUT ROWID;
+
+-- Processes that belong to no trial: what `det` calls commands, TensorBoards and generic tasks.
+CREATE TABLE commands (
+    task_id        TEXT    PRIMARY KEY,           -- a UUID, in tasks as well
+    kind           TEXT    NOT NULL,              -- COMMAND TENSORBOARD GENERIC, as the task's type
+    job_id         TEXT    NOT NULL UNIQUE,
+    state          TEXT    NOT NULL,              -- ACTIVE PAUSED STOPPING_{PAUSED,CANCELED} COMPLETED CANCELED ERROR
+    description    TEXT    NOT NULL,
+    config         TEXT    NOT NULL,              -- JSON, fully defaulted
+    owner_id       INTEGER NOT NULL REFERENCES users (id),
+    workspace_id   INTEGER NOT NULL,
+    num_slots      INTEGER NOT NULL,
+    priority       INTEGER NOT NULL DEFAULT 42,   -- 1 is the most urgent
+    queue_position REAL    NOT NULL,              -- among those of experiments
+    run_id         INTEGER NOT NULL DEFAULT 0,    -- allocations so far
+    is_pausable    INTEGER NOT NULL DEFAULT 0,
+    parent_id      TEXT,                          -- the generic task that it was made by
+    forked_from    TEXT,                          -- the generic task that it is a copy of
+    experiment_ids TEXT    NOT NULL DEFAULT '[]', -- JSON list, what a TensorBoard shows
+    trial_ids      TEXT    NOT NULL DEFAULT '[]', -- JSON list
+    stop_reason    TEXT,                          -- why it was stopped, NULL if nobody has
+    exit_status    TEXT,                          -- how its last allocation ended, one sentence
+    start_us       INTEGER NOT NULL,
+    end_us         INTEGER
+) WITHOUT ROWID;
+CREATE INDEX commands_by_state ON commands (state);
+CREATE INDEX commands_by_parent ON commands (parent_id);
+
+CREATE TABLE command_contexts (
+    task_id TEXT PRIMARY KEY,
+    tgz     BLOB NOT NULL                         -- gzip tar of what the client sent along
+);

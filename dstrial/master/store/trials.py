@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import uuid
+from collections.abc import Mapping
+from typing import Any
 
 from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
@@ -38,6 +41,16 @@ def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: s
     """Return the trial that the searcher knows by this id."""
     row: sqlite3.Row | None = connection.execute(
         "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?", (experiment_id, request_id)
+    ).fetchone()
+    return row
+
+
+def by_external_id(
+    connection: sqlite3.Connection, experiment_id: int, external_id: str
+) -> sqlite3.Row | None:
+    """Return the trial that detached runs know by this id."""
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT * FROM trials WHERE experiment_id = ? AND external_id = ?", (experiment_id, external_id)
     ).fetchone()
     return row
 
@@ -83,6 +96,23 @@ def insert(tx: Transaction, experiment: sqlite3.Row, action: Create, now: int) -
     trial_id = int(cursor.lastrowid or 0)
     _insert_task(tx, task_id, experiment["id"], trial_id, now)
     tx.publish(f"trial:{trial_id}")
+    return trial_id
+
+
+def insert_detached(
+    tx: Transaction, experiment_id: int, hparams: Mapping[str, Any], external_id: str | None, now: int
+) -> int:
+    """Store a trial that runs elsewhere, with the task by which its logs and checkpoints are known, and return its id."""
+    request_id = str(uuid.uuid4())
+    task_id = f"{experiment_id}.{request_id}"
+    cursor = tx.execute(
+        "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, external_id, heartbeat_us) "
+        "VALUES (?, ?, 'ACTIVE', ?, 0, ?, ?, ?, ?)",
+        (experiment_id, request_id, json.dumps(dict(hparams)), task_id, now, external_id, now),
+    )
+    trial_id = int(cursor.lastrowid or 0)
+    _insert_task(tx, task_id, experiment_id, trial_id, now)
+    tx.publish(f"trial:{trial_id}", f"experiment:{experiment_id}")
     return trial_id
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sqlite3
 
+from dstrial.config.command import NAMES
 from dstrial.master.store.database import Transaction
 
 _LIVING = (
@@ -17,6 +18,13 @@ _LIVING = (
 _PAST = (
     "SELECT x.allocation_id, x.kind, x.user_id, u.username, x.experiment_id, x.workspace_name, x.labels, x.num_slots, "
     "x.start_us, x.end_us, NULL AS trial_id FROM past_usage x JOIN users u ON u.id = x.user_id"
+)
+_COMMANDS = (
+    "SELECT a.id AS allocation_id, c.kind, c.owner_id AS user_id, u.username, 0 AS experiment_id, "
+    "COALESCE(w.name, '') AS workspace_name, "
+    "'[]' AS labels, json_array_length(a.slots) AS num_slots, a.start_us, a.end_us, NULL AS trial_id "
+    "FROM allocations a JOIN commands c ON c.task_id = a.task_id JOIN users u ON u.id = c.owner_id "
+    "LEFT JOIN workspaces w ON w.id = c.workspace_id"
 )
 _EVENTS = (
     "SELECT end_us AS time_us, CASE group_name WHEN 'validation' THEN 'validation' ELSE 'training' END AS kind FROM metrics "
@@ -34,7 +42,7 @@ class Use:
         kind: of its task, TRIAL for example.
         user_id: whose.
         username: whose.
-        experiment_id: of which experiment, which may be deleted.
+        experiment_id: of which experiment, which may be deleted; 0 for a command.
         workspace_name: where the experiment is, or was.
         labels: of the experiment.
         num_slots: how many it had.
@@ -60,6 +68,7 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
     """Return every allocation that lived for some of a time, by its start."""
     rows = connection.execute(
         f"{_LIVING} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
+        f"UNION ALL {_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_PAST} WHERE x.start_us < :before AND x.end_us > :after ORDER BY start_us, allocation_id",
         {"before": before_us, "after": after_us},
     )
@@ -72,6 +81,8 @@ def spans(connection: sqlite3.Connection, use: Use, now_us: int) -> list[tuple[s
     Each report ends a span that began with the report before it; what is after the last one is training.
     """
     end_us = now_us if use.end_us is None else use.end_us
+    if use.kind in NAMES:
+        return [(use.kind.lower(), use.start_us, end_us)]
     found, position = [], use.start_us
     if use.trial_id is not None:
         for row in connection.execute(_EVENTS, {"trial_id": use.trial_id}):

@@ -32,7 +32,8 @@ def _templates() -> jinja2.Environment:
     )
 
 
-def _render(name: str, status: int = 200, **values: Any) -> Response:
+def render(name: str, status: int = 200, **values: Any) -> Response:
+    """Return a page made of a template, with everything escaped and nothing of others allowed in it."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {
@@ -128,10 +129,14 @@ def _read(connection: sqlite3.Connection, experiment_id: int | None, trial_id: i
 
 
 async def show_page(request: ApiRequest) -> Response:
-    """``GET /``: experiments; with ``?experiment=N`` its trials, with ``&trial=N`` that trial's log."""
+    """``GET /``: experiments; with ``?experiment=N`` its trials, with ``&trial=N`` that trial's log.
+
+    ``GET /det/experiments/N`` is the same of one experiment, where ``core_v2.url_reverse_webui_exp_view`` of detached runs leads.
+    """
     services = request.services
-    values = await services.read(_read, request.query_int("experiment"), request.query_int("trial"))
-    return _render(
+    experiment_id = request.path_params.get("experiment_id", request.query_int("experiment"))
+    values = await services.read(_read, experiment_id, request.query_int("trial"))
+    return render(
         "page.html",
         user=request.user.username,
         pool=services.settings.pool_name,
@@ -143,7 +148,16 @@ async def show_page(request: ApiRequest) -> Response:
 
 async def show_login(_request: ApiRequest) -> Response:
     """``GET /`` without a valid token: the login form."""
-    return _render("login.html", 401)
+    return render("login.html", 401)
 
 
-routes = [route("GET", "//", show_page, access=USER, unauthenticated=show_login)]
+routes = [
+    route("GET", "//", show_page, access=USER, unauthenticated=show_login),
+    route(
+        "GET",
+        "//det/experiments/{experiment_id:int}",
+        show_page,
+        access=USER,
+        unauthenticated=show_login,
+    ),
+]

@@ -71,7 +71,7 @@ def test_slots_jobs_and_the_masters_log_are_changed(fresh_master: Master, tmp_pa
 
 
 def test_what_is_not_offered_says_so(served: Master, tmp_path: Path) -> None:
-    text = _det(served, tmp_path, "notebook", "list", is_failure=True)
+    text = _det(served, tmp_path, "shell", "start", is_failure=True)
     assert "not offered by the embedded master" in text
     text = _det(served, tmp_path, "user", "create", "new", "--password", "Password-1", is_failure=True)
     assert "no administrator" in text

@@ -43,6 +43,7 @@ _OWN_BODIES: dict[str, Any] = {
     "DELETE /api/v1/checkpoints": {"checkpointUuids": ["OWN"]},
     "POST /api/v1/checkpoints/rm": {"checkpointUuids": ["OWN"], "checkpointGlobs": ["none"]},
     "POST /api/v1/task/logs": {"logs": [{"taskId": "1.request", "log": "x\n"}]},
+    "POST /task-logs": [{"task_id": "1.request", "log": "x\n"}],
     "GET /api/v1/trials/metrics/trial_metrics": "?trialIds=1&group=training",
     "GET /api/v1/trials/metrics/training_metrics": "?trialIds=1",
     "GET /api/v1/trials/metrics/validation_metrics": "?trialIds=1",

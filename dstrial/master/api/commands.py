@@ -1,0 +1,82 @@
+"""``det command``: plain processes of this machine with a log, an exit code, and slots if they ask for some."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.master.api import command_shapes as shapes
+from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.messages import message
+from dstrial.master.command import life
+from dstrial.master.model_definition import MAX_BYTES, pack
+from dstrial.master.store import commands
+from dstrial.master.store.commands import NewCommand
+
+_KIND = ("COMMAND",)
+MAX_BODY_BYTES = MAX_BYTES * 3 // 2
+"""Largest body of a request that sends files along."""
+
+
+def _json(request: ApiRequest, row: sqlite3.Row) -> dict[str, Any]:
+    return message(bindings.v1Command, **shapes.common_fields(request, row))
+
+
+async def launch(request: ApiRequest) -> dict[str, Any]:
+    """``POST commands``: start a command as soon as there are slots for it."""
+    body, services = request.body(), request.services
+    spec = await shapes.checked(request, body.mapping("config") or {}, "COMMAND", body.text("templateName"))
+    files = [dict(file) for file in body.field_list("files") or []]
+    tgz = await services.run(lambda: pack(files))
+    workspace_id = await shapes.workspace_of(request, body.integer("workspaceId"))
+    new = NewCommand("COMMAND", spec, request.user.id, workspace_id, tgz)
+    task_id = await services.write(lambda tx: life.create(tx, new))
+    row = await services.read(commands.require, task_id)
+    return message(
+        bindings.v1LaunchCommandResponse,
+        command=_json(request, row),
+        config=spec.config,
+        warnings=shapes.warnings_of(spec),
+    )
+
+
+async def list_commands(request: ApiRequest) -> dict[str, Any]:
+    """``GET commands``: those that have not ended, or have within a day."""
+    rows, pagination = await shapes.page(request, "COMMAND", bindings.v1GetCommandsRequestSortBy)
+    return {"commands": [_json(request, row) for row in rows], "pagination": pagination}
+
+
+async def show(request: ApiRequest) -> dict[str, Any]:
+    """``GET commands/{id}``."""
+    row = await request.services.read(commands.require, request.path_params["task_id"], _KIND)
+    return {"command": _json(request, row), "config": json.loads(row["config"])}
+
+
+async def kill(request: ApiRequest) -> dict[str, Any]:
+    """``POST commands/{id}/kill``; nothing happens to one that has ended."""
+    task_id = request.path_params["task_id"]
+    await request.services.read(commands.require, task_id, _KIND)
+    await request.services.write(lambda tx: life.kill(tx, task_id))
+    return {"command": _json(request, await request.services.read(commands.require, task_id))}
+
+
+async def set_priority(request: ApiRequest) -> dict[str, Any]:
+    """``POST commands/{id}/set_priority``."""
+    task_id = request.path_params["task_id"]
+    priority = request.body().required_integer("priority", 1, 99)
+    await request.services.read(commands.require, task_id, _KIND)
+    await request.services.write(lambda tx: life.set_priority(tx, task_id, priority))
+    return {"command": _json(request, await request.services.read(commands.require, task_id))}
+
+
+_ONE = "/commands/{task_id}"
+routes = [
+    route("POST", "/commands", launch, access=USER, max_body_bytes=MAX_BODY_BYTES),
+    route("GET", "/commands", list_commands, access=USER),
+    route("GET", _ONE, show, access=USER),
+    route("POST", f"{_ONE}/kill", kill, access=USER),
+    route("POST", f"{_ONE}/set_priority", set_priority, access=USER),
+]

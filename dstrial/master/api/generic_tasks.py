@@ -1,0 +1,117 @@
+"""Generic tasks: processes that can be paused and forked, and that make others (``det task create | fork | pause | …``)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.config.documents import read_yaml_text
+from dstrial.errors import RequestError
+from dstrial.master.api import command_shapes as shapes
+from dstrial.master.api.commands import MAX_BODY_BYTES
+from dstrial.master.api.fields import Fields
+from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.messages import message
+from dstrial.master.command import life
+from dstrial.master.model_definition import pack
+from dstrial.master.store import commands, projects
+from dstrial.master.store.commands import NewCommand
+
+_KIND = ("GENERIC",)
+
+
+async def create(request: ApiRequest) -> dict[str, Any]:
+    """``POST generic-tasks``: start one, or a copy of another."""
+    body, services = request.body(), request.services
+    forked_from, parent_id = body.text("forkedFrom") or None, body.text("parentId") or None
+    for other in (forked_from, parent_id):
+        if other is not None:
+            await services.read(commands.require, other, _KIND)
+    spec = await shapes.checked(request, await _given(request, body, forked_from), "GENERIC", None)
+    project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)
+    projects.refuse_shut(project, "take another task")
+    new = NewCommand(
+        "GENERIC",
+        spec,
+        request.user.id,
+        project["workspace_id"],
+        await _context(request, body, forked_from, parent_id),
+        is_pausable=not body.flag("noPause"),
+        parent_id=parent_id,
+        forked_from=forked_from,
+    )
+    task_id = await services.write(lambda tx: life.create(tx, new))
+    return message(bindings.v1CreateGenericTaskResponse, taskId=task_id, warnings=shapes.warnings_of(spec))
+
+
+async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> dict[str, Any]:
+    text = body.text("config") or ""
+    if not text.strip() and forked_from is not None:
+        row = await request.services.read(commands.require, forked_from)
+        kept: dict[str, Any] = json.loads(row["config"])
+        # Its description is its own, and its image the word for none.
+        return {**kept, "description": None, "environment": {**kept["environment"], "image": None}}
+    given = read_yaml_text(text, "the task's config").value or {}
+    if not isinstance(given, dict):
+        raise body.wrong("config", "a mapping in YAML")
+    return given
+
+
+async def _context(
+    request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
+) -> bytes:
+    """Return the files of a task: those that are sent, else those of the task that it is a copy of or that makes it."""
+    services = request.services
+    files = [dict(file) for file in body.field_list("contextDirectory") or []]
+    if body.flag("inheritContext"):
+        if parent_id is None or files:
+            raise RequestError(
+                400,
+                "inheritContext is true; expected a parentId with it, and no files. Pass --parent, and no --context.",
+            )
+        return await services.read(commands.context, parent_id)
+    if not files and forked_from is not None:
+        return await services.read(commands.context, forked_from)
+    return await services.run(lambda: pack(files))
+
+
+async def show_config(request: ApiRequest) -> dict[str, Any]:
+    """``GET tasks/{id}/config``: JSON in a string."""
+    row = await request.services.read(commands.require, request.path_params["task_id"])
+    return message(bindings.v1GetGenericTaskConfigResponse, config=row["config"])
+
+
+async def kill(request: ApiRequest) -> dict[str, Any]:
+    """``POST tasks/{id}/kill``: a task and those that it has made; with ``killFromRoot`` all that belong together."""
+    task_id, services = request.path_params["task_id"], request.services
+    await services.read(commands.require, task_id)
+    if request.body().flag("killFromRoot"):
+        task_id = await services.read(commands.root, task_id)
+    await services.write(lambda tx: life.kill(tx, task_id))
+    return {}
+
+
+async def pause(request: ApiRequest) -> dict[str, Any]:
+    """``POST tasks/{id}/pause``: its process ends, and begins anew when it is unpaused."""
+    task_id = request.path_params["task_id"]
+    await request.services.write(lambda tx: life.pause(tx, task_id))
+    return {}
+
+
+async def unpause(request: ApiRequest) -> dict[str, Any]:
+    """``POST tasks/{id}/unpause``."""
+    task_id = request.path_params["task_id"]
+    await request.services.write(lambda tx: life.unpause(tx, task_id))
+    return {}
+
+
+_ONE = "/tasks/{task_id}"
+routes = [
+    route("POST", "/generic-tasks", create, access=USER, max_body_bytes=MAX_BODY_BYTES),
+    route("GET", f"{_ONE}/config", show_config, access=USER),
+    route("POST", f"{_ONE}/kill", kill, access=USER),
+    route("POST", f"{_ONE}/pause", pause, access=USER),
+    route("POST", f"{_ONE}/unpause", unpause, access=USER),
+]

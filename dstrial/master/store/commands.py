@@ -1,0 +1,170 @@
+"""Rows of commands: processes that belong to no trial, with what they were sent along."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+import uuid
+from collections.abc import Collection, Sequence
+
+from dstrial.config.command import NAMES, CommandConfig, CommandKind
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+
+ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})
+"""States in which a command stays."""
+
+_SHOWN_US = 24 * 3600 * 1_000_000
+_SELECT = (
+    "SELECT c.*, u.username, u.display_name, a.id AS allocation_id, a.state AS allocation_state, a.is_ready, "
+    "a.resources_id, a.slots, a.ports FROM commands c JOIN users u ON u.id = c.owner_id "
+    "LEFT JOIN allocations a ON a.task_id = c.task_id AND a.state != 'TERMINATED'"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewCommand:
+    """What is asked for.
+
+    Attributes:
+        kind: what it is.
+        spec: its checked config.
+        owner_id: who asks.
+        workspace_id: where it belongs.
+        tgz: what is sent along, gzip tar; empty for nothing.
+        experiment_ids: what a TensorBoard shows.
+        trial_ids: what it shows besides.
+        is_pausable: whether it may be stopped and started again.
+        parent_id: the generic task that makes it.
+        forked_from: the generic task that it is a copy of.
+    """
+
+    kind: CommandKind
+    spec: CommandConfig
+    owner_id: int
+    workspace_id: int
+    tgz: bytes = b""
+    experiment_ids: Sequence[int] = ()
+    trial_ids: Sequence[int] = ()
+    is_pausable: bool = False
+    parent_id: str | None = None
+    forked_from: str | None = None
+
+
+def insert(tx: Transaction, new: NewCommand) -> str:
+    """Store a command with its task, and return its id."""
+    task_id, now = str(uuid.uuid4()), now_us()
+    tx.execute(
+        "INSERT INTO commands (task_id, kind, job_id, state, description, config, owner_id, workspace_id, num_slots, "
+        "priority, queue_position, is_pausable, parent_id, forked_from, experiment_ids, trial_ids, start_us) "
+        "VALUES (?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            task_id,
+            new.kind,
+            str(uuid.uuid4()),
+            new.spec.config["description"],
+            json.dumps(new.spec.config),
+            new.owner_id,
+            new.workspace_id,
+            new.spec.num_slots,
+            new.spec.priority,
+            float(now),
+            new.is_pausable,
+            new.parent_id,
+            new.forked_from,
+            json.dumps(list(new.experiment_ids)),
+            json.dumps(list(new.trial_ids)),
+            now,
+        ),
+    )
+    tx.execute("INSERT INTO tasks (id, type, start_us) VALUES (?, ?, ?)", (task_id, new.kind, now))
+    if new.tgz:
+        tx.execute("INSERT INTO command_contexts (task_id, tgz) VALUES (?, ?)", (task_id, new.tgz))
+    return task_id
+
+
+def get(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row | None:
+    """Return a command with its owner and its living allocation, None if it does not exist."""
+    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE c.task_id = ?", (task_id,)).fetchone()
+    return row
+
+
+def require(
+    connection: sqlite3.Connection, task_id: str, kinds: Collection[str] = tuple(NAMES)
+) -> sqlite3.Row:
+    """Return a command as :func:`get` does.
+
+    Raises:
+        RequestError: 404, there is none of these kinds.
+    """
+    row = get(connection, task_id)
+    if row is None or row["kind"] not in kinds:
+        what = " or ".join(NAMES[kind] for kind in kinds)
+        raise RequestError(
+            404, f"{what} {task_id[:80]!r} is not found; expected the id of one. See `det task list`."
+        )
+    return row
+
+
+def context(connection: sqlite3.Connection, task_id: str) -> bytes:
+    """Return what was sent along with a command, gzip tar; empty for nothing."""
+    row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
+    return b"" if row is None else bytes(row["tgz"])
+
+
+def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[sqlite3.Row]:
+    """Return the commands of a kind that have not ended, or ended within the last day, oldest first."""
+    return connection.execute(
+        f"{_SELECT} WHERE c.kind = ? AND (c.end_us IS NULL OR c.end_us > ?) ORDER BY c.start_us, c.task_id",
+        (kind, now - _SHOWN_US),
+    ).fetchall()
+
+
+def living(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return the commands that have a living allocation, oldest first."""
+    return connection.execute(f"{_SELECT} WHERE a.id IS NOT NULL ORDER BY a.start_us, a.id").fetchall()
+
+
+def queued(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return the commands that run or wait for slots, the most urgent first."""
+    return connection.execute(
+        f"{_SELECT} WHERE c.state = 'ACTIVE' OR a.id IS NOT NULL ORDER BY c.priority, c.queue_position, c.task_id"
+    ).fetchall()
+
+
+def waiting(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return the commands that wait for slots, the most urgent first."""
+    return connection.execute(
+        f"{_SELECT} WHERE c.state = 'ACTIVE' AND a.id IS NULL ORDER BY c.priority, c.queue_position, c.task_id"
+    ).fetchall()
+
+
+def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
+    """Return the ids of a task and of every task that it, or one of these, has made."""
+    rows = connection.execute(
+        "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT c.task_id FROM commands c JOIN below b ON c.parent_id = b.id) "
+        "SELECT id FROM below",
+        (task_id,),
+    )
+    return [str(row["id"]) for row in rows]
+
+
+def root(connection: sqlite3.Connection, task_id: str) -> str:
+    """Return the task at the beginning of the line of those that have made one another."""
+    rows = connection.execute(
+        "WITH RECURSIVE above(id, parent_id) AS (SELECT task_id, parent_id FROM commands WHERE task_id = ? "
+        "UNION SELECT c.task_id, c.parent_id FROM commands c JOIN above a ON c.task_id = a.parent_id) "
+        "SELECT id FROM above WHERE parent_id IS NULL",
+        (task_id,),
+    ).fetchall()
+    return str(rows[0]["id"]) if rows else task_id
+
+
+def count_living(connection: sqlite3.Connection) -> dict[str, int]:
+    """Return how many commands of each kind have not ended."""
+    rows = connection.execute(
+        "SELECT kind, COUNT(*) AS number FROM commands WHERE end_us IS NULL GROUP BY kind"
+    )
+    return {str(row["kind"]): int(row["number"]) for row in rows}

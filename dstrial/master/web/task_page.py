@@ -1,0 +1,40 @@
+"""Pages on the way to the service of a task: one that logs in, one that waits, one that says that the task has ended."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Literal
+
+from starlette.responses import Response
+
+from dstrial.master.store import commands
+from dstrial.master.web.page import render
+
+_REFRESH_S = 1
+
+
+def state_of(connection: sqlite3.Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
+    """Say how far a command has come with its service.
+
+    Raises:
+        RequestError: 404.
+    """
+    row = commands.require(connection, task_id)
+    if row["state"] in commands.ENDED:
+        return "ended"
+    return "ready" if row["is_ready"] else "waiting"
+
+
+def login() -> Response:
+    """Return the login form."""
+    return render("login.html", 401)
+
+
+def waiting(task_id: str) -> Response:
+    """Return a page that asks again every second."""
+    return render("task.html", task_id=task_id, refresh_s=_REFRESH_S, text="is starting, or waits for slots")
+
+
+def ended(task_id: str) -> Response:
+    """Return a page that says so."""
+    return render("task.html", 404, task_id=task_id, refresh_s=0, text="has ended; start another one")

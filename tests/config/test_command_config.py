@@ -1,0 +1,91 @@
+"""Configs of commands: their defaults, their templates, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dstrial.config.command import check_command, interpreter_of, seconds_of
+from dstrial.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "words"),
+    [
+        ("echo $A; ls", ("sh", "-c", "echo $A; ls")),
+        (["echo $A; ls"], ("sh", "-c", "echo $A; ls")),
+        (["python3", "a.py", "two words"], ("python3", "a.py", "two words")),
+    ],
+)
+def test_an_entrypoint_of_one_word_is_a_line_for_the_shell(entrypoint: Any, words: tuple[str, ...]) -> None:
+    assert check_command({"entrypoint": entrypoint}, "COMMAND", num_slots=1).words == words
+
+
+def test_defaults_are_filled_in() -> None:
+    command = check_command({"entrypoint": "true"}, "COMMAND", num_slots=1)
+    tensorboard = check_command({}, "TENSORBOARD", num_slots=0)
+
+    assert (command.num_slots, command.priority, command.exceeds_slots) == (1, 42, False)
+    assert (tensorboard.num_slots, tensorboard.words) == (0, ())
+    assert command.config["description"].startswith("Command (")
+    assert tensorboard.config["description"].startswith("TensorBoard (")
+    assert set(command.config["environment"]["image"]) == {"cpu", "cuda", "rocm"}
+
+
+def test_a_template_and_the_masters_variables_lie_under_the_config() -> None:
+    template = {"resources": {"slots": 2, "priority": 7}, "searcher": {"name": "single"}, "labels": ["x"]}
+    given = {
+        "entrypoint": "true",
+        "resources": {"slots": 0},
+        "environment": {"environment_variables": ["A=own", "DET_PYTHON_EXECUTABLE=/a/python"]},
+    }
+
+    spec = check_command(
+        given, "GENERIC", num_slots=1, environment_variables=("A=master",), template=template
+    )
+
+    assert (spec.num_slots, spec.priority) == (0, 7)
+    assert spec.config["environment"]["environment_variables"] == [
+        "A=master",
+        "A=own",
+        "DET_PYTHON_EXECUTABLE=/a/python",
+    ]
+    assert interpreter_of(spec.config) == "/a/python"
+    assert "searcher" not in spec.config
+
+
+def test_more_slots_than_there_are_wait_where_the_master_says_so() -> None:
+    given = {"entrypoint": "true", "resources": {"slots": 3}}
+
+    assert check_command(given, "COMMAND", num_slots=2, launch_error=False).exceeds_slots
+    with pytest.raises(ConfigError, match=r"resources\.slots is 3; expected at most 2"):
+        check_command(given, "COMMAND", num_slots=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({}, "entrypoint is not given"),
+        ({"entrypoint": [1]}, r"entrypoint is \[1\]"),
+        ({"entrypoint": "x", "nonsense": 1}, "nonsense is not a key"),
+        ({"entrypoint": "x", "idle_timeout": "3 hours"}, "idle_timeout is"),
+        ({"entrypoint": "x", "work_dir": "relative"}, "work_dir is"),
+        ({"entrypoint": "x", "tensorboard_args": [1]}, "tensorboard_args"),
+        ({"entrypoint": "x", "resources": {"priority": 100}}, "priority is 100"),
+        ({"entrypoint": "x", "environment": {"environment_variables": ["DET_MASTER=x"]}}, "DET_MASTER"),
+        ({"entrypoint": "x", "environment": {"proxy_ports": [{"proxy_port": 0}]}}, "proxy_port is 0"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_command(given, "COMMAND", num_slots=1)
+
+
+@pytest.mark.parametrize(
+    ("span", "seconds"),
+    [("30m", 1800), ("1h30m", 5400), ("1.5s", 1.5), ("500ms", 0.5), (90, 90), ("", None), ("3", None), ("-1m", None),
+     (True, None), (-1, None)],
+)  # fmt: skip
+def test_times_are_read_as_go_writes_them(span: Any, seconds: float | None) -> None:
+    assert seconds_of(span) == seconds

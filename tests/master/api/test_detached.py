@@ -1,0 +1,205 @@
+"""What detached runs may say, and what may be done with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from determined.common.api import bindings
+from serving import Master
+
+from dstrial.master.clock import now_us
+from dstrial.master.experiment import detached
+
+pytestmark = pytest.mark.process
+
+CONFIG = """
+name: outside
+searcher: {name: custom, metric: loss, smaller_is_better: true}
+checkpoint_storage: {type: shared_fs, host_path: /nonexistent}
+"""
+
+
+def send(master: Master, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    answer = master.send(method, f"/api/v1{path}", body, token="determined")
+    assert answer.status == 200, answer.content
+    found: dict[str, Any] = answer.json
+    return found
+
+
+def refused(master: Master, method: str, path: str, body: Any = None) -> str:
+    answer = master.send(method, f"/api/v1{path}", body, token="determined")
+    assert answer.status in (400, 404), answer.content
+    return answer.error
+
+
+def experiment(master: Master, external_id: str | None = None, config: str = CONFIG) -> int:
+    body = {"config": config, "unmanaged": True}
+    if external_id is None:
+        return int(send(master, "POST", "/experiments", body)["experiment"]["id"])
+    found = send(master, "PUT", f"/experiments/by-external-id/{external_id}", body)
+    return int(bindings.v1PutExperimentResponse.from_json(found).experiment.id)
+
+
+def trial(master: Master, experiment_id: int, external_id: str | None = None, **hparams: Any) -> int:
+    inner = {"experimentId": experiment_id, "hparams": hparams or None, "unmanaged": True}
+    if external_id is None:
+        found = send(master, "POST", "/trials", inner)
+    else:
+        found = send(master, "PUT", "/trials", {"createTrialRequest": inner, "externalTrialId": external_id})
+    return int(bindings.v1CreateTrialResponse.from_json(found).trial.id)
+
+
+def started(master: Master, trial_id: int, *, resume: bool = True) -> tuple[int, str | None, int]:
+    found = send(master, "POST", f"/trials/{trial_id}/start", {"trialId": trial_id, "resume": resume})
+    return found["trialRunId"], found["latestCheckpoint"], found["stepsCompleted"]
+
+
+def say(master: Master, trial_id: int, state: str | None) -> str:
+    body = {"trialId": trial_id, "state": state and f"STATE_{state}"}
+    return str(send(master, "PATCH", f"/trials/{trial_id}", body)["trial"]["state"]).removeprefix("STATE_")
+
+
+def report(run_id: int, steps: int, loss: float) -> dict[str, Any]:
+    values = {"trialRunId": run_id, "stepsCompleted": steps, "metrics": {"avgMetrics": {"loss": loss}}}
+    return {"metrics": values, "group": "validation"}
+
+
+def state_of(master: Master, experiment_id: int) -> str:
+    found = send(master, "GET", f"/experiments/{experiment_id}")["experiment"]["state"]
+    return str(found).removeprefix("STATE_")
+
+
+def test_an_external_id_finds_what_it_made(fresh_master: Master) -> None:
+    number = experiment(fresh_master, "a%20b")
+    assert experiment(fresh_master, "a%20b", CONFIG.replace("outside", "renamed")) == number
+    assert experiment(fresh_master) != number
+
+    one = trial(fresh_master, number, "t", lr=1)
+    assert trial(fresh_master, number, "t") == one
+    assert send(fresh_master, "GET", f"/trials/{one}")["trial"]["hparams"] == {"lr": 1}
+    assert trial(fresh_master, number, "t", lr=2) == one
+    assert send(fresh_master, "GET", "/trials/by-external-id/a%20b/t")["trial"]["hparams"] == {"lr": 2}
+    assert trial(fresh_master, number, "u") != one
+    assert trial(fresh_master, experiment(fresh_master, "c"), "t") != one
+    assert "is not found" in refused(fresh_master, "GET", "/trials/by-external-id/a%20b/none")
+    assert "the external id is empty" in refused(
+        fresh_master,
+        "PUT",
+        "/trials",
+        {"createTrialRequest": {"experimentId": number}, "externalTrialId": ""},
+    )
+
+
+def test_an_experiment_is_as_its_trials_are(fresh_master: Master) -> None:
+    number = experiment(fresh_master, "e")
+    assert state_of(fresh_master, number) == "QUEUED"
+    one, two = trial(fresh_master, number, "1"), trial(fresh_master, number, "2")
+    for each in (one, two):
+        assert started(fresh_master, each) == (1, None, 0)
+    assert say(fresh_master, one, "RUNNING") == "RUNNING"
+    assert say(fresh_master, one, "COMPLETED") == "COMPLETED"
+    assert state_of(fresh_master, number) == "RUNNING"
+    assert say(fresh_master, two, "ERROR") == "ERROR"
+    assert state_of(fresh_master, number) == "ERROR"
+
+    assert started(fresh_master, two)[0] == 2
+    assert state_of(fresh_master, number) == "RUNNING"
+    assert say(fresh_master, two, "COMPLETED") == "COMPLETED"
+    assert state_of(fresh_master, number) == "COMPLETED"
+    assert fresh_master.rows("SELECT * FROM work") == [], "its checkpoints are not collected"
+
+
+def test_a_new_run_hides_what_it_trains_again_and_shuts_out_the_old_one(fresh_master: Master) -> None:
+    number = experiment(fresh_master)
+    one = trial(fresh_master, number)
+    started(fresh_master, one)
+    for steps in range(1, 5):
+        send(fresh_master, "POST", f"/trials/{one}/metrics", report(1, steps, 1 / steps))
+    task = send(fresh_master, "GET", f"/trials/{one}")["trial"]["taskId"]
+    saved = {"uuid": "c-2", "taskId": task, "resources": {"a": "1"}, "metadata": {"steps_completed": 2}}
+    send(fresh_master, "POST", "/checkpoints", {**saved, "state": "STATE_COMPLETED"})
+
+    assert started(fresh_master, one, resume=False) == (2, None, 0)
+    assert started(fresh_master, one) == (3, "c-2", 2)
+
+    assert "expected 3, the current run" in refused(
+        fresh_master, "POST", f"/trials/{one}/metrics", report(1, 5, 0.1)
+    )
+    send(fresh_master, "POST", f"/trials/{one}/metrics", report(3, 3, 0.5))
+    shown = send(fresh_master, "GET", f"/trials/{one}")["trial"]
+    assert (shown["totalBatchesProcessed"], shown["searcherMetricValue"]) == (3, 0.5)
+    kept = fresh_master.rows("SELECT steps FROM metrics WHERE archived = 0 ORDER BY steps")
+    assert [row["steps"] for row in kept] == [1, 2, 3]
+
+
+def test_what_is_silent_is_given_up_and_comes_back(fresh_master: Master) -> None:
+    silent, talks, empty = (experiment(fresh_master) for _ in range(3))
+    one, two = trial(fresh_master, silent), trial(fresh_master, talks)
+    started(fresh_master, one)
+    started(fresh_master, two)
+    before_us = now_us()
+    task = send(fresh_master, "GET", f"/trials/{two}")["trial"]["taskId"]
+    lines = [
+        {"task_id": task, "log": "WARNING: here\n", "rank": "1", "timestamp": "2020-01-01T00:00:00+00:00"}
+    ]
+    assert fresh_master.send("POST", "/task-logs", lines, token="determined").status == 200
+
+    count = fresh_master.services.database.write(lambda tx: detached.give_up_silent(tx, before_us))
+
+    assert count == 1
+    assert [state_of(fresh_master, each) for each in (silent, talks, empty)] == ["ERROR", "RUNNING", "ERROR"]
+    (line,) = fresh_master.rows("SELECT * FROM logs WHERE source = 'task'")
+    assert (line["log"], line["level"], line["rank"]) == ("here\n", "WARNING", 1)
+    assert line["time_us"] > before_us
+    assert say(fresh_master, one, None) == "RUNNING"
+    assert state_of(fresh_master, silent) == "RUNNING"
+    assert say(fresh_master, one, "COMPLETED") == "COMPLETED"
+
+
+def test_what_a_person_has_ended_stays_ended(fresh_master: Master) -> None:
+    number = experiment(fresh_master)
+    one = trial(fresh_master, number)
+    started(fresh_master, one)
+    send(fresh_master, "POST", f"/experiments/{number}/cancel")
+    assert say(fresh_master, one, None) == "CANCELED"
+    assert say(fresh_master, one, "COMPLETED") == "CANCELED"
+    assert state_of(fresh_master, number) == "CANCELED"
+
+
+@pytest.mark.parametrize("verb", ["pause", "activate"])
+def test_processes_of_others_are_not_the_masters_to_stop(fresh_master: Master, verb: str) -> None:
+    number = experiment(fresh_master)
+    assert "has detached runs" in refused(fresh_master, "POST", f"/experiments/{number}/{verb}")
+    started(fresh_master, trial(fresh_master, number))
+    send(fresh_master, "POST", f"/experiments/{number}/kill")
+    assert "has detached runs" in refused(fresh_master, "POST", "/experiments/continue", {"id": number})
+
+
+def test_trials_of_the_master_do_not_take_orders_of_scripts(fresh_master: Master) -> None:
+    for method, path, body in (
+        ("POST", "/trials", {"experimentId": 1, "unmanaged": True}),
+        ("POST", "/trials/1/start", {"trialId": 1}),
+        ("PATCH", "/trials/1", {"trialId": 1, "state": "STATE_COMPLETED"}),
+    ):
+        assert "is not one of detached runs" in refused(fresh_master, method, path, body)
+    number = experiment(fresh_master)
+    wrong = {"trialId": trial(fresh_master, number), "state": "STATE_PAUSED"}
+    assert "state is STATE_PAUSED" in refused(fresh_master, "PATCH", f"/trials/{wrong['trialId']}", wrong)
+
+
+def test_a_wrong_config_of_a_script_is_refused_with_its_problems(fresh_master: Master) -> None:
+    body = {"config": "name: x\nsearcher: {name: custom}\nlabels: [1]", "unmanaged": True}
+    error = refused(fresh_master, "POST", "/experiments", body)
+    assert "searcher.metric" in error
+    assert "labels[0]" in error
+
+
+def test_lines_of_logs_must_belong_to_a_task(fresh_master: Master) -> None:
+    for body in ({"a": 1}, [1], [{"log": "x"}]):
+        assert fresh_master.send("POST", "/task-logs", body, token="determined").status == 400
+    lines = [{"task_id": "none", "log": "x"}]
+    assert fresh_master.send("POST", "/task-logs", lines, token="determined").status == 404
+    own, other = ([{"task_id": f"{number}.request", "log": "x\n"}] for number in (1, 2))
+    assert fresh_master.send("POST", "/task-logs", own, token="trial-1").status == 200
+    assert fresh_master.send("POST", "/task-logs", other, token="trial-1").status == 403

@@ -1,0 +1,181 @@
+"""What becomes of a command when it is paused, killed or ends, in any order."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.config.command import CommandKind, check_command
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.command import life
+from dstrial.master.launcher import AllocationExit
+from dstrial.master.store import allocations, commands, logs, users
+from dstrial.master.store.commands import NewCommand
+from dstrial.master.store.database import Database
+
+NUM_SLOTS = 2
+
+
+class Store:
+    """A database with users, and the life of commands in it."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def create(
+        self, kind: CommandKind = "GENERIC", *, config: dict[str, Any] | None = None, **fields: Any
+    ) -> str:
+        given = {"entrypoint": ["true"], **(config or {})}
+        spec = check_command(given, kind, num_slots=NUM_SLOTS, launch_error=False)
+        new = NewCommand(kind, spec, 1, 1, b"files", **{"is_pausable": kind == "GENERIC", **fields})
+        return self.database.write(lambda tx: life.create(tx, new))
+
+    def assign(self, task_id: str) -> str:
+        row = self.database.write(
+            lambda tx: life.assign(
+                tx, task_id, slots=[0], ports={}, resources_id="r", directory="/d", token_hashes={}
+            )
+        )
+        assert row is not None
+        return str(row["id"])
+
+    def do(self, function: Any, *arguments: Any, **options: Any) -> Any:
+        return self.database.write(lambda tx: function(tx, *arguments, **options))
+
+    def end(self, allocation_id: str, code: int = 0, *, was_lost: bool = False) -> None:
+        exit_ = AllocationExit(code, None, now_us(), None, was_lost)
+        self.do(life.exited, allocation_id, exit_)
+
+    def row(self, task_id: str) -> sqlite3.Row:
+        with self.database.read() as connection:
+            return commands.require(connection, task_id)
+
+    def state(self, task_id: str) -> str:
+        return str(self.row(task_id)["state"])
+
+    def text(self, task_id: str) -> str:
+        with self.database.read() as connection:
+            return "".join(row["log"] for row in logs.query(connection, logs.LogFilter(task_id=task_id)))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    database = Database(tmp_path / "master.db")
+    database.write(lambda tx: users.create_first_users(tx, {"determined": "", "admin": ""}))
+    yield Store(database)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "was_lost", "state", "status"),
+    [
+        (0, False, "COMPLETED", "exited with code 0"),
+        (3, False, "ERROR", "exited with code 3"),
+        (137, True, "ERROR", "allocation lost: its supervisor was killed"),
+    ],
+)
+def test_a_process_that_ends_by_itself_ends_its_command(
+    store: Store, code: int, was_lost: bool, state: str, status: str
+) -> None:
+    task_id = store.create("COMMAND")
+    store.end(store.assign(task_id), code, was_lost=was_lost)
+
+    assert (store.state(task_id), store.row(task_id)["exit_status"]) == (state, status)
+    with store.database.read() as connection:
+        assert connection.execute("SELECT end_us FROM tasks WHERE id = ?", (task_id,)).fetchone()[0] > 0
+        assert commands.context(connection, task_id) == b""
+
+
+def test_what_waits_is_paused_and_killed_at_once(store: Store) -> None:
+    task_id = store.create()
+    store.do(life.pause, task_id)
+    assert store.state(task_id) == "PAUSED"
+    store.do(life.unpause, task_id)
+    assert store.state(task_id) == "ACTIVE"
+    store.do(life.kill, task_id)
+
+    assert store.state(task_id) == "CANCELED"
+    with store.database.read() as connection:
+        assert commands.waiting(connection) == []
+        assert commands.context(connection, task_id) == b"files"
+    for verb in (life.pause, life.unpause):
+        with pytest.raises(RequestError, match="is CANCELED; expected one that has not ended"):
+            store.do(verb, task_id)
+
+
+def test_a_task_that_is_unpaused_while_it_ends_starts_anew(store: Store) -> None:
+    task_id = store.create()
+    allocation_id = store.assign(task_id)
+    store.do(life.pause, task_id)
+    assert store.state(task_id) == "STOPPING_PAUSED"
+    store.do(life.unpause, task_id)
+    store.end(allocation_id, 143)
+
+    assert store.state(task_id) == "ACTIVE"
+    assert store.assign(task_id) == f"{task_id}.2"
+
+
+def test_a_kill_wins_over_a_pause(store: Store) -> None:
+    task_id = store.create()
+    allocation_id = store.assign(task_id)
+    store.do(life.pause, task_id)
+    store.do(life.kill, task_id)
+    with store.database.read() as connection:
+        assert allocations.require(connection, allocation_id)["kill_us"] is not None
+    store.end(allocation_id, 137)
+
+    assert (store.state(task_id), store.row(task_id)["exit_status"]) == (
+        "CANCELED",
+        "allocation killed: a user has killed it",
+    )
+
+
+def test_a_process_that_is_taken_its_slots_goes_on_only_if_it_may_be_paused(store: Store) -> None:
+    task_id, command = store.create(), store.create("COMMAND")
+    for one in (task_id, command):
+        allocation_id = store.assign(one)
+        with store.database.read() as connection:
+            row = allocations.require(connection, allocation_id)
+        store.do(life.release, row, "slot 0 was disabled", is_kill=True)
+        store.end(allocation_id, 137)
+
+    assert (store.state(task_id), store.state(command)) == ("ACTIVE", "CANCELED")
+    assert store.row(command)["exit_status"] == "allocation killed: slot 0 was disabled"
+
+
+def test_those_that_a_task_has_made_are_found_and_so_is_the_first(store: Store) -> None:
+    first = store.create()
+    second = store.create(parent_id=first)
+    third, other = store.create(parent_id=second), store.create()
+    with store.database.read() as connection:
+        assert set(commands.tree(connection, first)) == {first, second, third}
+        assert commands.tree(connection, other) == [other]
+        assert [commands.root(connection, one) for one in (first, third, other)] == [first, first, other]
+
+
+def test_what_has_no_effect_or_waits_is_said_in_the_log(store: Store) -> None:
+    mount = {"host_path": "/a", "container_path": "/b"}
+    task_id = store.create(config={"resources": {"slots": NUM_SLOTS + 1}, "bind_mounts": [mount]})
+
+    assert "it needs 3 slots, more than this master has" in store.text(task_id)
+    assert "bind_mounts has no effect" in store.text(task_id)
+
+
+def test_logs_of_commands_are_kept_as_long_as_those_of_trials(store: Store) -> None:
+    old, new = store.create("COMMAND"), store.create("COMMAND")
+    for one in (old, new):
+        store.end(store.assign(one))
+    store.database.write(
+        lambda tx: tx.execute(
+            "UPDATE commands SET end_us = end_us - ? WHERE task_id = ?", (3 * 86400 * 10**6, old)
+        )
+    )
+    assert store.do(logs.forget_old, None) == 0
+    assert store.do(logs.forget_old, 2) > 0
+
+    assert (store.text(old), "exited with code 0" in store.text(new)) == ("", True)

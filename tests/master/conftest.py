@@ -1,0 +1,22 @@
+"""Fixtures of the tests that need a master of their own between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+
+@pytest.fixture(scope="session")
+def task_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    """One master with one slot for the tests of commands and TensorBoards, which also start it anew.
+
+    Its settings are in ``master.yaml`` beside its state directory.
+    """
+    directory = tmp_path_factory.mktemp("task_master")
+    settings = directory / "master.yaml"
+    settings.write_text("tensorboard_timeout: 600\n")
+    with master_for_test(directory, num_slots=1, options=("--config-file", str(settings))) as master:
+        yield master

@@ -1,0 +1,82 @@
+"""Somebody who works with the tasks of a master: the ``det`` command, a session, and waiting."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from det_here import DetHere
+from determined.common import api
+
+from dstrial.master.login import USERNAME, new_token
+from dstrial.testing.master import MasterForTest
+
+DEADLINE_S = 90.0
+
+
+class TasksHere:
+    """A user of one master.
+
+    Args:
+        master: it runs.
+        home: an existing directory.
+    """
+
+    def __init__(self, master: MasterForTest, home: Path) -> None:
+        self.master = master
+        self.home = home
+        self.token = new_token(master.state, master.record)
+        self.session = api.Session(master.address, USERNAME, self.token, None)
+        self._det = DetHere(master.address, USERNAME, self.token, home)
+        self.ok = self._det.ok
+        self.refused = self._det.refused
+
+    def run(self, *words: str, **changes: Any) -> str:
+        """Start a command in the background and return its id."""
+        options = [f"--config={name}={json.dumps(value)}" for name, value in changes.items()]
+        return self.ok("command", "run", "--detach", *options, *words).split()[-1]
+
+    def task(self, text: str, *options: str) -> str:
+        """Make a generic task and return its id."""
+        path = self.home / "task.yaml"
+        path.write_text(text)
+        found = re.search(r"Created task (\S+)", self.ok("task", "create", str(path), *options))
+        assert found is not None
+        return found[1]
+
+    def command(self, task_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.session.get(f"api/v1/commands/{task_id}").json()["command"]
+        return found
+
+    def tensorboard(self, task_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.session.get(f"api/v1/tensorboards/{task_id}").json()["tensorboard"]
+        return found
+
+    def generic(self, task_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.session.get(f"api/v1/tasks/{task_id}").json()["task"]
+        return {**found, "taskState": found["taskState"].removeprefix("GENERIC_TASK_STATE_")}
+
+    def wait(self, task_id: str, state: str) -> None:
+        """Wait until a command is in a state."""
+        wait_for(lambda: self.command(task_id)["state"] == f"STATE_{state}", f"{task_id} to be {state}")
+
+    def log(self, task_id: str) -> list[str]:
+        """Return what the processes of a task have printed."""
+        return [line.log.strip() for line in api.task_logs(self.session, task_id) if line.source == "task"]
+
+
+def wait_for(is_so: Callable[[], object], what: str) -> None:
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < give_up_at_s, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,30 @@
+"""Every sub-command of ``det`` and every public method of the SDK does what the tables say, at a real master."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+@pytest.mark.parametrize(("script", "at_least"), [("det_command_table", 224), ("det_sdk_table", 154)])
+def test_everything_that_can_be_asked_for_does_what_its_table_says(
+    script: str, at_least: int, tmp_path: Path
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DET_")}
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / f"{script}.py"), "--out", str(tmp_path / "table.md")],
+        env=kept, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    counted, _, table = (tmp_path / "table.md").read_text().partition("\n\n")
+    assert int(counted.split()[0]) >= at_least
+    assert "FAILS" not in table
+    assert table.count("\n") == int(counted.split()[0]) + 2
