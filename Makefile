@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 # The oldest transformers that is supported, with the accelerate of its time.
 HF4 := .venv-hf4
 HF4_CONSTRAINTS := transformers==4.56.* accelerate==1.11.*
+HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_accelerate_clm.py \
+	$(wildcard tests/dsat/test_hf_*.py tests/dsat/test_trainer_*.py tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv run test test-hf4 check format bench clean
@@ -29,8 +31,8 @@ run: venv ## train the main example (digits) and show its result
 test: venv ## run every test that needs no accelerator
 	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile --instafail $(PYTEST_ARGS)
 
-test-hf4: $(HF4)/.package ## run the tests of the integrations with transformers 4.56, in .venv-hf4/
-	$(HF4)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS) tests/integrations tests/dsat
+test-hf4: $(HF4)/.package ## run the tests that train with transformers or accelerate with 4.56 and 1.11, in .venv-hf4/
+	$(HF4)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS) $(HF_TESTS)
 
 check: venv ## lint, formatting, types, import layers
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ WARMUP = {"scheduler": {"type": "WarmupLR", "params": {}}}
 DECAY = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
 CPU = () if torch.accelerator.is_available() else ("--use_cpu", "True")
 """Without an accelerator TrainingArguments refuse bf16 unless they are told that this is meant."""
+PRECISIONS = ("bf16", "fp16")
 IS_RATIO_A_FLAG = "warmup_ratio" in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
@@ -67,12 +68,14 @@ PAIRS = (
     Pair("max_grad_norm", "gradient_clipping", ("0.5", 0.5), "2.0"),
     Pair("learning_rate", "optimizer.params.lr", ("0.001", 0.001), "1e-05", ADAMW),
     Pair("learning_rate", "scheduler.params.warmup_max_lr", ("0.001", 0.001), "1e-05", WARMUP),
+    Pair("adam_beta1", "optimizer.params.betas", ("0.8", [0.8, 0.999]), "0.7", ADAMW),
     Pair("adam_beta2", "optimizer.params.betas", ("0.95", [0.9, 0.95]), "0.99", ADAMW),
     Pair("adam_epsilon", "optimizer.params.eps", ("1e-06", 1e-6), "1e-07", ADAMW),
     Pair("weight_decay", "optimizer.params.weight_decay", ("0.1", 0.1), "0.3", ADAMW),
     Pair("warmup_steps", "scheduler.params.warmup_num_steps", ("10", 10), "20", WARMUP),
     Pair("max_steps", "scheduler.params.total_num_steps", (str(NUM_STEPS), NUM_STEPS), str(NUM_STEPS), DECAY),
     Pair("bf16", "bf16.enabled", ("True", True), "False"),
+    Pair("fp16", "fp16.enabled", ("True", True), "False"),
 )
 
 
@@ -99,7 +102,7 @@ def cases_of(pair: Pair) -> Iterator[Case]:
     """Yield the cases of a pair."""
     base = overwrite_deepspeed_config({"zero_optimization": {"stage": 2}}, dict(pair.base))
     steps = () if pair.flag == "max_steps" else ("--max_steps", str(NUM_STEPS))
-    if pair.flag == "bf16":
+    if pair.flag in PRECISIONS:
         steps = (*steps, *CPU)
     same, value = pair.same
 
@@ -120,7 +123,7 @@ def cases_of(pair: Pair) -> Iterator[Case]:
     yield case("contradictory", pair.other, value)
     yield case("auto, argument given", same, "auto")
     yield case("auto, argument absent", None, "auto")
-    yield case("overwrite contradicts both", pair.other, None if pair.flag == "bf16" else "auto", value)
+    yield case("overwrite contradicts both", pair.other, None if pair.flag in PRECISIONS else "auto", value)
 
 
 def more_cases() -> Iterator[Case]:
@@ -243,19 +246,20 @@ def disagreements(config: Mapping[str, Any], parsed: Any) -> list[str]:
         (
             "optimizer",
             {
-                "lr": "learning_rate",
-                "eps": "adam_epsilon",
-                "weight_decay": "weight_decay",
-                "betas": "adam_beta2",
+                "lr": ("learning_rate",),
+                "eps": ("adam_epsilon",),
+                "weight_decay": ("weight_decay",),
+                "betas": ("adam_beta1", "adam_beta2"),
             },
         ),
-        ("scheduler", {"warmup_max_lr": "learning_rate", "warmup_num_steps": "warmup_steps"}),
+        ("scheduler", {"warmup_max_lr": ("learning_rate",), "warmup_num_steps": ("warmup_steps",)}),
     ):
         parameters = config.get(section, {}).get("params") if section in config else None
         defaults = dict(TrainingArguments.__dataclass_fields__)
-        for parameter, field in names.items():
-            is_set = parameters is not None and parameter not in parameters
-            if is_set and getattr(parsed, field) != defaults[field].default:
+        if parameters is None:
+            continue
+        for field in (field for name, fields in names.items() if name not in parameters for field in fields):
+            if getattr(parsed, field) != defaults[field].default:
                 found.append(f"{field} {getattr(parsed, field)}, DeepSpeed takes its default")
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,14 @@ from dstrial.config import load_experiment
 from dstrial.config.documents import read_json, read_yaml
 from dstrial.config.findings import render
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.integrations.accelerate.convert import JSON_NAME, YAML_NAME, Choices, Conversion, convert
+from dstrial.integrations.accelerate.conversion import (
+    JSON_NAME,
+    YAML_NAME,
+    Choices,
+    Conversion,
+    ConvertedKey,
+)
+from dstrial.integrations.accelerate.convert import convert
 from dstrial.integrations.accelerate.experiment_text import deepspeed_json, experiment_yaml, open_decisions
 from dstrial.launch.arguments import slots_argument
 
@@ -26,9 +34,13 @@ _FILES = {
     "json": JSON_NAME,
     "yaml": YAML_NAME,
     "variable": f"{YAML_NAME}, variable",
-    "nowhere": "-",
+    "left": "- (yours to do)",
     "unknown": "?",
+    "nowhere": "-",
 }
+"""What the table says of each outcome, in its order."""
+
+_OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,27 +60,34 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     accelerate.add_argument("config", metavar="default_config.yaml", type=Path, help="the Accelerate config")
     accelerate.add_argument(
-        "--entrypoint", metavar="SCRIPT", help="the training script, with its arguments in the same word"
+        "--entrypoint",
+        metavar="SCRIPT",
+        help="the training script as it lies in DIR, with its arguments in the same word",
     )
     accelerate.add_argument(
         "--micro-batch", type=slots_argument, metavar="N", help="records of one forward pass on one rank"
     )
     accelerate.add_argument(
-        "-o", "--output", type=Path, metavar="DIR", default=Path(), help="where to write (default: .)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=Path(),
+        help="where to write: the directory of the training script (default: .)",
     )
     accelerate.add_argument("--force", action="store_true", help="replace files that exist")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert, write, check and print; return 0 if the result passes the check, else 1."""
+    """Convert, write, check and print; return 0 if the result passes the check or waits for decisions, else 1."""
     label = str(args.config)
     config = read_yaml(args.config, label).value
     if not isinstance(config, Mapping):
         fix = "Name a file that `accelerate config` wrote."
         raise ConfigError([ConfigProblem(label, render(config), "a mapping", fix)])
-    conversion = convert(
-        config, _choices(args), label=label, deepspeed_file=_deepspeed_file(args.config, config)
-    )
+    choices = _choices(args)
+    conversion = convert(config, choices, label=label, deepspeed_file=_deepspeed_file(args.config, config))
+    _require_script(choices.entrypoint, args.output)
     targets = {
         args.output / JSON_NAME: deepspeed_json(conversion),
         args.output / YAML_NAME: experiment_yaml(conversion, args.config.name),
@@ -83,7 +102,7 @@ def _choices(args: argparse.Namespace) -> Choices:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return Choices(args.entrypoint, args.micro_batch, name)
     return Choices(
-        entrypoint=args.entrypoint or _ask("Training script, with its arguments", str),
+        entrypoint=args.entrypoint or _ask("Training script, with its arguments (empty: decide later)", str),
         micro_batch_size=args.micro_batch
         or _ask("Records of one forward pass on one rank (empty: of the script's loader)", _positive),
         name=name,
@@ -135,6 +154,28 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
     return value
 
 
+def _require_script(entrypoint: str | None, output: Path) -> None:
+    """Refuse an entrypoint that cannot become one, before anything is written.
+
+    Raises:
+        ConfigError: it is another launcher's command line, or its script lies elsewhere.
+    """
+    words = [] if entrypoint is None else shlex.split(entrypoint)
+    if not words:
+        return
+    if Path(words[0]).name in _OTHER_LAUNCHERS:
+        fix = f"Leave {words[0]!r} and its options away: python3 -m dstrial.launch takes its place."
+        raise ConfigError(
+            [ConfigProblem("--entrypoint", repr(entrypoint), "the script and its own arguments", fix)]
+        )
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is None or (output / script).is_file() or not Path(script).is_file():
+        return
+    got = f"{script}, which is in {Path(script).resolve().parent} and not below {output}"
+    fix = "Pass its directory with -o, so that the files are written beside it, or move it."
+    raise ConfigError([ConfigProblem("--entrypoint", got, "a script in the directory written to", fix)])
+
+
 def _write(targets: Mapping[Path, str], *, force: bool) -> None:
     existing = [path for path in targets if path.exists()]
     if existing and not force:
@@ -155,17 +196,30 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    rows = [(key.key, render(key.value), _FILES[key.outcome], key.explanation) for key in conversion.keys]
+    """Print what became of every key: those that went somewhere first, those that ask for nothing last."""
+    order = list(_FILES)
+    keys = sorted(conversion.keys, key=lambda one: order.index(one.outcome))
+    rows = [(one.key, render(one.value), _FILES[one.outcome], one.explanation) for one in keys]
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
-    unknown = [key.key for key in conversion.keys if key.outcome == "unknown"]
+    for one in _of_outcome(conversion, "left"):
+        sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
+    unknown = [one.key for one in _of_outcome(conversion, "unknown")]
     if unknown:
         sys.stdout.write(f"warning: unknown to accelerate 1.15, and not taken over: {', '.join(unknown)}\n")
+
+
+def _of_outcome(conversion: Conversion, outcome: str) -> list[ConvertedKey]:
+    return [one for one in conversion.keys if one.outcome == outcome]
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
     sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
     for decision in open_decisions(conversion):
         sys.stdout.write(f"choose: {decision}\n")
+    if conversion.choices.entrypoint is None:
+        # Who fills in "auto" is told by the script.
+        sys.stdout.write(f"next: name the script in {path}, then `dstrial check {path} {context_dir}`\n")
+        return 0
     try:
         checked = load_experiment(path, context_dir, require_concrete=False, require_entrypoint=True)
     except ConfigError as error:
@@ -174,5 +228,10 @@ def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
         return 1
     for warning in checked.warnings:
         sys.stdout.write(f"warning: {warning}\n")
+    for note in checked.notes:
+        sys.stdout.write(f"note: {note}\n")
     sys.stdout.write(f"{path}: ok\n")
+    sys.stdout.write(
+        f"next: `dstrial run {path} {context_dir}`; README, Accelerate, shows what the script reports with\n"
+    )
     return 0

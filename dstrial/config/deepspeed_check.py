@@ -17,6 +17,11 @@ from dstrial.config.rules import deepspeed_rules, installed_deepspeed_version
 from dstrial.config.settings import ParallelSizes, Settings
 from dstrial.errors import ConfigError, ConfigProblem
 
+_WHO_FILLS_IN = (
+    f' "{AUTO}" is filled in only for an entrypoint whose script, or a module beside it that it imports, shows Hugging Face\'s '
+    "Trainer or Accelerate's Accelerator."
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckResult:
@@ -171,7 +176,10 @@ def _solve(given: Mapping[str, Any], settings: Settings, filler: Filler | None) 
             total, micro, steps = (given[key] for key in BATCH_KEYS)
             solution = solve_batch(total, micro, steps, replicas, where=where)
     except ConfigError as error:
-        findings.problems.extend(error.problems)
+        hint = "" if filler is not None or AUTO not in given.values() else _WHO_FILLS_IN
+        findings.problems += [
+            dataclasses.replace(problem, fix=f"{problem.fix}{hint}") for problem in error.problems
+        ]
         return None
     if filler is not None:
         _note_sizes(given, solution, filler, findings)

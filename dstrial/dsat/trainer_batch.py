@@ -59,7 +59,11 @@ def reconcile_batch(draft: Draft, world_size: int, resumed: SavedRun | None) -> 
     except ConfigError as failure:
         error = failure
     kept = None
-    if engine is not None and resumed is not None and _is_kept(own, keys, engine):
+    if (
+        engine is not None
+        and resumed is not None
+        and _is_kept(own, keys, engine, is_micro_given=keys[1] is not None or micro is not None)
+    ):
         kept = keep_batch(
             {_TOTAL: engine.train_batch_size}, engine, world_size, checkpoint=resumed.checkpoint
         )
@@ -126,15 +130,17 @@ def _attempts(keys: Sizes, micro: int | None, steps: int | None) -> Iterator[tup
             yield attempt
 
 
-def _is_kept(own: BatchSolution | None, keys: Sizes, engine: EngineRecord) -> bool:
+def _is_kept(own: BatchSolution | None, keys: Sizes, engine: EngineRecord, *, is_micro_given: bool) -> bool:
     """Say whether the sizes are those with which the run began, and come to another batch now.
+
+    So is a micro batch that was only solved, and larger than the run's, which is known to fit into memory.
 
     Others were changed on purpose; a run cannot go on with them, which is for the checkpoint's reader to say.
     """
     if own is None:
         return keys[0] == engine.train_batch_size
     if own.train_batch_size == engine.train_batch_size:
-        return False
+        return not is_micro_given and own.train_micro_batch_size_per_gpu > engine.micro_batch_limit
     now = (own.train_micro_batch_size_per_gpu, own.gradient_accumulation_steps)
     began = tuple(engine.given.get(key) for key in (_MICRO, _STEPS))
     return now == began or now[0] * now[1] * engine.data_parallel_size == engine.train_batch_size

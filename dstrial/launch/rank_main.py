@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
-from dstrial.launch.accelerate_ranks import watch_for_accelerate
 from dstrial.launch.failures import record_exception
 from dstrial.launch.trial_import import import_trial, is_determined_trial, user_traceback
+from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
 from dstrial.ranks.stop import LAUNCHER_PID_VARIABLE
 
@@ -206,7 +206,7 @@ def _run_determined_trial(trial_class: type[Any], spec: str) -> None:
 
 
 def _run_script(script: str, arguments: Sequence[str]) -> None:
-    watch_for_accelerate()
+    show_ranks_to_accelerate()
     path = Path(script)
     sys.argv = [script, *arguments]
     sys.path[0] = str(path.resolve().parent)
@@ -219,7 +219,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> None:
-    watch_for_accelerate()
+    show_ranks_to_accelerate()
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

@@ -34,7 +34,7 @@ def main() -> None:
             read_source(hparams["num_chars_max"]), hparams["vocab_size"], hparams["block_size"]
         )
         is_validation = torch.arange(len(blocks)) % hparams["validate_every"] == 0
-        micro_batch_size = accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"]
+        micro_batch_size = reporter.micro_batch_size(8)
         loader = DataLoader(blocks[~is_validation], batch_size=micro_batch_size, shuffle=True, drop_last=True)
         validation_loader = DataLoader(blocks[is_validation], batch_size=micro_batch_size)
         config = GPT2Config(

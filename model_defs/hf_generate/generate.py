@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import pathlib
 import time
 from typing import Any
@@ -107,11 +108,16 @@ def generate(engine: Any, tokenizer: Any, prompts: list[str], num_new_tokens: in
 def restore(core_context: det.core.Context) -> Outputs:
     """Return what was generated before a pause, whatever number of ranks did it. Ranks: all, collectively."""
     info = det.get_cluster_info()
-    latest = None if info is None else info.latest_checkpoint
-    if latest is None:
-        return {}
-    with core_context.checkpoint.restore_path(latest) as path:
-        lines = (pathlib.Path(path) / OUTPUTS_NAME).read_text(encoding="utf-8").splitlines()
+    latest = info.latest_checkpoint if info is not None else None
+    resumed = os.environ.get("DSTRIAL_RESUME")  # a directory: of `dstrial run --resume`
+    if latest is not None:
+        with core_context.checkpoint.restore_path(latest) as path:
+            return read_outputs(pathlib.Path(path))
+    return read_outputs(pathlib.Path(resumed)) if resumed else {}
+
+
+def read_outputs(checkpoint: pathlib.Path) -> Outputs:
+    lines = (checkpoint / OUTPUTS_NAME).read_text(encoding="utf-8").splitlines()
     return {output["prompt_idx"]: output for output in map(json.loads, lines)}
 
 

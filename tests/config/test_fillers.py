@@ -205,3 +205,8 @@ def test_a_script_that_tells_nothing_is_checked_as_before(load: Load) -> None:
     assert (
         'gradient_clipping is "auto", which only another tool (Hugging Face Trainer) can fill in' in warnings
     )
+
+
+def test_auto_sizes_of_another_script_are_an_error_that_says_for_whom_they_are_filled_in(load: Load) -> None:
+    with pytest.raises(ConfigError, match='"auto" is filled in only for an entrypoint whose script'):
+        load(BATCH, "print('neither')\n")

@@ -233,6 +233,17 @@ def test_the_batch_is_kept_where_the_config_fixes_all_three_sizes() -> None:
     assert flags(found) == ("4", "2")
 
 
+def test_a_solved_micro_batch_is_not_larger_than_that_of_the_run() -> None:
+    # The batch alone would be solved as 8 x 1, which the run's memory may not hold.
+    found = reconciled("", {"train_batch_size": 8}, world_size=1, resumed=saved(micro=4, steps=1, replicas=2))
+    assert flags(found) == ("4", "2")
+    asked = "--per_device_train_batch_size 8"
+    found = reconciled(
+        asked, {"train_batch_size": 8}, world_size=1, resumed=saved(micro=4, steps=1, replicas=2)
+    )
+    assert flags(found) == ("8", "1")
+
+
 def test_sizes_that_were_changed_on_purpose_are_not_touched() -> None:
     found = reconciled(
         "--per_device_train_batch_size 16",

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+import torch
 
+from dstrial.config.command_line import CommandLine
 from dstrial.config.saved_run import EngineRecord, SavedRun
-from dstrial.errors import ConfigError, TrialContractError
-from dstrial.integrations.huggingface.batch import ArgumentSizes, batch_problems, kept_sizes
+from dstrial.errors import ConfigError, RankTimeoutError, TrialContractError
+from dstrial.integrations.huggingface.batch import (
+    ArgumentSizes,
+    batch_problems,
+    kept_sizes,
+    sizes_to_keep,
+)
 from dstrial.integrations.huggingface.data_wait import STOPPING_WAIT_S, WAIT_S, DataWait
+from dstrial.integrations.huggingface.joint_stop import JointStop
 from dstrial.integrations.huggingface.lengths import TrainerLength, length_problems
 from dstrial.integrations.huggingface.metrics import (
     LogKind,
@@ -19,6 +29,7 @@ from dstrial.integrations.huggingface.metrics import (
     reported,
     require_searcher_metrics,
 )
+from dstrial.loop.agreement import StopReason
 
 
 class Clock:
@@ -88,9 +99,36 @@ def test_lengths_have_to_agree(
         ],
     ],
 )
-def test_batch_sizes_are_read_from_a_command_line(words: list[str]) -> None:
-    assert ArgumentSizes.of_command_line(words) == ArgumentSizes(4, 3)
-    assert ArgumentSizes.of_command_line([]) == ArgumentSizes(8, 1)
+def test_batch_sizes_of_a_command_line_keep_the_batch(words: list[str]) -> None:
+    solution = sizes_to_keep(CommandLine.of(words), {}, saved_run(accumulation=3), num_ranks=1)
+    assert solution is not None
+    assert solution.equation.startswith("train_batch_size 24 = train_micro_batch_size_per_gpu 4 x")
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "expected"),
+    [
+        # The run began with what the JSON says, whatever the Trainer's defaults come to now.
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, [], (4, 4)),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--gradient_accumulation_steps=2"], (4, 4)),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--per_device_train_batch_size", "8"], None),
+        ({"train_batch_size": 16}, [], (4, 4)),
+        ({"train_batch_size": 16}, ["--per_device_train_batch_size", "2"], (2, 8)),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto"}, [], (4, 4)),
+        ({"train_batch_size": 32}, [], None),
+        ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}, [], None),
+    ],
+)
+def test_numbers_in_the_deepspeed_config_count_before_the_arguments(
+    config: dict[str, object], words: list[str], expected: tuple[int, int] | None
+) -> None:
+    solution = sizes_to_keep(CommandLine.of(words), config, saved_run(accumulation=2), num_ranks=1)
+    found = (
+        None
+        if solution is None
+        else (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps)
+    )
+    assert found == expected
 
 
 def test_on_fewer_ranks_the_accumulation_keeps_the_batch() -> None:
@@ -182,6 +220,56 @@ def test_where_a_stop_is_asked_for_a_wait_is_told_sooner() -> None:
     wait.begin(7)
     clock.now_s += STOPPING_WAIT_S
     assert "follows it after its next step" in str(wait.look())
+
+
+@pytest.mark.parametrize("pauses_s", [(0.0, 0.004, 0.001), (0.002, 0.0, 0.0)])
+def test_ranks_of_any_pace_stop_after_the_same_beat_whichever_of_them_wishes_to(
+    pauses_s: tuple[float, ...],
+) -> None:
+    store, is_wished = torch.distributed.HashStore(), threading.Event()
+    joints = [
+        JointStop(
+            store,
+            rank,
+            3,
+            lambda rank=rank: StopReason.SIGNAL if rank == 1 and is_wished.is_set() else None,
+            timeout_s=30,
+            look_s=0.01,
+        )
+        for rank in range(3)
+    ]
+    stopped: dict[int, tuple[int, StopReason]] = {}
+
+    def train(rank: int) -> None:
+        for beat in range(1, 100_000):
+            time.sleep(pauses_s[rank])
+            reason = joints[rank].beat()
+            if reason is not None:
+                stopped[rank] = (beat, reason)
+                return
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    is_wished.set()
+    for thread in threads:
+        thread.join(60)
+    for joint in joints:
+        joint.close()
+
+    assert sorted(stopped) == [0, 1, 2]
+    assert len(set(stopped.values())) == 1
+    assert stopped[0][1] is StopReason.SIGNAL
+
+
+def test_a_rank_that_does_not_say_where_it_is_is_named() -> None:
+    joint = JointStop(
+        torch.distributed.HashStore(), 0, 3, lambda: StopReason.SIGNAL, timeout_s=0.1, look_s=0.01
+    )
+    assert joint._is_decided.wait(60)
+    with pytest.raises(RankTimeoutError, match="still without ranks 1, 2 after"):
+        joint.beat()
+    joint.close()
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:

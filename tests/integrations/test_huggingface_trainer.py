@@ -11,13 +11,15 @@ import pytest
 
 from dstrial.checkpoint.manifest import read_manifest
 from dstrial.checkpoint.wholeness import examine
-from dstrial.cli.app import main as dstrial
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.ranks import run_script
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(290)]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.timeout(900),
+]  # three launches on a machine that is busy with others
 
 PROGRAM = Path(__file__).with_name("trainer_program.py")
 
@@ -52,10 +54,18 @@ class Runs:
         self.directories[name] = path.with_name(f"{path.name}-{name}")
         shutil.copytree(path, self.directories[name])
 
+    def of_another_trial(self, source: str) -> str:
+        """Copy the newest checkpoint of a run into a directory of its own, as another trial's."""
+        path = self.directory / f"of-another-trial-{source}"
+        shutil.copytree(self.checkpoint(source), path)
+        metadata = json.loads((path / "metadata.json").read_text())
+        (path / "metadata.json").write_text(json.dumps({**metadata, "trial_id": metadata["trial_id"] + 1}))
+        return str(path)
+
     def launch(self, num_ranks: int, *runs: dict[str, Any]) -> None:
         path = self.directory / f"{num_ranks}-{runs[0]['name']}.json"
         path.write_text(json.dumps([{k: v for k, v in run.items() if k != "name"} for run in runs]))
-        run_script(PROGRAM, num_ranks, str(path), deadline_s=200, env={"HF_HUB_OFFLINE": "1"})
+        run_script(PROGRAM, num_ranks, str(path), deadline_s=280, env={"HF_HUB_OFFLINE": "1"})
         by_rank = [json.loads(path.with_name(f"{path.name}.{rank}").read_text()) for rank in range(num_ranks)]
         for idx, run in enumerate(runs):
             self.facts[run["name"]] = [of_rank[idx] for of_rank in by_rank]
@@ -84,6 +94,14 @@ class Runs:
 
 
 LENGTHS = {"metric": "eval_loss", "max_length": {"batches": 7}, "max_time": 2, "time_metric": "epochs"}
+LEAVES: dict[str, Any] = {
+    "micro": 4,
+    "eval_steps": 2,
+    "leave_evaluation": True,
+    "options": {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True},
+}
+WORSE = {**LEAVES["options"], "metric_for_best_model": "eval_loss", "greater_is_better": True}
+STARTS: dict[str, Any] = {"steps": 1, "options": {"eval_on_start": True}}
 
 
 @pytest.fixture(scope="module")
@@ -92,47 +110,58 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("trainer"))
     new = made.settings
     made.launch(
-        2,
-        new("zero2", stage=2, counts_tokens=True),
-        new("zero2-paused", stage=2, pause_at=3),
-        new("zero3", stage=3, micro=1, accumulation=2),
-        new("zero3-paused", stage=3, micro=1, accumulation=2, pause_at=3),
-        new("ddp", options={"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}),
-        new("ddp-paused", pause_at=3, options={"save_strategy": "steps", "save_steps": 2}),
-        new("ended", stage=2, pause_in_evaluation=2, eval_steps=2),
-    )
-    made.copied("zero2-to-1", "zero2-paused")
-    made.copied("zero2-to-zero3", "zero2-paused")
-    made.copied("zero2-another-batch", "zero2-paused")
-    made.copied("zero2-unresumed", "zero2-paused")
-    made.copied("zero3-to-1", "zero3-paused")
-    made.copied("ddp-to-1", "ddp-paused")
-    one = {"micro": 4, "resume": "latest"}
-    made.launch(
         1,
-        new("zero2-to-1", stage=2, **one),
-        new("zero2-to-zero3", stage=3, **one),
-        new("zero3-to-1", stage=3, **one),
-        new("ddp-to-1", **one),
-        new("zero2-again", "zero2-to-1", stage=2, **one),
         new("alone-zero2", stage=2, micro=4),
         new("alone-zero2-paused", stage=2, micro=4, pause_at=3),
         new("alone-zero3-paused", stage=3, micro=4, pause_at=3),
-        new("left", micro=4, pause_in_evaluation=2, eval_steps=2, leave_evaluation=True),
-        new("left-resumed", "left", eval_steps=2, leave_evaluation=True, **one),
-        new("zero2-another-batch", stage=2, resume="latest", error=True),
-        new("zero2-unresumed", stage=2, micro=4, resume="latest", is_plain=True, error=True),
+        new("left", pause_in_evaluation=2, **LEAVES),
+        new("left-last", "left", pause_in_evaluation=6, forgets_output=True, resume="latest", **LEAVES),
+        new("left-resumed", "left", resume="latest", **LEAVES),
+        new("late", micro=4, pause_at=6, options={"eval_strategy": "no", "save_strategy": "steps"}),
+        new("early", micro=4, eval_steps=2, patience=1, pause_in_evaluation=4, options=WORSE),
+        new("never-evaluated", steps=1, eval_steps=None, searcher={"metric": "eval_loss"}),
+        new("anywhere", steps=2, micro=4, storage=str(made.directory / "storage")),
         new("no-metric", searcher={"metric": "eval_accuracy"}, eval_steps=1, num_eval_sets=2, error=True),
         new("lengths", searcher=LENGTHS, error=True),
         new("sets", eval_steps=3, num_eval_sets=2, is_plain=True, callback={"filter_metrics": ["set1"]}),
     )
+    of_another_trial = made.of_another_trial("alone-zero2")
+    each_step = {"save_strategy": "steps", "save_steps": 1}
     made.launch(
         2,
+        new("zero2", stage=2, counts_tokens=True),
+        new("zero2-paused", stage=2, pause_at=3),
+        new("zero2-resumed", "zero2-paused", stage=2, resume="latest"),
+        new("zero3", stage=3, micro=1, accumulation=2),
+        new("zero3-paused", stage=3, micro=1, accumulation=2, pause_at=3),
+        new("zero3-resumed", "zero3-paused", stage=3, micro=1, accumulation=2, resume="latest"),
+        new("ddp", slow_rank=1, options={**each_step, "save_steps": 2, "save_total_limit": 1}),
+        new("ddp-paused", pause_at=3, options=each_step),
+        new("ddp-resumed", "ddp-paused", resume_step=2, options=each_step),
+        new("ended", stage=2, pause_in_evaluation=2, eval_steps=2),
+        new("left-2", stage=3, pause_in_evaluation=2, eval_steps=2, leave_evaluation=True),
+        new("left-2-resumed", "left-2", stage=3, eval_steps=2, leave_evaluation=True, resume="latest"),
         new("zero2-to-2", "alone-zero2-paused", stage=2, resume="latest"),
         new("zero3-to-2", "alone-zero3-paused", stage=3, resume="latest"),
-        new("zero2-paused", stage=2, resume="latest"),
-        new("zero3-paused", stage=3, micro=1, accumulation=2, resume="latest"),
-        new("ddp-paused", resume="latest", options={"save_strategy": "steps", "save_steps": 2}),
+        new("weights-zero3", stage=3, is_made_cut=True, resume=of_another_trial, **STARTS),
+    )
+    of_another_trial = made.of_another_trial("ddp")
+    made.copied("zero2-to-1", "zero2-paused")
+    made.copied("zero2-to-zero3", "zero2-paused")
+    made.copied("zero3-to-1", "zero3-paused")
+    made.copied("ddp-to-1", "ddp-paused")
+    made.launch(
+        1,
+        new("exported", exports=[str(made.checkpoint("zero3")), str(made.directory / "exported")]),
+        new("zero2-to-1", stage=2, micro=4, resume_step=3),
+        new("zero2-again", "zero2-to-1", stage=2, micro=4, resume="latest"),
+        new("zero2-to-zero3", stage=3, micro=4, resume_step=3),
+        new("zero3-to-1", stage=3, micro=4, resume_step=3),
+        new("ddp-to-1", micro=4, resume_step=3),
+        new("zero2-another-batch", "zero2-paused", stage=2, resume="latest", error=True),
+        new("zero2-unresumed", "zero2-paused", stage=2, micro=4, resume="latest", is_plain=True, error=True),
+        new("weights-alone", micro=4, resume=of_another_trial, **STARTS),
+        new("weights-plain", is_plain=True, resume=of_another_trial, error=True),
     )
     return made
 
@@ -140,8 +169,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "ddp"])
 def test_a_run_that_was_paused_has_the_losses_of_one_that_was_not(runs: Runs, kind: str) -> None:
     assert [fact["is_stopped"] for fact in runs.facts[kind]] == [False, False]
-    assert runs.losses(f"{kind}-paused") == runs.losses(kind)
-    assert runs.evaluations(f"{kind}-paused") == runs.evaluations(kind)
+    assert runs.losses(f"{kind}-resumed") == runs.losses(kind)
+    assert runs.evaluations(f"{kind}-resumed") == runs.evaluations(kind)
     assert sorted(runs.losses(kind)) == [1, 2, 3, 4, 5, 6]
     assert sorted(runs.evaluations(kind)) == [4, 6]
 
@@ -164,14 +193,41 @@ def test_a_run_goes_on_with_its_losses_on_another_number_of_ranks(
     assert runs.losses(resumed) == pytest.approx(runs.losses(whole), rel=2e-6)
 
 
-def test_all_ranks_stop_at_the_same_step_and_keep_a_checkpoint_of_it(runs: Runs) -> None:
-    for name in ("zero2-paused", "zero3-paused", "ddp-paused", "ended"):
-        assert all(fact["is_stopped"] for fact in runs.facts[name]) or name != "ended"
+def test_all_ranks_stop_at_the_step_in_which_they_are_asked_to(runs: Runs) -> None:
+    for name in ("zero2-paused", "zero3-paused", "ddp-paused", "alone-zero2-paused"):
+        assert all(fact["is_stopped"] and fact["ended_at"] == 3 for fact in runs.facts[name])
+    assert runs.steps_of_checkpoints("zero2-paused") == [3, 6]
     ended = runs.facts["ended"]
     assert [fact["ended_at"] for fact in ended] == [2, 2]
+    assert all(fact["is_stopped"] for fact in ended)
     assert sorted(runs.losses("ended")) == [1, 2]
     assert sorted(runs.evaluations("ended")) == [2]
     assert runs.steps_of_checkpoints("ended") == [2]
+
+
+def test_a_wish_to_stop_in_the_last_step_leaves_the_run_complete(runs: Runs) -> None:
+    (fact,) = runs.facts["late"]
+    assert not fact["is_stopped"]
+    assert sorted(runs.evaluations("late")) == [6]
+    assert runs.steps_of_checkpoints("late") == [6]
+    state = json.loads((runs.checkpoint("late") / "checkpoint-6" / "trainer_state.json").read_text())
+    assert any("eval_loss" in entry for entry in state["log_history"])
+
+
+def test_a_wish_to_stop_where_another_callback_ends_training_leaves_the_run_complete(runs: Runs) -> None:
+    (fact,) = runs.facts["early"]
+    assert (fact["ended_at"], fact["is_stopped"], fact["num_evaluations"]) == (4, False, 2)
+    assert runs.steps_of_checkpoints("early") == [2, 4]
+
+
+def test_all_ranks_leave_an_evaluation_at_the_same_of_its_steps(runs: Runs) -> None:
+    facts = runs.facts["left-2"]
+    assert [fact["global_step"] for fact in facts] == [2, 2]
+    assert all(fact["is_stopped"] and fact["num_evaluations"] == 0 for fact in facts)
+    assert len({fact["num_prediction_steps"] for fact in facts}) == 1
+    assert sorted(runs.evaluations("left-2")) == [2, 4, 6]
+    assert sorted(runs.losses("left-2")) == [1, 2, 3, 4, 5, 6]
+    assert runs.losses("left-2") == pytest.approx(runs.losses("zero3"), rel=2e-6)
 
 
 def test_an_evaluation_that_may_be_left_is_left_and_made_up_for_later(runs: Runs) -> None:
@@ -181,6 +237,46 @@ def test_an_evaluation_that_may_be_left_is_left_and_made_up_for_later(runs: Runs
     assert sorted(runs.evaluations("left")) == [2, 4, 6]
     assert runs.evaluations("left")[4] == pytest.approx(runs.evaluations("ddp")[4])
     assert sorted(runs.losses("left")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_last_evaluation_is_made_up_for_as_well(runs: Runs) -> None:
+    (left,), (resumed,) = runs.facts["left-last"], runs.facts["left-resumed"]
+    assert (left["global_step"], left["is_stopped"], left["num_evaluations"]) == (6, True, 2)
+    assert (resumed["global_step"], resumed["is_stopped"], resumed["num_evaluations"]) == (6, False, 1)
+
+
+def test_a_step_that_is_saved_again_after_its_evaluation_leaves_its_checkpoint_as_it_was(runs: Runs) -> None:
+    for found in list_checkpoints(runs.directories["left"] / "checkpoints"):
+        assert examine(found.path, needs_mark=True).is_whole
+
+
+def test_another_trials_checkpoint_gives_its_weights_and_counting_starts_at_0(runs: Runs) -> None:
+    for name, source in (("weights-zero3", "alone-zero2"), ("weights-alone", "ddp")):
+        evaluations = runs.evaluations(name)
+        assert evaluations[0] == pytest.approx(runs.evaluations(source)[6], rel=1e-6)
+        assert sorted(evaluations) == [0, 1]
+        assert all(fact["global_step"] == 1 for fact in runs.facts[name])
+    (fact,) = runs.facts["weights-plain"]
+    assert "starts without the weights of checkpoint" in fact["error"]
+    assert "dstrial.integrations.huggingface.train(trainer, callback)" in fact["error"]
+
+
+def test_the_rank_that_waits_for_data_is_told_and_no_other(runs: Runs) -> None:
+    chief, slow = (fact["warnings"] for fact in runs.facts["ddp"])
+    assert any(text.startswith("rank 1 has waited") for text in slow)
+    assert not any("has waited" in text for text in chief)
+
+
+def test_a_search_without_an_evaluation_is_warned_of(runs: Runs) -> None:
+    (fact,) = runs.facts["never-evaluated"]
+    assert any("training has ended without an evaluation" in text for text in fact["warnings"])
+
+
+def test_determineds_core_context_serves_outside_of_any_cluster(runs: Runs) -> None:
+    (fact,) = runs.facts["anywhere"]
+    assert (fact["global_step"], fact["length"]) == (2, 2)
+    (stored,) = (runs.directory / "storage").iterdir()
+    assert read_manifest(stored).steps_completed == 2
 
 
 def test_a_run_with_nothing_left_to_train_trains_nothing(runs: Runs) -> None:
@@ -208,7 +304,7 @@ def test_evaluation_sets_are_reported_together_and_filtered_by_name(runs: Runs) 
 
 
 def test_a_checkpoint_is_the_directory_of_its_step_and_shares_its_files(runs: Runs) -> None:
-    checkpoint = runs.checkpoint("zero3-paused")
+    checkpoint = runs.checkpoint("zero3-resumed")
     names = {path.name for path in checkpoint.iterdir()}
     assert names == {"checkpoint-6", "manifest.json", "metadata.json", "load_data.json", "COMPLETE"}
     assert examine(checkpoint, needs_mark=True).is_whole
@@ -228,22 +324,14 @@ def test_the_trainers_own_limit_of_checkpoints_takes_nothing_from_the_stored_one
 
 
 def test_a_step_that_is_trained_again_leaves_the_checkpoint_of_the_first_time_as_it_was(runs: Runs) -> None:
+    assert sorted(runs.steps_of_checkpoints("ddp-paused")) == [1, 2, 3, 3, 4, 5, 6]
     for found in list_checkpoints(runs.directories["ddp-paused"] / "checkpoints"):
         assert examine(found.path, needs_mark=True).is_whole
 
 
-def test_an_exported_checkpoint_is_a_model_that_transformers_loads(runs: Runs, tmp_path: Path) -> None:
-    assert (
-        dstrial(
-            ["checkpoint", "export", str(runs.checkpoint("zero3")), str(tmp_path / "m"), "--format", "hf"]
-        )
-        == 0
-    )
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.config.n_embd == 32
+def test_an_exported_checkpoint_is_a_model_that_transformers_loads(runs: Runs) -> None:
+    (fact,) = runs.facts["exported"]
+    assert (fact["wrong"], fact["width"]) == ([], 32)
 
 
 def test_arguments_that_give_another_batch_are_refused_with_those_that_keep_it(runs: Runs) -> None:

@@ -7,21 +7,37 @@ in ``RUNS.json.<rank>``, one entry for each run.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import deepspeed
+import determined as det
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
+from dstrial.cli.app import main as dstrial
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import DstrialError
 from dstrial.integrations import huggingface
+from dstrial.integrations.huggingface import data_wait
 from dstrial.ranks.process_group import without_compiled_collectives
 
 DEFAULTS: dict[str, Any] = {
@@ -29,17 +45,24 @@ DEFAULTS: dict[str, Any] = {
     "steps": 6,
     "micro": 2,
     "accumulation": 1,
-    "pause_at": None,  # SIGTERM to rank 0 during this step
+    "pause_at": None,  # SIGTERM to rank 0 during this step, which ends when all ranks know of it
     "pause_in_evaluation": None,  # the same in the evaluation of this step
     "eval_steps": 4,
     "num_eval_sets": 1,
     "counts_tokens": False,
     "leave_evaluation": False,
+    "slow_rank": None,  # has no record until it was warned of that
+    "is_made_cut": False,  # whether the model is made under ZeRO 3, so that no rank ever has all of it
+    "forgets_output": False,  # whether the output directory of an earlier attempt is gone
+    "storage": None,  # a directory: use Determined's own core context, outside of any cluster, with checkpoints there
+    "exports": None,  # a checkpoint and a directory: train nothing, export it and load it with transformers
     "is_plain": False,  # trainer.train() in place of huggingface.train
     "searcher": {},
     "output": "output",
     "run_dir": None,  # an existing run directory
     "resume": None,  # as DSTRIAL_RESUME
+    "resume_step": None,  # go on from the checkpoint of this step in the run directory
+    "patience": None,  # of transformers' own callback that ends training early
     "options": {},  # more TrainingArguments
     "callback": {},  # more arguments of DetCallback
     "error": False,  # whether the run is to fail, and its error to be noted
@@ -49,7 +72,8 @@ DEFAULTS: dict[str, Any] = {
 class Records(torch.utils.data.Dataset):
     """Tokens that differ from record to record, the same on every machine."""
 
-    def __init__(self, num_records: int) -> None:
+    def __init__(self, num_records: int, is_slow: Callable[[], bool] | None = None) -> None:
+        self.is_slow = is_slow
         generator = torch.Generator().manual_seed(7)
         self.tokens = torch.randint(0, 64, (num_records, 16), generator=generator)
 
@@ -57,29 +81,56 @@ class Records(torch.utils.data.Dataset):
         return len(self.tokens)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
+        while self.is_slow is not None and self.is_slow():
+            time.sleep(0.02)
         return {"input_ids": self.tokens[idx], "labels": self.tokens[idx]}
 
 
 class Interruption(TrainerCallback):
     """Sends SIGTERM to this process where a test asks for it, and notes at which step training ended."""
 
-    def __init__(self, asked: dict[str, Any], facts: dict[str, Any]) -> None:
+    def __init__(self, asked: dict[str, Any], callback: Any, facts: dict[str, Any]) -> None:
         self.asked = asked
+        self.callback = callback
         self.facts = facts
         self.num_prediction_steps = 0
+        self.num_evaluations = 0
+
+    def interrupt(self) -> None:
+        """Send it, and wait until the ranks have agreed on where to stop, whatever the machine is busy with."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        joint = self.callback._stopping._joint
+        assert joint is None or joint._is_decided.wait(60)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.asked["pause_at"] and args.process_index == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.interrupt()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_prediction_steps += 1
         if state.global_step == self.asked["pause_in_evaluation"] and args.process_index == 0:
             self.asked["pause_in_evaluation"] = None
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.interrupt()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_evaluations += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.facts["ended_at"] = state.global_step
+
+
+class Warnings(logging.Handler):
+    """Keeps what is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def are_awaited(self) -> bool:
+        return not self.texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def deepspeed_config(stage: int) -> dict[str, Any]:
@@ -93,13 +144,12 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
     }
 
 
-def model() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=64, n_positions=16, n_layer=2, n_head=2, n_embd=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-            bos_token_id=0, eos_token_id=0,
-        )
+def model(*, is_made_cut: bool = False) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_layer=2, n_head=2, n_embd=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config) if is_made_cut else GPT2LMHeadModel(config)
 
 
 def evaluation_sets(asked: dict[str, Any]) -> Any:
@@ -110,10 +160,18 @@ def evaluation_sets(asked: dict[str, Any]) -> Any:
     return {f"set{idx}": Records(8) for idx in range(asked["num_eval_sets"])}
 
 
-def run(asked: dict[str, Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
+def context_of(asked: dict[str, Any]) -> Any:
+    if asked["storage"]:
+        return det.core.init(checkpoint_storage=asked["storage"])
     exp_conf = {"name": "trainer", "searcher": asked["searcher"]}
-    with huggingface.init(exp_conf=exp_conf, run_dir=asked["run_dir"]) as core_context:
+    return huggingface.init(exp_conf=exp_conf, run_dir=asked["run_dir"])
+
+
+def run(asked: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    if asked["forgets_output"]:
+        shutil.rmtree(asked["output"])
+    with context_of(asked) as core_context:
         evaluation = (
             {"eval_strategy": "steps", "eval_steps": asked["eval_steps"]} if asked["eval_steps"] else {}
         )
@@ -135,21 +193,38 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
             core_context, args, leave_evaluation=asked["leave_evaluation"], **asked["callback"]
         )
         set_seed(args.seed)
-        interruption = Interruption(asked, facts)
+        interruption = Interruption(asked, callback, facts)
+        is_slow = warnings.are_awaited if args.process_index == asked["slow_rank"] else None
+        early = [EarlyStoppingCallback(asked["patience"])] if asked["patience"] else []
         trainer = Trainer(
-            model=model(),
+            model=model(is_made_cut=asked["is_made_cut"]),
             args=args,
-            train_dataset=Records(40),
+            train_dataset=Records(40, is_slow),
             eval_dataset=evaluation_sets(asked),
-            callbacks=[interruption, callback],
+            callbacks=[*early, interruption, callback],
         )
         output = trainer.train() if asked["is_plain"] else huggingface.train(trainer, callback)
         facts |= {
             "global_step": output.global_step,
             "is_stopped": callback.is_stopped,
             "num_prediction_steps": interruption.num_prediction_steps,
+            "num_evaluations": interruption.num_evaluations,
+            "length": callback.current_op.length,
         }
     return facts
+
+
+def export(checkpoint: str, directory: str) -> dict[str, Any]:
+    assert dstrial(["checkpoint", "export", checkpoint, directory, "--format", "hf"]) == 0
+    loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    wrong = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]
+    return {"wrong": wrong, "width": loaded.config.n_embd}
+
+
+def checkpoint_of(run_dir: Path, step: int) -> str:
+    paths = run_dir.glob("checkpoints/*/metadata.json")
+    found = [path for path in paths if json.loads(path.read_text())["steps_completed"] == step]
+    return str(found[0].parent)
 
 
 def main(path: Path) -> None:
@@ -157,18 +232,24 @@ def main(path: Path) -> None:
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    data_wait.WAIT_S, data_wait._LOOK_S = 2.0, 0.1
+    warnings = Warnings()
+    logging.getLogger("dstrial.integrations.huggingface").addHandler(warnings)
     found = []
     for given in json.loads(path.read_text()):
         asked = {**DEFAULTS, **given}
         os.environ.pop(RESUME_VARIABLE, None)
+        if asked["resume_step"]:
+            asked["resume"] = checkpoint_of(Path(asked["run_dir"]), asked["resume_step"])
         if asked["resume"]:
             os.environ[RESUME_VARIABLE] = asked["resume"]
         try:
-            found.append(run(asked))
+            found.append(export(*asked["exports"]) if asked["exports"] else run(asked, warnings))
         except DstrialError as error:
             if not asked["error"]:
                 raise
             found.append({"error": f"{type(error).__name__}: {error}"})
+        found[-1]["warnings"], warnings.texts = warnings.texts, []
         path.with_name(f"{path.name}.{os.environ.get('RANK', '0')}").write_text(json.dumps(found))
 
 

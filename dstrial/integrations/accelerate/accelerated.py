@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import Checkpointable
 
 _RANDOM_STATES = "random_states_0.pkl"
+_USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
 class Accelerated(Checkpointable):
@@ -35,7 +36,8 @@ class Accelerated(Checkpointable):
 
     def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:  # noqa: ARG002  # the base's
         """Write everything that the accelerator has prepared or registered. Ranks: all, collectively."""
-        self._accelerator.save_state(str(path))
+        with _into_given_directory(self._accelerator):
+            self._accelerator.save_state(str(path))
 
     def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
         """Read back what ``save`` wrote.
@@ -90,8 +92,15 @@ class Accelerated(Checkpointable):
             inner._last_lr = rates
 
 
-def require_all_ranks(accelerator: Any, identity: RankIdentity) -> None:
+def require_deepspeed_on_all_ranks(
+    accelerator: Any, identity: RankIdentity, environ: Mapping[str, str]
+) -> None:
     """Refuse an accelerator that does not see the ranks that were launched, or that does not use DeepSpeed.
+
+    Args:
+        accelerator: the script's.
+        identity: who this process is.
+        environ: environment variables, which say whether DeepSpeed was configured.
 
     Raises:
         RankError: it counts other ranks.
@@ -111,13 +120,19 @@ def require_all_ranks(accelerator: Any, identity: RankIdentity) -> None:
             "Make the accelerator in the process that the launcher started."
         )
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind != "DEEPSPEED":
+    if kind == "DEEPSPEED":
+        return
+    if environ.get(_USE_DEEPSPEED, "false").lower() == "true":
         raise TrialContractError(
-            f"accelerator.distributed_type is {kind}; expected DEEPSPEED. Give the experiment a "
-            "hyperparameters.deepspeed_config and start the script with `python -m dstrial.launch`, or pass "
-            "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...)); leave ACCELERATE_USE_CPU unset, with which "
-            "Accelerate turns DeepSpeed off."
+            f"accelerator.distributed_type is {kind} although DeepSpeed is configured ({_USE_DEEPSPEED} is true); expected "
+            "DEEPSPEED. Make the accelerator without cpu=True, and leave ACCELERATE_USE_CPU unset: both turn DeepSpeed off."
         )
+    raise TrialContractError(
+        f"accelerator.distributed_type is {kind}; expected DEEPSPEED. Give the experiment a "
+        "hyperparameters.deepspeed_config and start the script with `python -m dstrial.launch`, or pass "
+        "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...)); leave ACCELERATE_USE_CPU unset, with which "
+        "Accelerate turns DeepSpeed off."
+    )
 
 
 def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
@@ -139,6 +154,21 @@ def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
                 "configured. Prepare the model after the accelerator was made with DeepSpeed."
             )
     return models
+
+
+@contextlib.contextmanager
+def _into_given_directory(accelerator: Any) -> Iterator[None]:
+    """Have ``save_state`` write where it is told, also where the script lets it name, count and delete checkpoints itself.
+
+    Source: accelerate 1.15 ``Accelerator.save_state``, which ignores its directory with ``automatic_checkpoint_naming``.
+    """
+    project = accelerator.project_configuration
+    kept = project.automatic_checkpoint_naming, project.iteration
+    project.automatic_checkpoint_naming = False
+    try:
+        yield
+    finally:
+        project.automatic_checkpoint_naming, project.iteration = kept
 
 
 @contextlib.contextmanager

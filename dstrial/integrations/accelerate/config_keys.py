@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_ONE_LAUNCHER = "dstrial.launch starts the ranks of a machine; the master or the cluster says which machines and in which order"
-_FILTER = "disable slots with `det slot disable`, or set CUDA_VISIBLE_DEVICES for `dstrial up`"
+_ONE_LAUNCHER = "dstrial.launch starts the ranks, on the machines that the master or the cluster gives"
+_FILTER = "not part of an experiment: disable slots with `det slot disable`, or set CUDA_VISIBLE_DEVICES for `dstrial up`"
 _TPU = "for TPUs only"
 _OTHER_LIBRARY = "settings of another library than DeepSpeed"
 
@@ -40,6 +40,11 @@ REASONS: Mapping[str, str] = {
     "deepspeed_config.deepspeed_inclusion_filter": _FILTER,
 }
 """Why a key, as ``section.key``, goes nowhere."""
+
+FILTERS = frozenset(
+    {"deepspeed_config.deepspeed_exclusion_filter", "deepspeed_config.deepspeed_inclusion_filter"}
+)
+"""Keys among these that ask for something that a person has to do elsewhere."""
 
 EMPTY: tuple[Any, ...] = (None, "", {}, [], False)
 """Values that ask for nothing."""

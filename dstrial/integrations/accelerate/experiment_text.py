@@ -7,13 +7,14 @@ from typing import Any
 
 import yaml
 
-from dstrial.integrations.accelerate.convert import JSON_NAME, Conversion
+from dstrial.integrations.accelerate.conversion import JSON_NAME, Conversion
 
 MARK = "CHOOSE"
 """The word in the comment of every line that the Accelerate config could not decide."""
 
 DEFAULT_METRIC = "validation_loss"
 _DEFAULT_BATCHES = 1000
+_DEFAULT_PERIOD = 100
 _DEFAULT_SCRIPT = "train.py"
 
 
@@ -47,7 +48,11 @@ def experiment_yaml(conversion: Conversion, source: str) -> str:
         ]
     else:
         lines += ["  overwrite_deepspeed_args: {}"]
-    if "optimizer" not in conversion.deepspeed:
+    if "optimizer" in conversion.deepspeed:
+        lines += [
+            "  # The JSON has the optimizer: the script prepares accelerate.utils.DummyOptim in its place."
+        ]
+    else:
         lines += [
             f"  # {MARK}: nothing, if the script makes its own optimizer; with one in the JSON it takes DummyOptim."
         ]
@@ -56,11 +61,14 @@ def experiment_yaml(conversion: Conversion, source: str) -> str:
         "searcher:",
         f"  name: single # {MARK}: or random, grid, adaptive_asha, async_halving",
         f"  metric: {_scalar(choices.metric or DEFAULT_METRIC)}"
-        + ("" if choices.metric else f" # {MARK}: what the script hands to reporter.report_validation"),
+        + ("" if choices.metric else f" # {MARK}: what the script reports; of a Trainer that is eval_loss"),
         "  smaller_is_better: true",
         "  max_length:",
         f"    batches: {choices.num_batches or _DEFAULT_BATCHES}"
         + ("" if choices.num_batches else f" # {MARK}: how long to train, in optimizer steps"),
+        "",
+        f"min_validation_period: {{batches: {_DEFAULT_PERIOD}}} # {MARK}: when the reporter has the script validate",
+        f"min_checkpoint_period: {{batches: {_DEFAULT_PERIOD}}} # {MARK}: how much a crash may cost",
         "",
         "resources:",
         f"  slots_per_trial: {conversion.slots}",
@@ -87,7 +95,11 @@ def open_decisions(conversion: Conversion) -> list[str]:
         found.append(
             "train_micro_batch_size_per_gpu: auto, taken from the script's loader; give it with --micro-batch"
         )
-    if "optimizer" not in conversion.deepspeed:
+    if "optimizer" in conversion.deepspeed:
+        found.append(
+            "optimizer: the JSON's; a script with a loop of its own prepares DummyOptim in its place"
+        )
+    else:
         found.append(
             "optimizer: the script's own, or add one to the JSON and use accelerate.utils.DummyOptim"
         )
@@ -95,6 +107,10 @@ def open_decisions(conversion: Conversion) -> list[str]:
         found.append(f"searcher.metric: {DEFAULT_METRIC} is a guess")
     if conversion.choices.num_batches is None:
         found.append(f"searcher.max_length: {_DEFAULT_BATCHES} batches is a guess")
+    found.append(
+        f"min_validation_period and min_checkpoint_period: {_DEFAULT_PERIOD} batches are guesses; not for a Trainer, which has "
+        "--eval_steps and --save_steps"
+    )
     return found
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dstrial.errors import DataError
+from dstrial.config.batch import BATCH_KEYS
+from dstrial.config.findings import render
+from dstrial.errors import ConfigError, ConfigProblem, DataError
 
 logger = logging.getLogger("dstrial.integrations.accelerate")
+
+_MICRO = BATCH_KEYS[1]
 
 
 def length_of(loader: Any) -> int:
@@ -31,6 +35,64 @@ def length_of(loader: Any) -> int:
     return length
 
 
+def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
+    """Return the batches of one epoch, the same on whatever ranks share a batch; at least 1.
+
+    The rest that is no whole batch counts as one, or is left out where the loader drops its last records.
+
+    Args:
+        loader: what ``accelerator.prepare`` made of the training loader.
+        micro_batches_per_batch: of this rank.
+
+    Raises:
+        DataError: the loader has no length, or not enough micro batches.
+    """
+    length = length_of(loader)
+    if not _drops_last(loader):
+        return -(-length // micro_batches_per_batch)
+    if length < micro_batches_per_batch:
+        raise DataError(
+            f"reporter.batches(loader): the loader, which drops its last records, has {length} of the "
+            f"{micro_batches_per_batch} micro batches of one batch; expected a whole batch. Pass more records."
+        )
+    return length // micro_batches_per_batch
+
+
+def require_equal_lengths(lengths: Sequence[int]) -> None:
+    """Refuse loaders of which one would end before the others.
+
+    Args:
+        lengths: micro batches of one epoch; index = rank.
+
+    Raises:
+        DataError: they differ.
+    """
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"reporter.batches(loader): the loaders of ranks 0 to {len(lengths) - 1} have {', '.join(map(str, lengths))} micro "
+            "batches; expected as many on every rank. Prepare the loader with even_batches=True, which is Accelerate's default."
+        )
+
+
+def micro_batch_of(accelerator: Any, own: int | None) -> int:
+    """Return the micro batch that an accelerator's DeepSpeed config gives; the script's own where that is left open.
+
+    Args:
+        accelerator: made with DeepSpeed.
+        own: the script's; None if it has none.
+
+    Raises:
+        ConfigError: neither says it.
+    """
+    size = accelerator.deepspeed_plugin.deepspeed_config.get(_MICRO)
+    if isinstance(size, int):
+        return size
+    if own is None:
+        fix = f"Set overwrite_deepspeed_args: {{{_MICRO}: 8}}, or call reporter.micro_batch_size(8)."
+        raise ConfigError([ConfigProblem(f"deepspeed config: {_MICRO}", render(size), "a number", fix)])
+    return own
+
+
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
     """Refuse loaders that still read the micro batch of before, where the run's batch is shared otherwise now.
 
@@ -46,8 +108,7 @@ def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) ->
     if before is not None and before != now and sizes and now not in sizes:
         raise DataError(
             f"the loaders read micro batches of {', '.join(map(str, sorted(sizes)))} records; expected {now}, with which "
-            "these ranks share the run's batch. Make the training loader with "
-            'batch_size=accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"].'
+            "these ranks share the run's batch. Make the training loader with batch_size=reporter.micro_batch_size()."
         )
 
 
@@ -67,6 +128,12 @@ def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
             "the training records are shuffled in an order that a resume cannot repeat; pass "
             "Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))"
         )
+
+
+def _drops_last(loader: Any) -> bool:
+    """Say whether records that fill no whole micro batch on every rank are left out."""
+    places = (loader, getattr(loader, "batch_sampler", None))
+    return any(bool(getattr(place, name, False)) for place in places for name in ("drop_last", "_drop_last"))
 
 
 def _batch_size(loader: Any) -> int | None:

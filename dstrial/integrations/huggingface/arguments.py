@@ -41,6 +41,11 @@ def evaluates(args: TrainingArguments) -> bool:
     return _word(args.eval_strategy) != "no"
 
 
+def evaluates_at_epochs(args: TrainingArguments) -> bool:
+    """Whether the Trainer evaluates at the end of each epoch, and so at the end of training."""
+    return _word(args.eval_strategy) == "epoch"
+
+
 def is_deepspeed(args: TrainingArguments) -> bool:
     """Whether DeepSpeed trains."""
     return bool(args.deepspeed) or getattr(args, "deepspeed_plugin", None) is not None
@@ -113,13 +118,18 @@ def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord
     )
 
 
-def owes_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the evaluation of the step from which training goes on was due and has not ended."""
-    step = state.global_step
-    has_ended = any(
-        entry.get("step") == step and kind_of(entry) is LogKind.EVALUATION for entry in state.log_history
+def has_evaluated(state: TrainerState) -> bool:
+    """Whether an evaluation of the step at which training stands has ended."""
+    return any(
+        entry.get("step") == state.global_step and kind_of(entry) is LogKind.EVALUATION
+        for entry in state.log_history
     )
-    if step == 0 or has_ended:
+
+
+def is_evaluation_due(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the Trainer evaluates after the step at which training stands."""
+    step = state.global_step
+    if step == 0:
         return False
     strategy = _word(args.eval_strategy)
     if strategy == "steps":

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.batch import BATCH_KEYS, BatchSolution
+from dstrial.config.command_line import CommandLine
+from dstrial.config.fillers import DEFAULT_MICRO_BATCH
 from dstrial.config.kept_batch import keep_batch
-from dstrial.config.saved_run import FILLED_KEY, EngineRecord, SavedRun
+from dstrial.config.saved_run import FILLED_KEY, EngineRecord, SavedRun, given_sizes
 from dstrial.errors import ConfigProblem
 
-_MICRO_FLAG = "--per_device_train_batch_size"
-_STEPS_FLAG = "--gradient_accumulation_steps"
-# Of transformers.TrainingArguments, 4.56 and 5.23.
-_DEFAULT_MICRO = 8
-_DEFAULT_STEPS = 1
+_MICRO_FLAG = "per_device_train_batch_size"
+_STEPS_FLAG = "gradient_accumulation_steps"
+_DEFAULT_STEPS = 1  # of transformers.TrainingArguments, 4.56 and 5.23
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,21 +30,6 @@ class ArgumentSizes:
     micro_batch_size: int
     micro_batches_per_batch: int
 
-    @classmethod
-    def of_command_line(cls, arguments: Sequence[str]) -> ArgumentSizes:
-        """Read them from a command line, ``--flag value`` or ``--flag=value``; the last one of a flag counts."""
-        return cls(
-            _number(arguments, _MICRO_FLAG, _DEFAULT_MICRO), _number(arguments, _STEPS_FLAG, _DEFAULT_STEPS)
-        )
-
-    def overwritten(self, overwrite: Mapping[str, Any]) -> ArgumentSizes:
-        """Return them as ``overwrite_deepspeed_args`` change them."""
-        micro, steps = (overwrite.get(key) for key in BATCH_KEYS[1:])
-        return ArgumentSizes(
-            micro if isinstance(micro, int) else self.micro_batch_size,
-            steps if isinstance(steps, int) else self.micro_batches_per_batch,
-        )
-
     def given(self) -> dict[str, Any]:
         """Return them as ``EngineRecord.given`` keeps them."""
         return {
@@ -56,6 +41,36 @@ class ArgumentSizes:
     def train_batch_size(self, data_parallel_size: int) -> int:
         """Return the records of one batch over all replicas."""
         return self.micro_batch_size * self.micro_batches_per_batch * data_parallel_size
+
+
+def sizes_to_keep(
+    arguments: CommandLine, config: Mapping[str, Any], saved: SavedRun, num_ranks: int
+) -> BatchSolution | None:
+    """Return the sizes that keep the batch of a run whose arguments are not parsed yet; None where nothing has to be said.
+
+    Args:
+        arguments: the script's command line.
+        config: the DeepSpeed config with its overwrites, whose numbers win over the arguments; empty if there is none.
+        saved: the checkpoint of this very run.
+        num_ranks: ranks now.
+
+    Raises:
+        ConfigError: the ranks cannot share the batch evenly.
+    """
+    total, micro, steps = given_sizes(config)
+    micro = _given_size(arguments, _MICRO_FLAG) if micro is None else micro
+    steps = _given_size(arguments, _STEPS_FLAG) if steps is None else steps
+    if total is None:
+        sizes = ArgumentSizes(micro or DEFAULT_MICRO_BATCH, steps or _DEFAULT_STEPS)
+        return kept_sizes(sizes, saved, num_ranks)
+    engine = saved.engines[0]
+    if total != engine.train_batch_size:
+        return None
+    given = {
+        key: size for key, size in zip(BATCH_KEYS, (total, micro, steps), strict=True) if size is not None
+    }
+    replicas = max(num_ranks // engine.ranks_per_replica, 1)
+    return keep_batch(given, engine, replicas, checkpoint=saved.checkpoint)
 
 
 def kept_sizes(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> BatchSolution | None:
@@ -94,7 +109,7 @@ def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> lis
             f"{given.micro_batch_size} x {given.micro_batches_per_batch} x {replicas} = {batch}",
             f"{engine.train_batch_size}, the batch of checkpoint {saved.checkpoint}, in which its steps, schedule and order of "
             "records are counted",
-            f"Pass {_MICRO_FLAG} {solution.train_micro_batch_size_per_gpu} {_STEPS_FLAG} "
+            f"Pass --{_MICRO_FLAG} {solution.train_micro_batch_size_per_gpu} --{_STEPS_FLAG} "
             f"{solution.gradient_accumulation_steps}, or let dstrial.dsat.get_hf_args_with_overwrites(sys.argv[1:], "
             "dstrial.integrations.huggingface.hyperparameters(core_context)) set them before the arguments are parsed.",
         )
@@ -113,13 +128,6 @@ def _solve(engine: EngineRecord, checkpoint: str, replicas: int) -> BatchSolutio
     return keep_batch({BATCH_KEYS[0]: engine.train_batch_size}, engine, replicas, checkpoint=checkpoint)
 
 
-def _number(arguments: Sequence[str], flag: str, default: int) -> int:
-    found = default
-    for idx, word in enumerate(arguments):
-        name, separator, value = word.partition("=")
-        if name.replace("-", "_").lstrip("_") != flag.lstrip("-"):
-            continue
-        text = value if separator else (arguments[idx + 1] if idx + 1 < len(arguments) else "")
-        if text.isdecimal():
-            found = int(text)
-    return found
+def _given_size(arguments: CommandLine, name: str) -> int | None:
+    text = arguments.value(name) or ""
+    return int(text) if text.isdecimal() and int(text) else None

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from determined import core
 
 from dstrial.config.batch import BATCH_KEYS
+from dstrial.config.command_line import CommandLine
+from dstrial.config.deepspeed_source import MAIN_KEY, deepspeed_configs
 from dstrial.config.saved_run import RESUME_VARIABLE, SavedRun
-from dstrial.integrations.cpu_ranks import cpu_ranks
-from dstrial.integrations.huggingface.batch import ArgumentSizes, kept_sizes
+from dstrial.integrations.huggingface.batch import sizes_to_keep
 from dstrial.local.experiment_file import read_experiment
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE
 from dstrial.loop.resumed_run import resumed_run, trial_id_of
+from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.stop import StopSignals
 from dstrial.surroundings import SURROUNDINGS_ATTRIBUTE, Surroundings, cluster_info, core_context
 
@@ -48,7 +52,8 @@ def init(
     known = read_experiment() if exp_conf is None else None
     if known is not None:
         exp_conf = {**known.config, "hyperparameters": known.hyperparameters}
-    with core_context(exp_conf=exp_conf, run_dir=run_dir) as made, cpu_ranks():
+    show_ranks_to_accelerate()
+    with core_context(exp_conf=exp_conf, run_dir=run_dir) as made:
         yield made
 
 
@@ -129,14 +134,23 @@ def hyperparameters(
     saved = saved_run_of(core_context)
     if saved is None or not saved.engines:
         return result
-    overwrite = dict(result.get(OVERWRITE_KEY) or {})
-    given = ArgumentSizes.of_command_line(sys.argv[1:] if arguments is None else arguments).overwritten(
-        overwrite
-    )
-    solution = kept_sizes(given, saved, core_context.distributed.size)
+    words = CommandLine.of(sys.argv[1:] if arguments is None else arguments)
+    solution = sizes_to_keep(words, _deepspeed_config(result, words), saved, core_context.distributed.size)
     if solution is not None:
+        overwrite = result.get(OVERWRITE_KEY) or {}
         result[OVERWRITE_KEY] = {**overwrite, **{key: getattr(solution, key) for key in BATCH_KEYS}}
     return result
+
+
+def _deepspeed_config(hparams: Mapping[str, Any], arguments: CommandLine) -> Mapping[str, Any]:
+    """Return the DeepSpeed config with its overwrites: the trial's, or the one that ``--deepspeed`` names; empty without one."""
+    overwrite = hparams.get(OVERWRITE_KEY) or {}
+    named = hparams.get(MAIN_KEY) or arguments.value("deepspeed")
+    if isinstance(named, str) and named.lstrip().startswith("{"):
+        with contextlib.suppress(json.JSONDecodeError):
+            named = json.loads(named)
+    found = deepspeed_configs({MAIN_KEY: named, OVERWRITE_KEY: overwrite}, Path())
+    return found[0] if found else overwrite
 
 
 def saved_run_of(context: core.Context) -> SavedRun | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +19,22 @@ STOPPING_WAIT_S = 5.0
 _LOOK_S = 1.0
 
 
+def is_communicating(thread_id: int) -> bool:
+    """Whether a thread is inside an exchange with other ranks now, as its stack shows; for any thread.
+
+    The Trainer counts a batch's tokens over all ranks while it fetches the batch: a rank that has its own data waits there for
+    the one that has not.
+    """
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class DataWait:
-    """Watches one rank's waits for data while training lasts; use it as a context manager.
+    """Watches one rank's waits for data while training lasts: ``start`` to ``stop``, on the thread that trains.
 
     Args:
         rank: this rank.
@@ -37,11 +52,13 @@ class DataWait:
         self._said_s = 0.0
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._watched_id = threading.get_ident()
 
     def start(self) -> None:
         """Begin to watch; a second call does nothing."""
         if self._thread is None:
             self._is_over.clear()
+            self._watched_id = threading.get_ident()
             self._thread = threading.Thread(target=self._watch, name="dstrial-data-wait", daemon=True)
             self._thread.start()
 
@@ -69,7 +86,7 @@ class DataWait:
         waited_s = self._clock() - waiting[0]
         is_stopping = self._is_stopping()
         limit_s = STOPPING_WAIT_S if is_stopping else WAIT_S
-        if waited_s < max(limit_s, 2 * self._said_s):
+        if waited_s < max(limit_s, 2 * self._said_s) or is_communicating(self._watched_id):
             return None
         self._said_s = waited_s
         then = " A stop is asked for; this rank follows it after its next step." if is_stopping else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,10 @@ from dstrial.local.train_context import LocalTrainContext
 
 if TYPE_CHECKING:
     from transformers import TrainerState
+
+logger = logging.getLogger("dstrial.integrations.huggingface")
+
+_PROGRESS_INTERVAL_S = 1.0
 
 
 class Reporting:
@@ -45,6 +51,7 @@ class Reporting:
         self._last_training = -1
         self._last_validation = -1
         self._last_percent = 0
+        self._last_progress_s = 0.0
         self._evaluated: dict[str, Any] = {}
         self._evaluated_step = -1
 
@@ -106,15 +113,27 @@ class Reporting:
             self._train.report_validation_metrics(step, metrics)
 
     def progress(self, step: int, max_steps: int) -> None:
-        """Report how far training is, at most a hundred times."""
+        """Report how far training is: at most a hundred times, and once a second."""
         if not self._is_chief or max_steps <= 0:
             return
         if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
             self._train.report_batches(step, max_steps)
-        percent = 100 * step // max_steps
-        if percent > self._last_percent:
-            self._last_percent = percent
+        percent, now_s = 100 * step // max_steps, time.monotonic()
+        is_end = step >= max_steps
+        if percent > self._last_percent and (is_end or now_s - self._last_progress_s >= _PROGRESS_INTERVAL_S):
+            self._last_percent, self._last_progress_s = percent, now_s
             self._train.report_progress(min(step / max_steps, 1.0))
+
+    def finish(self, step: int, max_steps: int) -> None:
+        """Report that training is complete, and say so if the searcher has nothing to go by."""
+        self.progress(max(step, max_steps), max_steps)
+        metric = dict(self._wanted).get("searcher.metric")
+        if self._is_chief and metric is not None and self._last_validation < 0:
+            logger.warning(
+                "searcher.metric is %r, and training has ended without an evaluation; give the Trainer an eval_dataset, or call "
+                "trainer.evaluate()",
+                metric,
+            )
 
 
 def _position(state: TrainerState) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import pathlib
 import re
 import tempfile
@@ -26,7 +25,7 @@ from dstrial.engine.files import describe_rank
 from dstrial.engine.open_saved import open_saved_engine
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
-from dstrial.engine.saved_engine import MASTER, SavedEngine
+from dstrial.engine.saved_engine import SavedEngine
 from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
 
@@ -35,7 +34,6 @@ logger = logging.getLogger("dstrial.integrations.huggingface")
 STATE_NAME = "trainer_state.json"
 
 _TRAINER_DIRECTORY = re.compile(r"checkpoint-(\d+)")
-_WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,81 +221,3 @@ def _load_buffers(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
         for name, buffer in engine.module.named_buffers():
             if name in buffers:
                 buffer.copy_(buffers[name])
-
-
-def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) -> None:
-    """Take over the weights of another trial's checkpoint, before a Trainer wraps the model.
-
-    Args:
-        model: the Trainer's, not wrapped; under ZeRO 3 its parameters may be cut over the ranks already.
-        opened_checkpoint: the other trial's.
-
-    Raises:
-        CheckpointLayoutError: it has no weights that can be read here, or those of another model.
-
-    Ranks: all, collectively (ZeRO 3 gathers one parameter at a time; else no communication).
-    """
-    source = _saved_weights(opened_checkpoint)
-    parameters = dict(model.named_parameters())
-    missing = sorted(name for name in parameters if name not in source)
-    if missing:
-        raise CheckpointLayoutError(
-            f"checkpoint {opened_checkpoint.root} has no parameter {missing[0]!r}; expected those of the model. Start from the "
-            "weights of the same model, or without them."
-        )
-    for name, parameter in parameters.items():
-        with _whole(parameter):
-            if not _is_cut(parameter) or torch.distributed.get_rank() == 0:
-                parameter.data.copy_(source[name])
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in source:
-                buffer.copy_(source[name])
-
-
-class _SavedWeights:
-    """Weights by name, read one at a time from a DeepSpeed engine's files."""
-
-    def __init__(self, saved: SavedEngine) -> None:
-        self._saved = saved
-        self._buffers = saved.buffers()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._saved.places or name in self._buffers
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._buffers[name] if name in self._buffers else self._saved.full(name, MASTER)
-
-
-def _saved_weights(opened_checkpoint: OpenedCheckpoint) -> Any:
-    if opened_checkpoint.layouts:
-        return _SavedWeights(open_saved_engine(opened_checkpoint.root, 0, opened_checkpoint.layouts[0]))
-    directory = opened_checkpoint.trainer_directory
-    names = [name for name in _WEIGHTS_NAMES if (directory / name).is_file()]
-    if not names:
-        raise CheckpointLayoutError(
-            f"checkpoint {directory} has no {_WEIGHTS_NAMES[0]}; expected the weights of another trial in it. Start from a "
-            "checkpoint that dstrial wrote, or without one."
-        )
-    from safetensors.torch import load_file
-
-    weights: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("model*.safetensors")):
-        weights |= load_file(path)
-    return weights
-
-
-def _is_cut(parameter: torch.nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id") and math.prod(getattr(parameter, "ds_shape", ())) > 0
-
-
-@contextlib.contextmanager
-def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Put a parameter that ZeRO 3 has cut together while the block lasts; what rank 0 writes is what all get."""
-    if not _is_cut(parameter):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        yield

@@ -103,7 +103,13 @@ class Storing:
         self._distributed.allgather(None)
 
     def store(
-        self, directory: pathlib.Path, step: int, engine: DeepSpeedEngine | None, plain: EngineRecord
+        self,
+        directory: pathlib.Path,
+        step: int,
+        engine: DeepSpeedEngine | None,
+        plain: EngineRecord,
+        *,
+        shares: bool = True,
     ) -> str:
         """Make a checkpoint of ``checkpoint-<step>``.
 
@@ -112,6 +118,7 @@ class Storing:
             step: batches trained.
             engine: DeepSpeed's, whose layout is described; None for a Trainer without it.
             plain: what the checkpoint says of the batch in that case.
+            shares: whether the checkpoint may share files with the directory.
 
         Returns:
             The checkpoint's uuid.
@@ -131,7 +138,7 @@ class Storing:
 
             def put() -> tuple[dict[str, Any], tuple[str, ...]]:
                 for name in mine:
-                    _link(directory / name, root / directory.name / name)
+                    _link(directory / name, root / directory.name / name, os.link if shares else shutil.copy2)
                 names = [f"{directory.name}/{name}" for name in mine]
                 if self._distributed.rank == 0:
                     names += self._write_beside(root, directory.name)
@@ -145,6 +152,9 @@ class Storing:
                     write_manifest(root, _manifest(step, layout, files, [names for _, names in parts]))
 
             together(self._distributed, describe, lambda error: self._describe(directory, root, error))
+        if shares:
+            # The Trainer may save the same step again, after its evaluation.
+            self._stale_steps |= {step}
         return str(uuid)
 
     def _layout(self, engine: DeepSpeedEngine, directory: pathlib.Path) -> Layout | None:
@@ -229,7 +239,7 @@ class Storing:
         )
 
 
-def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., None] = os.link) -> None:
+def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:
     """Give a file a second name, or copy it where it cannot have one.
 
     Raises:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from dstrial.integrations.huggingface.callback import DetCallback, LeaveTrainingError
-from dstrial.integrations.huggingface.resuming import load_weights
+from dstrial.integrations.huggingface.callback import DetCallback
+from dstrial.integrations.huggingface.other_weights import load_weights
+from dstrial.integrations.huggingface.stopping import LeaveTrainingError
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -1,12 +1,17 @@
-"""An Accelerate script as a user writes it, small enough for tests; ``--stop-at N`` asks for a stop after N batches."""
+"""An Accelerate script as a user writes it, small enough for tests.
+
+``--stop-at N`` asks for a stop after N batches; ``--without-deepspeed`` makes accelerators that a reporter refuses.
+"""
 
 import argparse
 import os
 import signal
 
+import determined
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.state import AcceleratorState
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 from dstrial.errors import TrialContractError
 from dstrial.integrations.accelerate import Reporter
@@ -25,21 +30,50 @@ class Counter:
         self.records = state["records"]
 
 
+def refuse() -> None:
+    """Try what would train without DeepSpeed, though the experiment has a DeepSpeed config; the last one is not caught."""
+    configured = os.environ.pop("ACCELERATE_USE_DEEPSPEED")
+    try:
+        with Reporter(Accelerator()):
+            print("not refused")
+    except TrialContractError as error:
+        print(f"not configured: {error}")
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = configured
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator()
+    with Reporter(accelerator) as reporter:
+        accelerator.prepare_model(torch.nn.Linear(1, 1))
+        try:
+            reporter.resume()
+        except TrialContractError as error:
+            print(f"plain model: {error}")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with Reporter(Accelerator(cpu=True)):
+        print("not refused")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stop-at", type=int, default=-1)
+    parser.add_argument("--without-deepspeed", action="store_true")
     options = parser.parse_args()
+    if options.without_deepspeed:
+        refuse()
+        return
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
         step_scheduler_with_optimizer=True,
+        # Checkpoints of the script's own, which a reporter neither writes nor deletes.
+        project_config=ProjectConfiguration(project_dir=".", automatic_checkpoint_naming=True, total_limit=1),
     )
     with Reporter(accelerator) as reporter:
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=reporter.hparams.get("lr", 0.01))
-        data = torch.utils.data.TensorDataset(torch.randn(48, 4), torch.randn(48, 1))
-        micro = accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"]
-        loader = torch.utils.data.DataLoader(data, batch_size=micro, shuffle=True)
+        data = torch.utils.data.TensorDataset(torch.randn(52, 4), torch.randn(52, 1))
+        micro = reporter.micro_batch_size(4)
+        # 13 micro batches: one rank leaves one of them out, with which a second rank would have nothing to do.
+        loader = torch.utils.data.DataLoader(data, batch_size=micro, shuffle=True, drop_last=True)
         # Accelerate steps a scheduler once per process.
         processes = accelerator.num_processes
         scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -65,8 +99,14 @@ def main() -> None:
             reporter.step({"loss": loss})
             if reporter.should_validate:
                 rate = optimizer.param_groups[0]["lr"]
+                info = determined.get_cluster_info()
                 reporter.report_validation(
-                    {"validation_loss": loss, "rate": rate, "records": counter.records}
+                    {
+                        "validation_loss": loss,
+                        "rate": rate,
+                        "records": counter.records,
+                        "trial_id": 0 if info is None else info.trial.trial_id,
+                    }
                 )
             if reporter.batches_trained == options.stop_at and accelerator.sync_gradients:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -14,7 +14,8 @@ import yaml
 from dstrial.cli.app import main
 from dstrial.config import load_experiment
 from dstrial.errors import ConfigError
-from dstrial.integrations.accelerate.convert import Choices, Conversion, convert
+from dstrial.integrations.accelerate.conversion import Choices, Conversion
+from dstrial.integrations.accelerate.convert import convert
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.yaml"))
 SCRIPT = "from accelerate import Accelerator\n\naccelerator = Accelerator()\n"
@@ -130,7 +131,7 @@ def test_what_deepspeed_does_not_offload_in_a_stage_is_left_out_with_the_reason(
     conversion = of_file("zero2_offload_everything")
     assert "offload_param" not in conversion.deepspeed["zero_optimization"]
     outcome, reason = explained(conversion, "deepspeed_config.offload_param_device")
-    assert (outcome, "stage 3 only, and this is stage 2" in reason) == ("nowhere", True)
+    assert (outcome, "stage 3 only, and this is stage 2" in reason) == ("left", True)
     nvme = of_file("zero2_offload_nvme")
     assert nvme.deepspeed["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert "NVMe in stage 3 only" in explained(nvme, "deepspeed_config.offload_optimizer_device")[1]
@@ -242,7 +243,7 @@ def test_a_deepspeed_file_that_is_not_there_is_an_error_that_names_it(
 
 
 def test_what_the_file_cannot_say_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["convert", "accelerate", str(CONFIGS[-1]), "-o", str(tmp_path)])
+    assert main(["convert", "accelerate", str(CONFIGS[-1]), "-o", str(tmp_path)]) == 0
 
     text = (tmp_path / "experiment.yaml").read_text()
     marked = [line.split("#")[0].strip() for line in text.splitlines() if "CHOOSE:" in line]
@@ -250,13 +251,57 @@ def test_what_the_file_cannot_say_is_marked(tmp_path: Path, capsys: pytest.Captu
         "entrypoint: python3 -m dstrial.launch train.py",
         "metric: validation_loss",
         "batches: 1000",
+        "min_validation_period: {batches: 100}",
     } <= set(marked)
     assert json.loads((tmp_path / "ds_config.json").read_text())["train_micro_batch_size_per_gpu"] == "auto"
-    decisions = [line for line in capsys.readouterr().out.splitlines() if line.startswith("choose: ")]
-    assert [line.split()[1] for line in decisions] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in printed if line.startswith("choose: ")] == [
         "entrypoint:",
         "train_micro_batch_size_per_gpu:",
         "optimizer:",
         "searcher.metric:",
         "searcher.max_length:",
+        "min_validation_period",
     ]
+    # Nobody can say who fills in "auto" before there is a script.
+    assert printed[-1].startswith(
+        f"next: name the script in {tmp_path / 'experiment.yaml'}, then `dstrial check"
+    )
+
+
+def test_what_is_asked_for_and_has_to_be_done_elsewhere_is_said_again_below_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Path(__file__).parent / "configs" / "two_machines_pdsh_hostfile.yaml"
+
+    assert main(["convert", "accelerate", str(config), "-o", str(tmp_path)]) == 0
+
+    printed = capsys.readouterr().out.splitlines()
+    notes = [line.split()[1] for line in printed if line.startswith("note: ")]
+    assert notes == ["deepspeed_config.deepspeed_exclusion_filter", "num_machines"]
+    went_to = [line.split("  ")[0] for line in printed[1:] if not line.startswith(("note: ", "choose: "))]
+    assert went_to.index("num_processes") < went_to.index("num_machines") < went_to.index("debug")
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "message"),
+    [
+        ("accelerate launch --config_file a.yaml train.py", "Leave 'accelerate' and its options away"),
+        ("torchrun --nproc-per-node 2 train.py", "python3 -m dstrial.launch takes its place"),
+        ("train.py --lr 1", "Pass its directory with -o"),
+    ],
+)
+def test_an_entrypoint_that_cannot_run_is_refused_before_anything_is_written(
+    entrypoint: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["convert", "accelerate", str(CONFIGS[-1]), "--entrypoint", entrypoint, "-o", "made"]) == 1
+
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()

@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from dstrial.integrations.accelerate.convert import Choices, convert
+from dstrial.integrations.accelerate.conversion import Choices
+from dstrial.integrations.accelerate.convert import convert
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = Path(__file__).parent / "configs"

@@ -11,11 +11,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from dstrial.cli.app import main as dstrial
+from dstrial.errors import CheckpointError
+from dstrial.integrations.accelerate.course import Course
+from dstrial.integrations.accelerate.plan import Plan
+from dstrial.testing.master import MasterForTest
 from dstrial.testing.ranks import run_script
 
 PROGRAM = Path(__file__).with_name("reporter_program.py")
@@ -28,7 +34,7 @@ pytestmark = [
     ),
 ]
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "name": "reporter",
     "entrypoint": "python3 -m dstrial.launch reporter_program.py",
     "hyperparameters": {
@@ -44,6 +50,12 @@ CONFIG = {
     "min_validation_period": {"batches": 3},
     "min_checkpoint_period": {"batches": 4},
     "checkpoint_policy": "none",
+}
+
+AUTO_BATCH = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 2,
 }
 
 
@@ -112,6 +124,19 @@ def test_all_ranks_train_with_deepspeed_to_the_end(whole: Launched) -> None:
     assert [batch for batch, _ in whole.values("validation", "validation_loss")] == [3, 6, 9]
     assert sorted(whole.checkpoints) == [4, 8, 9]
     assert json.loads((whole.run / "run.json").read_text())["state"] == "completed"
+    # Accelerate's own naming of checkpoints would write, and delete, here.
+    assert not (whole.run.parents[2] / "checkpoints").exists()
+
+
+def test_a_resume_finds_its_place_only_in_epochs_of_the_same_length(whole: Launched) -> None:
+    saved = torch.load(whole.checkpoints[4] / "dstrial_rank1.pt", weights_only=False)
+    assert saved["loop"]["epoch_length"] == 6
+    course = Course()
+    plan = Plan.from_config(CONFIG, global_batch_size=8, length=None, is_test=False)
+    course.begin(plan, saved["loop"]["epoch_length"])
+    course.epoch_length = 6
+    with pytest.raises(CheckpointError, match="epochs of 6 batches, and the training loader now has 5"):
+        course.epoch_length = 5
 
 
 def test_the_checkpoint_is_sharded_and_the_tools_read_it(
@@ -164,7 +189,70 @@ def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
             assert "expected 2, the ranks" in result.stderr or "expected DEEPSPEED" in result.stderr
 
 
-def test_an_accelerator_without_deepspeed_is_refused() -> None:
-    (result,) = run_script(PROGRAM, 1, check=False)
-    assert result.exit_code != 0
-    assert "accelerator.distributed_type is NO; expected DEEPSPEED" in result.stderr
+def run_under_a_master(
+    master: MasterForTest, directory: Path, *options: str, **changes: Any
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], list[dict[str, Any]]]:
+    """Run the program as an experiment of one slot; return how it ended, the experiment and its trials."""
+    definition = directory / "definition"
+    definition.mkdir()
+    shutil.copy(PROGRAM, definition)
+    values = {**CONFIG, "resources": {"slots_per_trial": 1}, "max_restarts": 0, **changes}
+    values["entrypoint"] = " ".join((CONFIG["entrypoint"], *options))
+    (directory / "experiment.yaml").write_text(yaml.safe_dump(values))
+    words = ("run", str(directory / "experiment.yaml"), str(definition), "--no-progress")
+    ended = master.dstrial(*words, "--runs-dir", str(directory / "runs"), deadline_s=DEADLINE_S)
+    client = master.client()
+    newest = "/api/v1/experiments?sortBy=SORT_BY_ID&orderBy=ORDER_BY_DESC&limit=1"
+    (experiment,) = client.get(newest)["experiments"]
+    trials: list[dict[str, Any]] = client.get(f"/api/v1/experiments/{experiment['id']}/trials")["trials"]
+    return ended, experiment, sorted(trials, key=lambda trial: trial["id"])
+
+
+def test_what_would_train_without_deepspeed_is_refused(shared_master: MasterForTest, tmp_path: Path) -> None:
+    ended, experiment, trials = run_under_a_master(shared_master, tmp_path, "--without-deepspeed")
+
+    printed = ended.stdout + ended.stderr
+    # NO, and with accelerate 1.11 MULTI_CPU.
+    assert "not configured: accelerator.distributed_type is " in printed
+    assert "; expected DEEPSPEED. Give the experiment a hyperparameters.deepspeed_config" in printed
+    assert "plain model: accelerator.prepare returned a Linear; expected a DeepSpeed engine" in printed
+    assert (
+        "although DeepSpeed is configured (ACCELERATE_USE_DEEPSPEED is true); expected DEEPSPEED" in printed
+    )
+    assert "Make the accelerator without cpu=True" in printed
+    assert "not refused" not in printed
+    assert ended.returncode != 0
+    assert [trial["state"] for trial in trials] == ["STATE_ERROR"]
+    assert experiment["state"] == "STATE_ERROR"
+
+
+def test_a_trial_that_the_searcher_stops_ends_as_completed(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    # One after the other, each worse than the one before: the second is stopped where the first went on.
+    searcher = {
+        **{"name": "async_halving", "metric": "trial_id", "smaller_is_better": True, "max_trials": 2},
+        **{"max_concurrent_trials": 1, "num_rungs": 2, "divisor": 4},
+        **{"time_metric": "batches", "max_time": 160},
+    }
+    ended, experiment, trials = run_under_a_master(
+        shared_master,
+        tmp_path,
+        searcher=searcher,
+        # Accelerate fills in the batch of the script's loader.
+        hyperparameters={"deepspeed_config": {**AUTO_BATCH, "zero_optimization": {"stage": 2}}},
+        scheduling_unit=100,
+        min_validation_period={"batches": 40},
+        min_checkpoint_period={"batches": 0},
+    )
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [trial["state"] for trial in trials] == ["STATE_COMPLETED"] * 2
+    assert trials[0]["totalBatchesProcessed"] == 160
+    assert 40 <= trials[1]["totalBatchesProcessed"] < 160
+    assert experiment["state"] == "STATE_COMPLETED"
+    sizes = set()
+    for path in tmp_path.rglob("metadata.json"):
+        (engine,) = json.loads(path.read_text())["engines"]
+        sizes.add((engine["train_batch_size"], engine["micro_batch_size"]))
+    assert sizes == {(8, 4)}

@@ -1,0 +1,71 @@
+"""The Trainer that a callback belongs to, where it is known: ``train`` of this package tells, ``trainer.train()`` does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dstrial.errors import CheckpointError
+from dstrial.integrations.huggingface import arguments
+
+if TYPE_CHECKING:
+    from transformers import TrainerState, TrainingArguments
+
+
+class AttachedTrainer:
+    """Answers what callbacks are not told, from the Trainer where it is known, else from its arguments.
+
+    Attributes:
+        trainer: None where it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ``train`` of this package started the training."""
+        return self.trainer is not None
+
+    def require(self, problem: str) -> None:
+        """Make sure that it is known.
+
+        Args:
+            problem: what cannot be done without it.
+
+        Raises:
+            CheckpointError: it is not; tells the line to write.
+        """
+        if not self.is_known:
+            raise CheckpointError(
+                f"{problem}. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()."
+            )
+
+    def train_batch_size(self, args: TrainingArguments, state: TrainerState) -> int:
+        """Return the records of one batch over all ranks."""
+        if self.is_known:
+            return int(self.trainer.get_total_train_batch_size(args))
+        micro = int(state.train_batch_size or args.train_batch_size)
+        return micro * int(args.gradient_accumulation_steps) * int(args.world_size)
+
+    def can_evaluate(self, args: TrainingArguments) -> bool:
+        """Whether there is an evaluation set."""
+        return self.trainer.eval_dataset is not None if self.is_known else arguments.evaluates(args)
+
+    def has_one_evaluation_set(self) -> bool:
+        """Whether an evaluation that has ended is all of it; of several sets the last is known by what comes next."""
+        return self.is_known and not isinstance(self.trainer.eval_dataset, dict)
+
+    def owes_evaluation(
+        self, args: TrainingArguments, state: TrainerState, *, is_last: bool, leaves: bool
+    ) -> bool:
+        """Whether an evaluation of the step from which training goes on was left, or is the last one and has not ended.
+
+        Args:
+            args: the Trainer's.
+            state: the Trainer's.
+            is_last: whether nothing is left to train.
+            leaves: whether evaluations may be left.
+        """
+        if not self.is_known or not self.can_evaluate(args) or arguments.has_evaluated(state):
+            return False
+        return is_last or (leaves and arguments.is_evaluation_due(args, state))

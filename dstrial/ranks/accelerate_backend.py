@@ -1,0 +1,137 @@
+"""Let accelerate, which Hugging Face's Trainer trains through as well, see all ranks of a job on CPUs.
+
+``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``) finds a backend for accelerators only, unless it is told
+``cpu=True``, with which it turns DeepSpeed off. Without a backend every rank takes itself for the only one of the job and
+trains on all the data, whatever process group there is; releases up to 1.10 took gloo. A script may pass
+``InitProcessGroupKwargs(backend="gloo")``; here the same is done for scripts that do not know of it. No environment variable
+does it, so the method is changed, in a rank's own process, as soon as (and only if) ``accelerate`` is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_MODULE = "accelerate.state"
+_USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+_MARK = "shows_cpu_ranks"
+
+
+def show_ranks_to_accelerate() -> None:
+    """Have accelerate count the ranks of a job on CPUs: at once if it is imported, else right after it is, if it ever is.
+
+    May be called more than once.
+
+    Ranks: each its own; no communication.
+    """
+    if _MODULE in sys.modules:
+        _change(sys.modules[_MODULE])
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _change(module: Any) -> None:
+    find_backend = module.PartialState._prepare_backend
+    if hasattr(find_backend, _MARK):
+        return
+
+    @functools.wraps(find_backend)
+    def prepare_backend(
+        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> Any:
+        if cpu or backend is not None:
+            return find_backend(self, cpu, sagemaker_dp, backend)
+        kinds = module.DistributedType
+        if _is_deepspeed_on_cpu():
+            _bring_up_ranks()
+            if self.device is None:
+                self.device = _cpu()
+            # What becomes of the kind, PartialState decides by the same variable.
+            return "gloo", kinds.NO
+        found, kind = find_backend(self, cpu, sagemaker_dp, backend)
+        if (found is None or kind is kinds.NO) and _has_ranks_on_gloo():
+            found, kind = "gloo", kinds.MULTI_CPU
+        if kind is kinds.MULTI_CPU and self.device is None:
+            # accelerate would take "cpu:0", to which torch loads no file: transformers 4.56 could not resume.
+            self.device = _cpu()
+        return found, kind
+
+    setattr(prepare_backend, _MARK, True)
+    module.PartialState._prepare_backend = prepare_backend
+
+
+def _is_deepspeed_on_cpu() -> bool:
+    """Say whether accelerate is going to set DeepSpeed up for a launcher's rank, and DeepSpeed is to train on the CPU."""
+    from dstrial.ranks.process_group import has_accelerator
+
+    is_wanted = os.environ.get(_USE_DEEPSPEED, "false").lower() == "true" and "LOCAL_RANK" in os.environ
+    return is_wanted and not has_accelerator()
+
+
+def _bring_up_ranks() -> None:
+    """Make the process group as dstrial does, without operators that DeepSpeed would compile for the CPU. Ranks: all."""
+    import deepspeed
+    import torch.distributed
+
+    from dstrial.ranks import process_group
+    from dstrial.ranks.control import timeout_from_environ
+    from dstrial.ranks.identity import identify
+
+    if not torch.distributed.is_initialized():
+        process_group.init_process_group(identify(os.environ), timeout_s=timeout_from_environ())
+        process_group.keep()
+    elif not deepspeed.comm.is_initialized():
+        with process_group.without_compiled_collectives(is_cpu=True):
+            deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def _has_ranks_on_gloo() -> bool:
+    import torch.distributed
+
+    return (
+        torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+        and torch.distributed.get_backend() == "gloo"
+    )
+
+
+def _cpu() -> Any:
+    import torch
+
+    return torch.device("cpu")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds ``accelerate.state`` as usual and changes it right after it has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _change(module)

@@ -1,0 +1,49 @@
+"""What a reporter reads off loaders: how long an epoch is, on whatever ranks, and whether all ranks agree."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader
+
+from dstrial.errors import DataError
+from dstrial.integrations.accelerate.loaders import epoch_length_of, length_of, require_equal_lengths
+
+
+def share_of(num_records: int, num_ranks: int, *, drop_last: bool) -> DataLoader[int]:
+    """What one of some ranks reads, in micro batches of 4."""
+    pytest.importorskip("accelerate")
+    from accelerate.data_loader import prepare_data_loader
+
+    loader: DataLoader[int] = DataLoader(range(num_records), batch_size=4, drop_last=drop_last)  # type: ignore[arg-type]
+    prepared: DataLoader[int] = prepare_data_loader(
+        loader, num_processes=num_ranks, process_index=0, put_on_device=False
+    )
+    return prepared
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("num_records", [15, 16, 17, 31, 52, 53])
+def test_an_epoch_has_as_many_batches_on_any_number_of_ranks(num_records: int, drop_last: bool) -> None:
+    # Batches of 16 records, in micro batches of 4.
+    if drop_last and num_records < 16:
+        with pytest.raises(DataError, match="drops its last records"):
+            epoch_length_of(share_of(num_records, 1, drop_last=True), 4)
+        return
+    expected = num_records // 16 if drop_last else -(-num_records // 16)
+    for num_ranks in (1, 2, 4):
+        assert (
+            epoch_length_of(share_of(num_records, num_ranks, drop_last=drop_last), 4 // num_ranks) == expected
+        )
+
+
+def test_loaders_of_which_one_ends_before_the_others_are_refused() -> None:
+    require_equal_lengths([7, 7])
+    with pytest.raises(DataError, match="have 7, 6 micro batches; expected as many on every rank"):
+        require_equal_lengths([7, 6])
+
+
+def test_a_loader_without_a_length_or_without_records_is_refused() -> None:
+    with pytest.raises(DataError, match="without a length"):
+        length_of(iter([]))
+    with pytest.raises(DataError, match="no micro batch"):
+        length_of([])
