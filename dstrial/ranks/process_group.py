@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -190,12 +191,21 @@ def shutdown() -> None:
 def keep() -> None:
     """Leave the process group up for as long as the process lives: ``shutdown`` then does nothing.
 
-    For a group that was made for a library, which goes on using it after everything of dstrial's has ended.
+    For a group that was made for a library, which goes on using it after everything of dstrial's has ended. It ends
+    when the interpreter does, before torch's own threads are torn down under it.
 
     Ranks: each its own; no communication.
     """
     global _created
     _created = None
+    atexit.register(_end_kept_group)
+
+
+def _end_kept_group() -> None:
+    import deepspeed.comm
+
+    if torch.distributed.is_initialized() and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
 
 
 @contextlib.contextmanager
