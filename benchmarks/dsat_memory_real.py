@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dstrial.engine.dryrun import bypass
 from dstrial.engine.dryrun.workload import ModelWorkload
+from dstrial.ranks.process_group import without_compiled_collectives
 
 NUM_STEPS = 3
 
@@ -51,6 +52,7 @@ def peak_bytes(
         else:
             torch.distributed.init_process_group("gloo")
             stack.callback(torch.distributed.destroy_process_group)
+            stack.enter_context(without_compiled_collectives(is_cpu=True))
         with (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
             _FreesElsewhere() as elsewhere,

@@ -167,12 +167,12 @@ class Surface:
                 "num_trainable_params": self.workload.model.num_params,
                 "activation_bytes_per_record": activation_bytes_per_record(self.workload)
                 * self.hidden.activations,
-                "peak_memory_bytes": max(peaks.values()) / (1 + self.hidden.fragmentation),
+                "peak_memory_bytes": self._allocated(max(peaks.values())),
                 "peak_reserved_bytes": max(peaks.values()) - self.hidden.context_bytes,
                 "device_memory_bytes": machine.device_bytes,
                 "host_peak_memory_bytes": host_bytes / machine.ranks_per_node,
                 **{
-                    f"{phase}_peak_memory_bytes": peak / (1 + self.hidden.fragmentation)
+                    f"{phase}_peak_memory_bytes": self._allocated(peak)
                     for phase, peak in peaks.items()
                     if phase != "init"
                 },
@@ -262,6 +262,10 @@ class Surface:
         is_outlier = float(_uniform(code, self._seed, 6)[0]) < OUTLIER_SHARE
         noise = float(np.exp(MEASUREMENT_SPREAD * _normal(code, self._seed, 5))[0])
         return noise * (OUTLIER_FACTOR if is_outlier else 1.0)
+
+    def _allocated(self, peak: float) -> float:
+        """Bytes of tensors, as torch counts them: without what is lost to fragmentation, and without the context."""
+        return (peak - self.hidden.context_bytes) / (1 + self.hidden.fragmentation)
 
     def _out_of_memory(self, candidate: Candidate, phase: str, peak: float) -> Failure:
         requested = int(min(64 * 2**20 * candidate.batch.micro_batch_size, 2 * 2**30))

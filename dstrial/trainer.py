@@ -38,6 +38,11 @@ logger = logging.getLogger("dstrial.trainer")
 
 _TEST_BATCHES = 2
 
+AROUND_FIT_KEY = "_around_fit"
+"""Hyperparameter by which whoever starts a trial to watch it has its own code around every ``Trainer.fit``.
+
+``module:function``, a context manager that is given the core context. Entered on all ranks."""
+
 
 @contextlib.contextmanager
 def init(
@@ -235,12 +240,8 @@ class Trainer:
             is_rewrite=bool(os.environ.get(REWRITE_VARIABLE)),
             saves_in_background=_saves_in_background(context._exp_conf),
         )
-        if (context._hparams or {}).get("_use_dsat_mode"):
-            # By name, because dsat stands above the trainer; nothing but its trials needs it.
-            reporting = importlib.import_module("dstrial.dsat.trial.reporting")
-            with reporting.dsat_reporting_context(context._core, None):
-                return self._run(settings)
-        return self._run(settings)
+        with _around_fit(context):
+            return self._run(settings)
 
     def _run(self, settings: LoopSettings) -> FitResult:
         loop = TrainingLoop(
@@ -301,6 +302,16 @@ class Trainer:
                 "from. Start a new run, without resuming."
             )
         return str(newest.uuid)
+
+
+def _around_fit(context: DeepSpeedTrialContext) -> contextlib.AbstractContextManager[Any]:
+    """Return what the trial's hyperparameters want around ``fit``: nothing, unless somebody watches it."""
+    named = (context._hparams or {}).get(AROUND_FIT_KEY)
+    if not named:
+        return contextlib.nullcontext()
+    module, _, function = str(named).partition(":")
+    around = getattr(importlib.import_module(module), function)
+    return cast("contextlib.AbstractContextManager[Any]", around(context._core))
 
 
 def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:

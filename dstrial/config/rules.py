@@ -55,6 +55,7 @@ def deepspeed_rules() -> DeepSpeedRules:
     )
 
 
+@functools.cache
 def installed_deepspeed_version() -> str | None:
     """Return the version of the installed DeepSpeed without importing it; None if there is none."""
     try:

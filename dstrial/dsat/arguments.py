@@ -7,8 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dstrial.dsat.durations import parse_duration
+from dstrial.dsat.machine import DEVICES
 from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.dsat.outcome import METRIC_NAMES
+from dstrial.dsat.plan import parse_bytes
+
+PLAN = "plan"
+"""The subcommand that measures nothing."""
 
 _HELP = {
     "predict": "dry-run and predict, then measure only what may be best (the default method)",
@@ -43,9 +48,50 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def add_methods(subparsers: Any) -> None:
-    """Add one subcommand for each method, with its arguments."""
+    """Add one subcommand for each method, and ``plan``, with their arguments."""
     for name in METHOD_NAMES:
         _add_arguments(subparsers.add_parser(name, help=_HELP[name], description=_HELP[name]), name)
+    add_plan(subparsers)
+
+
+def add_plan(subparsers: Any) -> None:
+    """Add the subcommand ``plan`` with its arguments."""
+    text = "predict what fits and what is fastest on hardware that is not at hand; measures nothing"
+    parser = subparsers.add_parser(PLAN, help=text, description=text)
+    parser.set_defaults(given=frozenset())
+    parser.add_argument("config_path", metavar="CONFIG.yaml", help="experiment config")
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="model definition directory")
+    add = _adder(parser)
+    add("--slots", type=int, help="ranks in all (the config's slots_per_trial)")
+    add(
+        "--device",
+        choices=tuple(DEVICES),
+        help="which device, for its speed and, if that is not given, memory",
+    )
+    add(
+        "--device-memory",
+        type=_memory,
+        metavar="80GiB",
+        help="memory of one device (that of --device, or an a100)",
+    )
+    add("--per-machine", type=int, default=8, help="devices of one machine (8)")
+    add(
+        "-z", "--zero-stages", type=int, nargs="+", choices=range(4), default=(0, 1, 2, 3), help="ZeRO stages"
+    )
+    add("--train-batch-size", type=int, help="global batch, instead of the config's own")
+    add("--free-batch", action="store_true", help="let the global batch follow the micro batch")
+    add("--space", metavar="FILE", help="further paths and values to try: YAML, path -> list of values")
+    add("--output", metavar="DIR", help="where report.json is written (plan)")
+
+
+def parsed_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of a search that differs from another subcommand's in nothing but what that one was given."""
+    words = ["predict", args.config_path, args.model_dir]
+    defaults = build_parser("dsat").parse_args(words)
+    for name, value in vars(args).items():
+        setattr(defaults, name, value)
+    defaults.search_method = "predict"
+    return defaults
 
 
 def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
@@ -126,6 +172,11 @@ def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
         action="store_true",
         help="begin a new search in a new directory, instead of going on with the last",
     )
+    add(
+        "--no-worker",
+        action="store_true",
+        help="launch ranks anew for every configuration, as is always done for scripts",
+    )
     add("--no-gates", action="store_true", help="measure duplicates, illegal and hopeless configurations too")
     add(
         "--trial-timeout",
@@ -175,6 +226,13 @@ def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
 
 def _stages(method: str) -> Sequence[int]:
     return (0, 1, 2, 3) if method == "predict" else (1, 2, 3)
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _duration(text: str) -> float:

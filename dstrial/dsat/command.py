@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from dstrial.dsat.arguments import PLAN
 from dstrial.dsat.driver import Driver, SearchEnd, noted_signals
 from dstrial.dsat.gates import Gates
+from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.methods import search_method
+from dstrial.dsat.prepare import gather_inputs, target_here
 from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.report.live import LiveTable
 from dstrial.dsat.results import TrialResult, best_of, summary
 from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
 from dstrial.dsat.trial_config import full_config
 
 if TYPE_CHECKING:
     from dstrial.dsat.backends.backend import Backend
+    from dstrial.dsat.backends.master import MasterBackend
 
 EPILOG = (
     "Exit status: 0 if the search finished and measured something; 1 if it could not, or the configuration is wrong; "
@@ -35,6 +40,10 @@ def run_command(args: argparse.Namespace) -> int:
         DstrialError: the search cannot be started.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    if args.search_method == PLAN:
+        from dstrial.dsat.plan_command import run_plan
+
+        return run_plan(args)
     settings = read_settings(args)
     for warning in settings.warnings:
         sys.stderr.write(f"warning: {warning}\n")
@@ -46,9 +55,17 @@ def run_command(args: argparse.Namespace) -> int:
         backend = _Later(settings, record)
         settings = with_parallel(settings, _num_parallel(settings, record, backend))
         gates = Gates(settings.space, is_open=args.no_gates)
-        method = search_method(settings.method, settings.space, settings.options, gates)
-        driver = Driver(settings, record, method, backend.make, _tell)
-        end = driver.run(signals)
+        inputs = _inputs(settings, record, backend) if settings.method == "predict" else None
+        method = search_method(settings.method, settings.space, settings.options, gates, inputs)
+        table = LiveTable(
+            args.metric,
+            max_trials=settings.options.max_trials,
+            num_parallel=settings.options.num_parallel,
+            budget_s=args.budget,
+        )
+        with table:
+            driver = Driver(settings, record, method, backend.make, table.tell, table.show)
+            end = driver.run(signals)
         trials = list(driver.trials.values())
         sys.stdout.write(
             "\n" + summary(record, trials, args.metric, reason=end.reason, is_finished=end.is_finished)
@@ -66,6 +83,7 @@ class _Later:
         self._settings = settings
         self._record = record
         self._backend: Backend | None = None
+        self._master: MasterBackend | None = None
 
     def make(self) -> Backend:
         """Return the backend.
@@ -74,16 +92,39 @@ class _Later:
             DstrialError: there is no master.
         """
         if self._backend is None:
-            if self._settings.args.local:
-                from dstrial.dsat.backends.local import LocalBackend
-
-                self._backend = LocalBackend(self._settings, self._record)
-            else:
-                from dstrial.dsat.backends.master import MasterBackend
-
-                self._backend = MasterBackend(self._settings)
+            self._backend = self._made()
             _tell(f"trials run on: {self._backend.describe()}")
         return self._backend
+
+    def master(self) -> MasterBackend:
+        """Return what talks to the master, whether trials are launched there or measured by a worker.
+
+        Raises:
+            DstrialError: there is no master.
+        """
+        from dstrial.dsat.backends.master import MasterBackend
+
+        if self._master is None:
+            self._master = MasterBackend(self._settings)
+        return self._master
+
+    def _made(self) -> Backend:
+        """A trial class is measured by a worker; a script has to be launched anew for every configuration."""
+        settings = self._settings
+        has_worker = settings.trial is not None and not settings.args.no_worker
+        if settings.args.local:
+            from dstrial.dsat.backends.local import LocalBackend, LocalPlace
+            from dstrial.dsat.backends.worker import WorkerBackend
+
+            if has_worker:
+                return WorkerBackend(settings, LocalPlace(settings, self._record))
+            return LocalBackend(settings, self._record)
+        if has_worker:
+            from dstrial.dsat.backends.master_place import MasterPlace
+            from dstrial.dsat.backends.worker import WorkerBackend
+
+            return WorkerBackend(settings, MasterPlace(settings, self.master(), self._record.search_id))
+        return self.master()
 
 
 def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: _Later) -> int:
@@ -104,6 +145,19 @@ def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: _Late
     return num
 
 
+def _inputs(settings: SearchSettings, record: SearchRecord, backend: _Later) -> PredictInputs:
+    """Return what ``predict`` starts from: what is on record, else what is found out now and put there."""
+    for event in record.events():
+        if event["event"] == "inputs":
+            return PredictInputs.from_json(event)
+    target = target_here(os.environ)
+    if not settings.args.local:
+        target = "cuda" if backend.master().has_accelerators else "cpu"
+    inputs = gather_inputs(settings, target=target, tell=_tell)
+    record.append("inputs", inputs.to_json())
+    return inputs
+
+
 def options_limit(args: argparse.Namespace) -> int:
     """Return ``--max-concurrent-trials``."""
     return int(args.max_concurrent_trials)
@@ -114,15 +168,11 @@ def _run_full(settings: SearchSettings, record: SearchRecord, backend: _Later, b
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    place = backend.make()
     if settings.args.local:
         return _train_here(settings, path)
-    from dstrial.dsat.backends.master import MasterBackend
-
-    assert isinstance(place, MasterBackend)
     number_path = record.path / "full_experiment_id.txt"
     if not number_path.exists():
-        number_path.write_text(f"{place.create_full_experiment(config)}\n")
+        number_path.write_text(f"{backend.master().create_full_experiment(config)}\n")
     _tell(f"Created experiment {number_path.read_text().strip()}")
     return 0
 

@@ -1,10 +1,10 @@
-"""Have a DeepSpeedTrial described: with fake tensors, or by one real batch where its code cannot do with those. Without torch."""
+"""Have a trial or a script described: with fake tensors, or by one real batch where its code needs values. Without torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
 
 logger = logging.getLogger("dstrial.dsat")
 
-_WORKLOAD = "dstrial.dsat.trial.describe:TrialWorkload"
+_TRIAL = "dstrial.dsat.trial.describe:TrialWorkload"
+_SCRIPT = "dstrial.dsat.trial.describe_script:ScriptWorkload"
 
 
-def describe_trial(
+def trial_request(
     trial: str,
     context_dir: Path,
     hparams: Mapping[str, Any],
@@ -27,10 +28,8 @@ def describe_trial(
     exp_conf: Mapping[str, Any] | None = None,
     num_batches: int = 4,
     device_bytes: int | None = None,
-    deadline_s: float = 300.0,
-    may_be_real: bool = True,
-) -> DryRunResult:
-    """Return what one configuration of a trial needs, for any micro batch size.
+) -> DryRunRequest:
+    """Return the request of a trial's dry run.
 
     Args:
         trial: ``module:Class``.
@@ -42,6 +41,83 @@ def describe_trial(
         exp_conf: experiment config, if the trial asks for it.
         num_batches: of so many first batches of the training loader the largest counts.
         device_bytes: memory of one device; None for no limit.
+    """
+    options = {
+        "trial": trial,
+        "context_dir": str(context_dir.resolve()),
+        "hparams": dict(hparams),
+        "exp_conf": None if exp_conf is None else dict(exp_conf),
+        "num_batches": num_batches,
+    }
+    return DryRunRequest(
+        workload=_TRIAL,
+        options=options,
+        deepspeed_config=deepspeed_config,
+        world_size=world_size,
+        target=target,
+        device_bytes=device_bytes,
+        module_paths=(str(context_dir.resolve()),),
+    )
+
+
+def script_request(
+    words: Sequence[str],
+    context_dir: Path,
+    hparams: Mapping[str, Any],
+    deepspeed_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    target: Target = "cpu",
+    device_bytes: int | None = None,
+) -> DryRunRequest:
+    """Return the request of a script's dry run: it runs until its engine gets its first batch.
+
+    Args:
+        words: the script and its arguments.
+        context_dir: where it is started.
+        hparams: of the trial, the configuration's overwrites included.
+        deepspeed_config: the merged config of the configuration.
+        world_size: ranks to be.
+        target: what kind of device they have.
+        device_bytes: memory of one device; None for no limit.
+    """
+    return DryRunRequest(
+        workload=_SCRIPT,
+        options={"words": list(words), "hparams": dict(hparams)},
+        deepspeed_config=deepspeed_config,
+        world_size=world_size,
+        target=target,
+        device_bytes=device_bytes,
+        module_paths=(str(context_dir.resolve()),),
+    )
+
+
+def as_real(request: DryRunRequest) -> DryRunRequest:
+    """Return the request for one real batch, on the machine at hand, of what was asked with fake tensors."""
+    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
+    options = {**request.options, "is_real": True}
+    return dataclasses.replace(request, options=options, is_real=True, target="cpu")
+
+
+def why_real(error: DryRunError) -> str:
+    """Return, for a person, why one real batch takes the place of fake tensors."""
+    place = "" if error.place is None else f" at {error.place}"
+    return f"fake tensors do not do{place}, so one real batch was trained: {str(error).splitlines()[0]}"
+
+
+def with_notes(result: DryRunResult, reason: str, target: Target) -> DryRunResult:
+    """Return a real run's result with what a person has to know of it."""
+    notes = [*result.notes, reason]
+    if target != "cpu":
+        notes.append("memory of device and host is not told apart: what is offloaded counts as the device's")
+    return dataclasses.replace(result, notes=tuple(notes))
+
+
+def describe(request: DryRunRequest, *, deadline_s: float = 300.0, may_be_real: bool = True) -> DryRunResult:
+    """Return what one configuration needs, for any micro batch size.
+
+    Args:
+        request: of ``trial_request`` or ``script_request``.
         deadline_s: seconds for the fake run, and again for the real one.
         may_be_real: whether a real batch may be trained on this machine where fake tensors do not do; the model then has to fit
             into its memory.
@@ -54,34 +130,11 @@ def describe_trial(
 
     Ranks: any; no communication.
     """
-    options = {
-        "trial": trial,
-        "context_dir": str(context_dir.resolve()),
-        "hparams": dict(hparams),
-        "exp_conf": None if exp_conf is None else dict(exp_conf),
-        "num_batches": num_batches,
-    }
-    request = DryRunRequest(
-        workload=_WORKLOAD,
-        options=options,
-        deepspeed_config=deepspeed_config,
-        world_size=world_size,
-        target=target,
-        device_bytes=device_bytes,
-        module_paths=(str(context_dir.resolve()),),
-    )
     try:
         return dry_run(request, deadline_s=deadline_s)
     except DryRunError as error:
         if not may_be_real or error.kind == "deadline":
             raise
-        place = "" if error.place is None else f" at {error.place}"
-        reason = f"fake tensors do not do{place}, so one real batch was trained: {str(error).splitlines()[0]}"
+        reason = why_real(error)
     logger.warning("%s", reason)
-    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
-    real = dataclasses.replace(request, options={**options, "is_real": True}, is_real=True, target="cpu")
-    result = dry_run(real, deadline_s=deadline_s)
-    notes = [*result.notes, reason]
-    if target != "cpu":
-        notes.append("memory of device and host is not told apart: what is offloaded counts as the device's")
-    return dataclasses.replace(result, notes=tuple(notes))
+    return with_notes(dry_run(as_real(request), deadline_s=deadline_s), reason, request.target)

@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.backends.backend import Backend, Ended
 from dstrial.dsat.methods.method import Action, Finish, Measure, Note, SearchMethod, Skip
 from dstrial.dsat.outcome import Failure, FailureKind, Outcome, outcome_from_json, outcome_to_json
 from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
 from dstrial.dsat.results import TrialResult, write_results
 from dstrial.dsat.settings import SearchSettings
 from dstrial.dsat.trial_config import measuring_spec
@@ -25,6 +26,7 @@ _POLL_S = 0.1
 _SHORTEST_DEADLINE_S = 120.0
 _DEADLINE_FACTOR = 5.0
 _DISK_RETRY_S = 10.0
+_SLACK_S = 300.0  # for starting a worker, and for ending its ranks at the deadline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Driver:
         method: a new method of these settings.
         backend: makes the place where trials run, at the first trial that has to run.
         tell: prints a line for a person.
+        show: is given the trials again and again while the search waits.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Driver:
         method: SearchMethod,
         backend: Callable[[], Backend],
         tell: Callable[[str], None],
+        show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
     ) -> None:
         self._settings = settings
         self._record = record
@@ -69,6 +73,8 @@ class Driver:
         self._make_backend = backend
         self._backend: Backend | None = None
         self._tell = tell
+        self._show = show
+        self._notes: list[str] = []
         self.trials: dict[int, TrialResult] = {}
         self._open: dict[int, Measure] = {}
         self._end: Finish | None = None
@@ -86,6 +92,16 @@ class Driver:
         end: Finish | signal.Signals
         try:
             end = self._end if self._end is not None else self._search(signals, handles)
+            self._write_files()
+            self._write_report(end)
+            if self._backend is not None and isinstance(end, Finish):
+                kept = (
+                    self._record.best_config_path,
+                    self._record.best_metrics_path,
+                    self._record.trials_path,
+                    *(self._record.path / name for name in REPORT_NAMES),
+                )
+                self._backend.finish({path.name: path.read_text() for path in kept if path.exists()})
         finally:
             if self._backend is not None:
                 self._backend.close()
@@ -118,6 +134,7 @@ class Driver:
                         self._take(ended)
             if self._end is not None:
                 return self._end
+            self._show(list(self.trials.values()))
             time.sleep(_POLL_S)
 
     # ---- what happens ----------------------------------------------------------------------------
@@ -162,8 +179,10 @@ class Driver:
                     self._start(action, None)
             elif isinstance(action, Finish):
                 self._finish(action, is_replay=is_replay)
-            elif not is_replay and isinstance(action, Note):
-                self._tell(action.text)
+            elif isinstance(action, Note):
+                self._notes.append(action.text)
+                if not is_replay:
+                    self._tell(action.text)
             elif not is_replay and isinstance(action, Skip):
                 logger.info(
                     "not measured: %s: %s", self._settings.space.describe(action.candidate), action.reason
@@ -172,6 +191,7 @@ class Driver:
     def _start(self, measure: Measure, handle: dict[str, Any] | None) -> None:
         assert self._backend is not None
         spec = measuring_spec(self._settings, measure.candidate, measure.trial_id, self._record.search_id)
+        spec = dataclasses.replace(spec, deadline_s=self.deadline_s(measure))
         if handle is not None and self._backend.adopt(spec, handle):
             self._tell(f"trial {measure.trial_id} goes on: {self.trials[measure.trial_id].description}")
             return
@@ -218,7 +238,7 @@ class Driver:
         for trial_id, measure in list(self._open.items()):
             deadline_s = self.deadline_s(measure)
             running_s = self._backend.running_s(trial_id)
-            if running_s > deadline_s:
+            if running_s > deadline_s + (_SLACK_S if self._backend.keeps_deadlines else 0.0):
                 self._backend.kill(trial_id)
                 message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
@@ -258,6 +278,22 @@ class Driver:
             )
         except OSError as error:
             self._tell(f"the results cannot be written ({error}); expected room on the disk")
+
+    def _write_report(self, end: Finish | signal.Signals) -> None:
+        facts = SearchFacts(
+            name=self._settings.experiment.name or self._settings.output.name,
+            method=self._settings.method,
+            metric=self._settings.args.metric,
+            reason=end.reason if isinstance(end, Finish) else f"interrupted by {end.name}",
+            is_finished=isinstance(end, Finish),
+            num_slots=self._settings.num_slots,
+            snapshot=self._method.snapshot(),
+            notes=tuple(self._notes),
+        )
+        try:
+            write_report(self._record.path, facts, self._settings.space, list(self.trials.values()))
+        except OSError as error:
+            self._tell(f"the report cannot be written ({error}); expected room on the disk")
 
 
 def _told(trial: TrialResult, metric: str) -> str:

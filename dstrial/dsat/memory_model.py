@@ -12,10 +12,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
+from dstrial.engine.dryrun.values import MemoryForm
 
 _HUBER = 1.345
 """Deviations beyond so many spreads weigh less: 95 % of the efficiency of a mean on normal errors (Huber 1964)."""
+_FORMULA_WASTE, _FORMULA_SPREAD = 0.1, 0.12
+"""What a formula leaves out, and how well it is known; assumed."""
 _CENSORED_STEP = 1.0
 """By how many spreads an out-of-memory error is taken to have missed, where it says nothing else."""
 
@@ -44,6 +46,10 @@ class DeviceMemory:
     def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
         """Return ranks on a CPU, whose allocator rounds to 64 bytes; collectives in flight hold on to buffers."""
         return cls(capacity_bytes, waste=0.005, spread=0.03, noise=0.03)
+
+    def roughly(self) -> DeviceMemory:
+        """Return the same for predictions by a formula instead of a dry run."""
+        return dataclasses.replace(self, waste=self.waste + _FORMULA_WASTE, spread=_FORMULA_SPREAD)
 
     @classmethod
     def cuda(cls, capacity_bytes: float) -> DeviceMemory:
@@ -205,12 +211,14 @@ class MemoryModel:
             self.device.waste,
             spread,
             math.hypot(spread, noise),
+            firm=[each.is_out_of_memory for each in self.observations],
         )
         own = [each for each in self.observations if each.structure == structure]
         if not own:
             # A structure of its own differs from the mean of all by as much as was seen among them, and no less than half.
             return everywhere, math.hypot(spread_everywhere, 0.5 * spread if self.observations else 0.0)
-        mean, left = _shrunk(self._logarithms(own, everywhere), everywhere, spread, noise)
+        firm = [each.is_out_of_memory for each in own]
+        mean, left = _shrunk(self._logarithms(own, everywhere), everywhere, spread, noise, firm=firm)
         return mean, math.hypot(left, noise)
 
     def _logarithms(self, observations: Sequence[Observation], expected: float) -> list[float]:
@@ -236,8 +244,17 @@ class MemoryModel:
         )
 
 
-def _shrunk(values: Sequence[float], prior: float, spread: float, noise: float) -> tuple[float, float]:
+def _shrunk(
+    values: Sequence[float], prior: float, spread: float, noise: float, *, firm: Sequence[bool]
+) -> tuple[float, float]:
     """Return mean and standard deviation of a location, given a prior for it and values with outliers.
+
+    Args:
+        values: what was seen.
+        prior: expected beforehand.
+        spread: standard deviation of that.
+        noise: standard deviation of a value.
+        firm: of each value, whether it is no outlier, however far off it is.
 
     Source: Huber's M-estimator by iterated reweighting, the prior being one more observation, of weight 1 / spread².
     """
@@ -249,62 +266,11 @@ def _shrunk(values: Sequence[float], prior: float, spread: float, noise: float) 
     weight = 0.0
     for _ in range(20):
         weights = [
-            min(1.0, _HUBER * noise / max(abs(value - location), 1e-12)) / noise**2 for value in values
+            (1.0 if is_firm else min(1.0, _HUBER * noise / max(abs(value - location), 1e-12))) / noise**2
+            for value, is_firm in zip(values, firm, strict=True)
         ]
         weight = sum(weights) + 1 / spread**2
         location = (
             sum(w * value for w, value in zip(weights, values, strict=True)) + prior / spread**2
         ) / weight
     return location, math.sqrt(1 / weight)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Buckets:
-    """The gradient buckets of a ZeRO engine.
-
-    Attributes:
-        stage: ZeRO stage.
-        reduce_elements: ``reduce_bucket_size``.
-        bytes_per_element: of the type in which gradients are sent.
-        is_overlapping: ``overlap_comm``.
-    """
-
-    stage: int
-    reduce_elements: int
-    bytes_per_element: int
-    is_overlapping: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """All buckets, as DeepSpeed 0.19.8 allocates them: two with overlap in stages 1 and 2, one in stage 3.
-
-        Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
-        """
-        if self.stage == 0:
-            return 0
-        count = 2 if self.is_overlapping and self.stage < 3 else 1
-        return count * self.reduce_elements * self.bytes_per_element
-
-
-def with_buckets(form: MemoryForm, old: Buckets, new: Buckets) -> MemoryForm:
-    """Return the form of a configuration that differs in its buckets alone, without another dry run.
-
-    Stages 1 and 2 hold them while gradients are made, stage 3 always. Growing buckets are added to every line of those
-    phases, which is never too little: some of the lines are of times before DeepSpeed has allocated them.
-
-    Args:
-        form: of the configuration that was dry-run.
-        old: its buckets.
-        new: those of the other one; the same stage.
-    """
-    change = new.num_bytes - old.num_bytes
-    touched = (
-        {"backward", "reduce"} if new.stage in (1, 2) else {phase.phase for phase in form.phases} - {"init"}
-    )
-    phases = tuple(
-        PhaseMemory(each.phase, tuple(Line(line.base + change, line.per_record) for line in each.lines))
-        if each.phase in touched
-        else each
-        for each in form.phases
-    )
-    return MemoryForm(phases, form.settled + (change if new.stage == 3 else 0))

@@ -9,7 +9,9 @@
     best_ds_config.json  the best DeepSpeed config so far, whole
     best_ds_metrics.json what it measured
     trials.json          every trial of the search
-    trials/<n>/          config, output and result of trial n, where it ran on this machine
+    report.json          what was found; report.md and report.html are renderings of it
+    trials/<n>/          config, output and result of trial n, where it was launched on this machine
+    workers/<n>/         orders, answers and output of living worker n on this machine
 
 Events are ``submitted`` (trial, handle), ``result`` (trial, outcome, seconds), ``finished`` (reason). A method is pure,
 so that replaying the results in their order asks for the same trials again.
@@ -77,6 +79,10 @@ class SearchRecord:
     def trial_path(self, trial_id: int) -> Path:
         """Directory of a trial that ran on this machine."""
         return self.path / "trials" / str(trial_id)
+
+    def worker_path(self, worker: int) -> Path:
+        """Directory of a living worker of this machine."""
+        return self.path / "workers" / str(worker)
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:

@@ -105,6 +105,7 @@ def summary(
         lines.append(f"config:        {record.best_config_path}")
         lines.append(f"metrics:       {record.best_metrics_path}")
     lines.append(f"all trials:    {record.trials_path}")
+    lines.append(f"report:        {record.path / 'report.html'}")
     return "\n".join(lines) + "\n"
 
 

@@ -30,9 +30,12 @@ _FLAGS_OF_A_RUN = (
     "given",
     "command",
     "trial_timeout",
+    "no_worker",
 )
 _AT_LEAST = {
     "max_trials": 1,
+    "slots": 1,
+    "per_machine": 1,
     "max_slots": 1,
     "max_concurrent_trials": 1,
     "end_profile_step": 0,
@@ -106,6 +109,8 @@ def read_settings(args: argparse.Namespace) -> SearchSettings:
     path, model_dir = Path(args.config_path), Path(args.model_dir)
     experiment: ExperimentConfig | None = None
     overrides = [] if args.train_batch_size is None else _batch_overrides(args.train_batch_size)
+    if getattr(args, "slots", None) is not None:
+        overrides.append(f"resources.slots_per_trial={args.slots}")
     try:
         experiment = load_experiment(path, model_dir, overrides, require_entrypoint=True)
     except ConfigError as error:

@@ -13,13 +13,17 @@ from dstrial.dsat.settings import SearchSettings
 
 _SETTINGS_KEY = "_dsat"
 _MEASURING_MODULE = "dstrial.dsat.trial"
+_WORKER_MODULE = "dstrial.dsat.worker"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (
     _LAUNCHER,
     "determined.launch.deepspeed",
     "determined.launch.torch_distributed",
 )
+_AROUND_FIT_KEY = "_around_fit"  # dstrial.trainer's, which is not imported for its torch
+_AROUND_FIT = "dstrial.dsat.trial.reporting:around_fit"
 _LONGEST_STEPS = 1000
+_BENCHMARKED = 2  # the second one too, for the first may fail
 _OF_TRAINING = (
     "min_validation_period",
     "min_checkpoint_period",
@@ -40,12 +44,14 @@ class TrialSpec:
         config: its experiment config, YAML values.
         hparams: its hyperparameters, as a trial reads them.
         label: unique for this trial of this search, by which it is found again.
+        deadline_s: it is ended after so many seconds; None where the driver sees to that itself.
     """
 
     trial_id: int
     config: dict[str, Any]
     hparams: dict[str, Any]
     label: str
+    deadline_s: float | None = None
 
 
 def measuring_spec(
@@ -58,10 +64,13 @@ def measuring_spec(
     hparams = _hyperparameters(settings, candidate)
     args = settings.args
     hparams["_use_dsat_mode"] = True
+    hparams[_AROUND_FIT_KEY] = _AROUND_FIT
     hparams[_SETTINGS_KEY] = {
         "min_steps": args.end_profile_step + 1,
         "max_s": args.measure_seconds,
     }
+    if settings.method == "predict" and trial_id <= _BENCHMARKED:
+        hparams[_SETTINGS_KEY]["benchmarks_machine"] = True
     label = f"dsat-{search_id}-{trial_id}"
     config |= {
         "name": f"{settings.experiment.name} (dsat trial {trial_id})",
@@ -80,6 +89,43 @@ def measuring_spec(
     return TrialSpec(trial_id, config, _concrete(settings, hparams), label)
 
 
+def worker_config(settings: SearchSettings, worker: int, search_id: str) -> TrialSpec:
+    """Return what is submitted to have a living worker: one ordinary ``single`` experiment that is never restarted.
+
+    Args:
+        settings: of the search.
+        worker: its number, from 1.
+        search_id: of the search.
+    """
+    assert settings.trial is not None
+    config = copy.deepcopy(settings.written)
+    for key in _OF_TRAINING:
+        config.pop(key, None)
+    label = f"dsat-{search_id}-worker-{worker}"
+    config |= {
+        "name": f"{settings.experiment.name} (dsat worker {worker})",
+        "description": f"dsat {settings.method}: measures one configuration after the other",
+        "labels": sorted({*(str(one) for one in config.get("labels") or []), "dsat", label}),
+        "entrypoint": f"python3 -m {_LAUNCHER} -m {_WORKER_MODULE} --trial {settings.trial}",
+        "searcher": {
+            "name": "single",
+            "metric": settings.args.metric,
+            "smaller_is_better": settings.smaller_is_better,
+            "max_length": {"batches": settings.options.max_trials},
+        },
+        "max_restarts": 0,
+    }
+    return TrialSpec(0, config, {}, label)
+
+
+def worker_command(settings: SearchSettings, config_path: str, mailbox: str, python: str) -> list[str]:
+    """Return the command of a worker on this machine, to be started in the context directory."""
+    assert settings.trial is not None
+    where = ["--config", config_path, "--context-dir", "."]
+    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
+    return [*launch, "-m", _WORKER_MODULE, "--trial", settings.trial, *where, "--mailbox", mailbox]
+
+
 def full_config(settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
     """Return the user's experiment config with the best configuration in it; nothing of autotuning."""
     config = copy.deepcopy(settings.written)
@@ -94,7 +140,7 @@ def local_command(settings: SearchSettings, config_path: str, python: str) -> li
         launch += ["--config", config_path, "--context-dir", "."]
         where = ["--config", config_path, "--context-dir", "."]
         return [*launch, "-m", _MEASURING_MODULE, "--trial", settings.trial, *where]
-    return [*launch, *_script_words(settings.experiment.entrypoint)]
+    return [*launch, *script_words(settings.experiment.entrypoint)]
 
 
 def _measuring_entrypoint(settings: SearchSettings) -> Any:
@@ -104,7 +150,7 @@ def _measuring_entrypoint(settings: SearchSettings) -> Any:
     return f"python3 -m {_LAUNCHER} -m {_MEASURING_MODULE} --trial {settings.trial}"
 
 
-def _script_words(entrypoint: str | Sequence[str] | None) -> list[str]:
+def script_words(entrypoint: str | Sequence[str] | None) -> list[str]:
     """Return the script and its arguments, without the interpreter and a launcher before them."""
     words = shlex.split(entrypoint) if isinstance(entrypoint, str) else list(entrypoint or [])
     for idx in range(len(words) - 1):

@@ -17,7 +17,10 @@ def train(directory: str, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     process_group.init_process_group(identify(os.environ), timeout_s=60)
     warnings.simplefilter("ignore", FutureWarning)
-    results = {case: _train(pathlib.Path(directory) / f"{case}.json", case) for case in cases}
+    results = {
+        case: (_fit if case == "fit" else _train)(pathlib.Path(directory) / f"{case}.json", case)
+        for case in cases
+    }
     process_group.shutdown()
     return results
 
@@ -30,7 +33,10 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
     from dstrial import dsat
 
     os.environ["DSTRIAL_DSAT_HPARAMS"] = json.dumps(
-        {"_use_dsat_mode": case != "off", "_dsat": {"max_s": 0.3, "window_s": 0.02}}
+        {
+            "_use_dsat_mode": case != "off",
+            "_dsat": {"max_s": 60.0 if case == "short" else 0.3, "window_s": 0.02},
+        }
     )
     os.environ["DSTRIAL_DSAT_RESULT"] = str(result_path)
     torch.manual_seed(0)
@@ -47,7 +53,7 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
     }
     before = deepspeed.DeepSpeedEngine.step
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    num_micro_steps = {"off": 4, "short": 40}.get(case, 4000)
+    num_micro_steps = {"off": 4, "short": 12}.get(case, 4000)
     left = "by its end"
     is_chief = torch.distributed.get_rank() == 0
     with core.init() as core_context:
@@ -75,3 +81,44 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
         "is_restored": deepspeed.DeepSpeedEngine.step is before,
         "is_completed": op._completed,
     }
+
+
+def _fit(result_path: pathlib.Path, _case: str) -> dict[str, Any]:
+    """Call ``Trainer.fit`` as a script does that knows nothing of dsat."""
+    import sys
+
+    import deepspeed
+    from determined import pytorch
+
+    import dstrial
+
+    sys.path.insert(0, str(pathlib.Path(__file__).parent / "worked"))
+    from worked_trials import WorkedTrial
+
+    hparams = {
+        "fault": "",
+        "deepspeed_config": {
+            "train_batch_size": 8,
+            "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        },
+        "overwrite_deepspeed_args": {},
+        "_use_dsat_mode": True,
+        "_dsat": {"max_s": 0.3, "window_s": 0.02},
+        "_around_fit": "dstrial.dsat.trial.reporting:around_fit",
+    }
+    os.environ["DSTRIAL_DSAT_HPARAMS"] = json.dumps(hparams)
+    os.environ["DSTRIAL_DSAT_RESULT"] = str(result_path)
+    os.environ["DSTRIAL_RUNS_DIR"] = str(result_path.parent / "runs")
+    before = deepspeed.DeepSpeedEngine.step
+    left = "by its end"
+    with dstrial.init() as context:
+        trainer = dstrial.Trainer(WorkedTrial(context), context)
+        try:
+            trainer.fit(max_length=pytorch.Batch(100_000), checkpoint_policy="none")
+        except SystemExit as exit_:
+            left = f"by exit {exit_.code}"
+        return {
+            "left": left,
+            "steps": int(context.models[0].global_steps),
+            "is_restored": deepspeed.DeepSpeedEngine.step is before,
+        }

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dstrial.dsat.description import describe_trial
+from dstrial.dsat.description import describe, script_request, trial_request
 from dstrial.engine.dryrun.process import DryRunError
 from dstrial.engine.dryrun.values import DryRunResult
 
@@ -25,11 +24,10 @@ CONFIG = {
 }
 
 
-def described(trial: str, **more: Any) -> DryRunResult:
+def described(trial: str) -> DryRunResult:
     hparams = {"width": WIDTH, "deepspeed_config": CONFIG}
-    return describe_trial(
-        f"described_trials:{trial}", HERE, hparams, CONFIG, world_size=4, deadline_s=120, **more
-    )
+    asked = trial_request(f"described_trials:{trial}", HERE, hparams, CONFIG, world_size=4)
+    return describe(asked, deadline_s=120)
 
 
 def test_an_ordinary_trial_is_described_without_values() -> None:
@@ -71,10 +69,22 @@ def test_a_trial_with_two_engines_keeps_both_configs() -> None:
         "split_seed": 1,
     }
 
-    result = describe_trial(
-        "model_def:DigitsGanTrial", folder, hparams, config, world_size=2, may_be_real=False
-    )
+    asked = trial_request("model_def:DigitsGanTrial", folder, hparams, config, world_size=2)
+    result = describe(asked, may_be_real=False)
 
     assert result.is_fake
     # Both engines reduce their gradients with buckets of DeepSpeed's default size.
     assert result.device.peak(8) >= 2 * 500_000_000
+
+
+def test_a_script_is_described_by_its_model_and_first_batch() -> None:
+    hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
+    words = ["core_api_script.py", "--records", "40"]
+
+    result = describe(script_request(words, HERE, hparams, CONFIG, world_size=4), may_be_real=False)
+
+    assert result.is_fake
+    assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
+    assert result.flops.model.at(8) == pytest.approx(2 * 8 * result.flops.model.at(4) / 8)
+    assert result.flops.model.at(1) >= 6 * (16 * WIDTH / 2 + WIDTH * 4)
+    assert any("loss is not part of its model" in note for note in result.notes)

@@ -49,7 +49,9 @@ def _events(output: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def test_a_search_on_this_machine_survives_sigkill_and_ends_with_a_config_that_trains(tmp_path: Path) -> None:
+def test_a_search_whose_driver_and_then_whose_worker_is_killed_ends_with_a_config_that_trains(
+    tmp_path: Path,
+) -> None:
     output = tmp_path / "out"
     command = _command(output, "3", "--local", "--run-full-experiment")
     first = subprocess.Popen(
@@ -62,14 +64,24 @@ def test_a_search_on_this_machine_survives_sigkill_and_ends_with_a_config_that_t
         time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    launcher = (output / "trials" / "1" / "launcher.pid").read_text()
+    launcher = (output / "workers" / "1" / "launcher.pid").read_text()
 
-    second = _run(command)
+    second = subprocess.Popen(
+        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while not _events(output, "result"):
+        assert time.monotonic() < give_up_at_s
+        assert second.poll() is None
+        time.sleep(0.01)
+    os.kill(int(launcher), signal.SIGKILL)
+    told, _ = second.communicate(timeout=DEADLINE_S)
 
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "trial 1 goes on" in second.stdout
-    assert (output / "trials" / "1" / "launcher.pid").read_text() == launcher
+    assert second.returncode == 0, told
+    assert "trial 1 goes on" in told
+    assert (output / "workers" / "1.1" / "launcher.pid").read_text() == launcher
     assert [event["trial_id"] for event in _events(output, "result")] == [1, 2, 3]
+    answers = (output / "workers" / "1" / "answers.jsonl").read_text().splitlines()
+    assert {json.loads(line)["generation"] for line in answers} == {1}
     metrics = json.loads((output / "best_ds_metrics.json").read_text())
     for name in ("throughput", "latency", "forward", "backward", "FLOPS_per_gpu", "bare_throughput"):
         assert metrics[name] > 0
@@ -96,7 +108,8 @@ def test_an_error_in_the_training_code_ends_a_search_with_its_message(
     with (model_dir / "model_def.py").open("a") as file:
         file.write("\n\nDigitsTrial.train_batch = lambda *_: {}['no such key']\n")
 
-    flags = ["--local"] if where == "here" else []
+    # Launched here, by a living worker there.
+    flags = ["--local", "--no-worker"] if where == "here" else []
     ended = _run(_command(tmp_path / "out", "3", *flags, model_dir=model_dir), shared_master.env)
 
     assert ended.returncode == 1
@@ -104,7 +117,7 @@ def test_an_error_in_the_training_code_ends_a_search_with_its_message(
     assert len(_events(tmp_path / "out", "result")) == 1
 
 
-def test_a_search_on_a_master_submits_single_experiments_and_reads_their_metrics(
+def test_a_search_on_a_master_has_one_experiment_measure_everything_and_keep_the_result(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:
     output = tmp_path / "out"
@@ -116,11 +129,15 @@ def test_a_search_on_a_master_submits_single_experiments_and_reads_their_metrics
     ended = _run(_command(output, "2", config=path), shared_master.env)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    handles = [event["handle"]["experiment_id"] for event in _events(output, "submitted")]
-    experiments = [shared_master.client().get(f"/api/v1/experiments/{handle}") for handle in handles]
-    assert [one["experiment"]["state"] for one in experiments] == ["STATE_COMPLETED"] * 2
-    assert {one["config"]["searcher"]["name"] for one in experiments} == {"single"}
-    assert {one["config"]["max_restarts"] for one in experiments} == {0}
+    (number,) = {event["handle"]["experiment_id"] for event in _events(output, "submitted")}
+    experiment = shared_master.client().get(f"/api/v1/experiments/{number}")
+    assert experiment["experiment"]["state"] == "STATE_COMPLETED"
+    assert experiment["config"]["searcher"]["name"] == "single"
+    assert experiment["config"]["max_restarts"] == 0
+    (trial,) = shared_master.client().get(f"/api/v1/experiments/{number}/trials")["trials"]
+    (checkpoint,) = shared_master.client().get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]
+    kept = {"best_ds_config.json", "best_ds_metrics.json", "trials.json", "report.json", "report.html"}
+    assert kept <= checkpoint["resources"].keys()
     metrics = json.loads((output / "best_ds_metrics.json").read_text())
     assert metrics["throughput"] > 0
     assert _run(_command(output, "2", config=path)).stdout.count("begins") == 0

@@ -219,7 +219,7 @@ def test_a_space_with_nothing_new_ends_the_search() -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    for name in ("grid", "predict"):
+    for name in ("grid", "prediction"):
         with pytest.raises(SearchError, match="expected one of"):
             search_method(name, space(), MethodOptions(), Gates(space()))
 

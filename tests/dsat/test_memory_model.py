@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.dsat.memory_model import (
-    Buckets,
-    DeviceMemory,
-    MemoryModel,
-    Observation,
-    with_buckets,
-)
+from dstrial.dsat.buckets import Buckets, with_buckets
+from dstrial.dsat.memory_model import DeviceMemory, MemoryModel, Observation
 from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30

@@ -42,18 +42,20 @@ def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
         "error": ("KeyError", FailureKind.USER_ERROR),
         "memory": ("RuntimeError", FailureKind.HOST_OOM),
     }
-    (result,) = run_function(train, 1, str(tmp_path), ["off", "short", *failures])
+    (result,) = run_function(train, 1, str(tmp_path), ["off", "short", *failures, "fit"])
 
     told = [line for line in result.stderr.splitlines() if "DSTRIAL_DSAT_FAILURE" in line]
     assert {case: one["left"] for case, one in result.value.items()} == {
         "off": "by its end",
         "short": "by its end",
+        "fit": "by exit 0",
         **{case: left for case, (left, _) in failures.items()},
     }
     assert all(one["is_restored"] for one in result.value.values())
     assert result.value["off"]["steps"] == 2
     # Outside of a search nothing is done; a loop that ends early is measured by what it did; a failure is no result.
-    assert [path.name for path in tmp_path.glob("*.json")] == ["short.json"]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["fit.json", "short.json"]
+    assert json.loads((tmp_path / "fit.json").read_text())["metrics"]["train_batch_size"] == 8
     assert result.value["short"]["is_completed"]
     found = [failure_from_log([line]) for line in told]
     assert [(failure.kind, failure.rank) for failure in found] == [(kind, 0) for _, kind in failures.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import re
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.engine.dryrun.process import DryRunError, dry_run
+from dstrial.engine.dryrun.process import DryRunError, dry_run, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
 pytestmark = pytest.mark.process
@@ -83,6 +84,7 @@ def test_fake_tensors_take_the_bytes_of_real_ones(stage: int, accumulation: int)
     assert fake.is_linear
     assert fake.is_fake
     assert not real.is_fake
+    assert (fake.inner_operations > 0) == (accumulation > 1)
     for size in (2, 4, 64):
         assert fake.device.peak(size) == pytest.approx(real.device.peak(size), rel=0.002)
     # With real tensors ZeRO 3 also compares lists between ranks.
@@ -143,19 +145,20 @@ def test_reading_a_scalar_is_told_with_its_line() -> None:
     assert [Path(each.place.rsplit(":", 1)[0]).name for each in result.bypasses] == ["dry_run_models.py"]
 
 
-def test_a_dry_run_in_its_own_interpreter_finds_the_same() -> None:
-    apart = dry_run(request(3), deadline_s=120)
+def test_dry_runs_in_forks_of_one_interpreter_find_the_same_and_fail_alone() -> None:
+    asked = [request(3), request(kind="raises"), request(kind="values")]
 
+    apart, raised, unsupported = dry_runs(asked, deadline_s=200, num_parallel=2)
+
+    assert isinstance(apart, DryRunResult)
     assert apart.device == measured(request(3)).device
     assert apart.peak_rss_bytes > 0
-
-
-@pytest.mark.parametrize(("kind", "said"), [("values", "unsupported"), ("raises", "error")])
-def test_code_that_does_not_run_is_named_by_its_line(kind: str, said: str) -> None:
-    with pytest.raises(DryRunError, match=r"dry_run_models\.py:\d+") as caught:
-        dry_run(request(kind=kind), deadline_s=120)
-
-    assert caught.value.kind == said
+    assert apart.last_operations > 0
+    for failed, kind in ((raised, "error"), (unsupported, "unsupported")):
+        assert isinstance(failed, DryRunError)
+        assert failed.kind == kind
+        # Code that does not run is named by its line.
+        assert re.search(r"dry_run_models\.py:\d+", str(failed))
 
 
 def test_a_run_that_takes_too_long_is_ended() -> None:

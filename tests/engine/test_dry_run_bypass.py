@@ -111,6 +111,8 @@ def test_the_device_is_another_memory_than_the_host_and_fills_up() -> None:
         assert accelerator.available_memory() == 9_000
         assert on_host.pin_memory() is not on_host
         assert on_host.to(on_device.device).device == on_device.device
+        assert torch.tensor([1.0], device=on_device.device).device == on_device.device
+        assert torch.tensor([1.0]).device != on_device.device
     assert accelerator.current_device_name() == name_before
 
 

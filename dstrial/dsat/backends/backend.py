@@ -26,7 +26,13 @@ class Ended:
 
 
 class Backend(Protocol):
-    """Runs measuring trials. Not thread-safe."""
+    """Runs measuring trials. Not thread-safe.
+
+    Attributes:
+        keeps_deadlines: whether a trial is ended at its ``deadline_s`` where it runs; the driver then only steps in much later.
+    """
+
+    keeps_deadlines: bool
 
     @property
     def num_parallel(self) -> int:
@@ -53,6 +59,13 @@ class Backend(Protocol):
 
     def kill(self, trial_id: int) -> None:
         """End a trial at once and forget it."""
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """Take that the search is over.
+
+        Args:
+            results: its files, name -> text, to be kept beside the trials where there is a place for them.
+        """
 
     def close(self) -> None:
         """End every trial that is left."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import os
-import signal
-import subprocess
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -17,32 +14,21 @@ from typing import Any
 import yaml
 
 from dstrial.dsat.backends.backend import Ended
+from dstrial.dsat.backends.processes import Launched, found, launch, log_lines
+from dstrial.dsat.backends.worker import Gone
 from dstrial.dsat.outcome import Failure, FailureKind, Outcome, failure_from_log, outcome_from_json
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.settings import SearchSettings
-from dstrial.dsat.trial_config import TrialSpec, local_command
+from dstrial.dsat.trial_config import TrialSpec, local_command, worker_command, worker_config
+from dstrial.dsat.worker.mailbox import ANSWERS_NAME, ORDERS_NAME
+from dstrial.dsat.worker.orders import Answer, OrderBook
 from dstrial.errors import DstrialError
-from dstrial.local.json_files import read_json
+from dstrial.local.json_files import read_json, read_json_lines, write_json_atomically
 from dstrial.local.measuring import HPARAMS_VARIABLE
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 
 _RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"
-_END_S = 20.0
-
-
-# The launcher's shell writes its own id before it becomes the launcher, so that a search which is killed between the
-# two finds it again.
-_WRITE_PID = 'echo $$ > "$0" && exec "$@"'
-
-
-@dataclasses.dataclass(slots=True)
-class _Running:
-    """A trial whose launcher runs, or ran; ``process`` is None for one that another process of this search started."""
-
-    directory: Path
-    pid: int
-    started_s: float
-    process: subprocess.Popen[bytes] | None
+_WORKER_VARIABLE = "DSTRIAL_DSAT_WORKER"
 
 
 class LocalBackend:
@@ -56,10 +42,12 @@ class LocalBackend:
         record: where trials keep their files.
     """
 
+    keeps_deadlines = False
+
     def __init__(self, settings: SearchSettings, record: SearchRecord) -> None:
         self._settings = settings
         self._record = record
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Launched] = {}
 
     @property
     def num_parallel(self) -> int:
@@ -77,9 +65,7 @@ class LocalBackend:
         directory = self._record.trial_path(spec.trial_id)
         directory.mkdir(parents=True, exist_ok=True)
         config_path = directory / "experiment.yaml"
-        config_path.write_text(
-            yaml.safe_dump(spec.config, sort_keys=False, allow_unicode=True), encoding="utf-8"
-        )
+        _write_yaml(config_path, spec.config)
         variables = {
             **os.environ,
             **self._settings.experiment.environment_variables,
@@ -87,43 +73,32 @@ class LocalBackend:
             HPARAMS_VARIABLE: json.dumps(spec.hparams),
             RUNS_DIR_VARIABLE: str(directory / "runs"),
         }
-        launcher = local_command(self._settings, str(config_path), sys.executable)
-        with (directory / "output.log").open("wb") as output:
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", _WRITE_PID, str(directory / "launcher.pid"), *launcher],
-                cwd=self._settings.context_dir,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._running[spec.trial_id] = _Running(directory, process.pid, time.time(), process)
-        return {"pid": process.pid}
+        words = local_command(self._settings, str(config_path), sys.executable)
+        running = launch(
+            words, directory, cwd=self._settings.context_dir, variables=variables, mark=_RESULT_VARIABLE
+        )
+        self._running[spec.trial_id] = running
+        return {"pid": running.pid}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
         """Take back a launcher that still runs, or one that has left a result."""
         del handle
         directory = self._record.trial_path(spec.trial_id)
-        pid_path = directory / "launcher.pid"
-        try:
-            pid, started_s = int(pid_path.read_text()), pid_path.stat().st_mtime
-        except (OSError, ValueError):
+        running = found(directory, f"{_RESULT_VARIABLE}={_result_path(directory)}")
+        if running is None or (running.exit_code is not None and _result(directory) is None):
             return False
-        if not _is_launcher(pid, directory) and _result(directory) is None:
-            return False
-        self._running[spec.trial_id] = _Running(directory, pid, started_s, None)
+        self._running[spec.trial_id] = running
         return True
 
     def poll(self) -> list[Ended]:
         """Return the trials whose launchers have ended."""
         ended = []
         for trial_id, running in list(self._running.items()):
-            exit_code = self._exit_code(running)
+            exit_code = running.exit_code
             if exit_code is None:
                 continue
             del self._running[trial_id]
-            outcome = self._outcome(running, exit_code)
+            outcome = _outcome(self._record.trial_path(trial_id), exit_code)
             ended.append(Ended(trial_id, outcome, time.time() - running.started_s))
         return ended
 
@@ -132,54 +107,126 @@ class LocalBackend:
         return time.time() - self._running[trial_id].started_s
 
     def kill(self, trial_id: int) -> None:
-        """Ask the launcher to end its ranks, and kill it if it does not."""
-        running = self._running.pop(trial_id)
-        if self._exit_code(running) is not None:
-            return
-        # A launcher takes two requests as the wish to kill the ranks at once.
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(running.pid, number)
-            if self._ends_within(running, 1.0 if number is signal.SIGINT else _END_S):
-                return
+        """End a launcher and its ranks."""
+        self._running.pop(trial_id).end()
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """Do nothing: the search's directory is on this machine."""
 
     def close(self) -> None:
         """End every launcher that is left."""
         for trial_id in list(self._running):
             self.kill(trial_id)
 
-    def _ends_within(self, running: _Running, seconds: float) -> bool:
-        give_up_at_s = time.monotonic() + seconds
-        while self._exit_code(running) is None:
-            if time.monotonic() > give_up_at_s:
-                return False
-            time.sleep(0.05)
+
+class LocalPlace:
+    """Workers of this machine; see ``dstrial.dsat.backends.worker.Place``.
+
+    A worker's directory holds its orders, its answers, its output and its launcher's process id.
+
+    Args:
+        settings: of the search.
+        record: where workers keep their files.
+    """
+
+    def __init__(self, settings: SearchSettings, record: SearchRecord) -> None:
+        self._settings = settings
+        self._record = record
+        self._running: dict[int, Launched] = {}
+
+    @property
+    def num_parallel(self) -> int:
+        """One: workers that share a machine disturb each other's times."""
+        return 1
+
+    def describe(self) -> str:
+        """Name this machine."""
+        return f"this machine, {self._settings.num_slots} rank(s), without a master"
+
+    def find(self, worker: int) -> bool:
+        """Find the launcher of a worker that lives, or that has left answers."""
+        directory = self._record.worker_path(worker)
+        running = found(directory, f"{_WORKER_VARIABLE}={directory}")
+        if running is None:
+            return False
+        open_numbers = {order.number for order in self.book(worker).orders}
+        has_news = any(answer.number in open_numbers for answer in self.answers(worker))
+        if running.exit_code is not None and not has_news:
+            return False
+        self._running[worker] = running
         return True
 
-    @staticmethod
-    def _exit_code(running: _Running) -> int | None:
-        """The launcher's exit status; -1 for one that is not our child and has ended, None while it runs."""
-        if running.process is not None:
-            return running.process.poll()
-        return None if _is_launcher(running.pid, running.directory) else -1
-
-    @staticmethod
-    def _outcome(running: _Running, exit_code: int) -> Outcome:
-        measured = _result(running.directory)
-        if measured is not None:
-            return measured
-        log_path = running.directory / "output.log"
-        lines = (
-            log_path.read_text(encoding="utf-8", errors="replace").splitlines() if log_path.exists() else []
+    def begin(self, worker: int) -> dict[str, Any]:
+        """Start a launcher of guardians; what an earlier worker of this number has left is moved aside."""
+        directory = self._record.worker_path(worker)
+        if directory.exists():
+            number = 1
+            while directory.with_name(f"{directory.name}.{number}").exists():
+                number += 1
+            shutil.move(directory, directory.with_name(f"{directory.name}.{number}"))
+        directory.mkdir(parents=True)
+        config_path = directory / "experiment.yaml"
+        _write_yaml(config_path, worker_config(self._settings, worker, self._record.search_id).config)
+        variables = {
+            **os.environ,
+            **self._settings.experiment.environment_variables,
+            _WORKER_VARIABLE: str(directory),
+            RUNS_DIR_VARIABLE: str(directory / "runs"),
+        }
+        words = worker_command(self._settings, str(config_path), str(directory), sys.executable)
+        running = launch(
+            words, directory, cwd=self._settings.context_dir, variables=variables, mark=_WORKER_VARIABLE
         )
-        if exit_code == 0:
-            return Failure(
-                FailureKind.USER_ERROR,
-                "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
-            )
-        if exit_code == 130:
-            return Failure(FailureKind.CANCELED, "it was interrupted")
-        return failure_from_log(lines, exit_code=exit_code)
+        self._running[worker] = running
+        return {"pid": running.pid}
+
+    def book(self, worker: int) -> OrderBook:
+        """Read the file of orders."""
+        fields = read_json(self._record.worker_path(worker) / ORDERS_NAME)
+        return OrderBook() if fields is None else OrderBook.from_json(fields)
+
+    def tell(self, worker: int, book: OrderBook) -> None:
+        """Replace the file of orders."""
+        write_json_atomically(self._record.worker_path(worker) / ORDERS_NAME, book.to_json(), sync=False)
+
+    def answers(self, worker: int) -> list[Answer]:
+        """Read the file of answers."""
+        path = self._record.worker_path(worker) / ANSWERS_NAME
+        return [Answer.from_json(line) for line in read_json_lines(path)] if path.exists() else []
+
+    def is_waiting(self, worker: int) -> bool:
+        """Nobody else has this machine's slots."""
+        del worker
+        return False
+
+    def gone(self, worker: int) -> Gone | None:
+        """Return how the launcher has ended."""
+        exit_code = self._running[worker].exit_code
+        if exit_code is None:
+            return None
+        return Gone(exit_code, log_lines(self._record.worker_path(worker)), is_canceled=exit_code == 130)
+
+    def kill(self, worker: int) -> None:
+        """End the launcher, its guardians and their ranks."""
+        self._running.pop(worker).end()
+
+
+def _write_yaml(path: Path, config: Mapping[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _outcome(directory: Path, exit_code: int) -> Outcome:
+    measured = _result(directory)
+    if measured is not None:
+        return measured
+    if exit_code == 0:
+        return Failure(
+            FailureKind.USER_ERROR,
+            "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
+        )
+    if exit_code == 130:
+        return Failure(FailureKind.CANCELED, "it was interrupted")
+    return failure_from_log(log_lines(directory), exit_code=exit_code)
 
 
 def _result_path(directory: Path) -> Path:
@@ -192,13 +239,3 @@ def _result(directory: Path) -> Outcome | None:
     except DstrialError:
         return None
     return None if fields is None else outcome_from_json(fields)
-
-
-def _is_launcher(pid: int, directory: Path) -> bool:
-    """Say whether a process is alive and the launcher of the trial of a directory."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return state != "Z" and f"{_RESULT_VARIABLE}={_result_path(directory)}".encode() in variables

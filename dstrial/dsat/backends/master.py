@@ -33,7 +33,7 @@ _GONE = (
     ExperimentState.DELETED,
     ExperimentState.DELETING,
 )
-_RUNS = ("RUNNING", "STATE_RUNNING")
+RUNS = ("RUNNING", "STATE_RUNNING")
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,6 +56,8 @@ class MasterBackend:
     Raises:
         DstrialError: no master answers, or nobody is logged in.
     """
+
+    keeps_deadlines = False
 
     def __init__(self, settings: SearchSettings) -> None:
         self._settings = settings
@@ -89,13 +91,20 @@ class MasterBackend:
         """All slots of the master."""
         return sum(len(agent.slots or {}) for agent in self._agents)
 
+    @property
+    def has_accelerators(self) -> bool:
+        """Whether any slot is more than a CPU."""
+        slots = [slot for agent in self._agents for slot in (agent.slots or {}).values()]
+        kinds = {slot.device.type for slot in slots if slot.device is not None}
+        return bool(kinds - {bindings.devicev1Type.CPU, bindings.devicev1Type.UNSPECIFIED})
+
     def describe(self) -> str:
         """Name the master."""
         return f"the master at {self._client._master}, {self._settings.num_slots} slot(s) per trial"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         """Submit an experiment, unless the one of this label is there already."""
-        experiment = self._find(spec.label) or self._submit(spec)
+        experiment = self.find(spec.label) or self._submit(spec)
         if experiment is None:
             return {}
         self._submitted[spec.trial_id] = _Submitted(experiment)
@@ -104,7 +113,7 @@ class MasterBackend:
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
         """Find the experiment again, whatever its state."""
         del handle
-        experiment = self._find(spec.label)
+        experiment = self.find(spec.label)
         if experiment is None:
             return False
         self._submitted[spec.trial_id] = _Submitted(experiment)
@@ -117,7 +126,7 @@ class MasterBackend:
             return ended
         self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
         for trial_id, submitted in list(self._submitted.items()):
-            with self._patient():
+            with self.patient():
                 outcome = self._outcome(submitted)
                 if outcome is not None:
                     del self._submitted[trial_id]
@@ -134,8 +143,11 @@ class MasterBackend:
         """Kill the experiment."""
         submitted = self._submitted.pop(trial_id, None)
         if submitted is not None:
-            with self._patient():
+            with self.patient():
                 submitted.experiment.kill()
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """Do nothing: trials that were launched one by one have ended."""
 
     def close(self) -> None:
         """Kill every experiment that is left."""
@@ -144,13 +156,13 @@ class MasterBackend:
 
     def create_full_experiment(self, config: dict[str, Any]) -> int:
         """Submit an experiment that is no measurement; returns its number."""
-        return int(self._create(config).id)
+        return int(self.create(config).id)
 
     # ---- machinery -------------------------------------------------------------------------------
 
     def _submit(self, spec: TrialSpec) -> Experiment | None:
         try:
-            return self._create(spec.config)
+            return self.create(spec.config)
         except errors.APIException as error:
             if error.status_code != 400:
                 raise DstrialError(
@@ -159,18 +171,20 @@ class MasterBackend:
             self._ended.append(Ended(spec.trial_id, Failure(FailureKind.BAD_CONFIG, str(error), "check")))
             return None
 
-    def _create(self, config: dict[str, Any]) -> Experiment:
+    def create(self, config: dict[str, Any]) -> Experiment:
+        """Submit an experiment."""
         return self._client.create_experiment(
             config, self._settings.context_dir, includes=[Path(path) for path in self._settings.args.include]
         )
 
-    def _find(self, label: str) -> Experiment | None:
-        """Return the experiment of a label; what was cancelled, by an interrupted search for example, does not count."""
+    def find(self, label: str) -> Experiment | None:
+        """Return the newest experiment of a label; what was cancelled, by an interrupted search for example, does not count."""
         found = self._client.list_experiments(labels=[label])
-        return next((one for one in found if label in (one.labels or ()) and one.state not in _GONE), None)
+        ours = [one for one in found if label in (one.labels or ()) and one.state not in _GONE]
+        return max(ours, key=lambda one: int(one.id), default=None)
 
     @contextlib.contextmanager
-    def _patient(self) -> Iterator[None]:
+    def patient(self) -> Iterator[None]:
         """Wait for a master that is away; say so once."""
         try:
             yield
@@ -192,7 +206,7 @@ class MasterBackend:
         experiment.reload()
         state = experiment.state
         trials = experiment.list_trials()
-        if submitted.running_since_s is None and trials and trials[0].state.value in _RUNS:
+        if submitted.running_since_s is None and trials and trials[0].state.value in RUNS:
             submitted.running_since_s = time.time()
         if state is ExperimentState.COMPLETED:
             rows = [row.metrics for row in trials[0].iter_metrics("validation")] if trials else []

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from determined import core
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dstrial.dsat.trial.fake_model import make_fake, shapes_only
 from dstrial.errors import TrialContractError
 from dstrial.launch.trial_import import import_trial
 from dstrial.trial.context import DeepSpeedTrialContext
@@ -189,66 +190,10 @@ class _InitializeCall:
         arguments = {**self.arguments, "config": config}
         arguments.pop("config_params", None)
         if as_fake:
-            renewed = renew_parameters(arguments["model"])
-            if arguments.get("model_parameters") is not None:
-                arguments["model_parameters"] = _renewed(arguments["model_parameters"], renewed)
-            optimizer = arguments.get("optimizer")
-            if isinstance(optimizer, torch.optim.Optimizer):
-                for group in optimizer.param_groups:
-                    group["params"] = _renewed(group["params"], renewed)
+            make_fake(arguments)
         engine, *_ = deepspeed.initialize(**arguments)
         self.stand_in.stand_for(engine)
         return engine
-
-
-def renew_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Give a model parameters and buffers with memory; inside ``FakeTensorMode`` they are fake.
-
-    Returns:
-        ``id`` of each old parameter -> the new one; tied parameters stay tied.
-    """
-    renewed: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is None:
-                continue
-            if id(old) not in renewed:
-                new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
-                new.__dict__.update(old.__dict__)
-                renewed[id(old)] = new
-            module._parameters[name] = renewed[id(old)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return renewed
-
-
-def _renewed(parameters: Any, renewed: Mapping[int, nn.Parameter]) -> Any:
-    return tree_map_only(nn.Parameter, lambda old: renewed.get(id(old), old), parameters)
-
-
-@contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
-    """Let modules built in the block keep shapes and types of their parameters, without memory and initial values."""
-    register = nn.Module.register_parameter
-
-    def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if type(parameter) is nn.Parameter and parameter.device.type != "meta":
-            shape = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
-            shape.__dict__.update(parameter.__dict__)
-            module._parameters[name] = shape
-
-    fillers = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register_shape))
-        for name in fillers:
-            stack.enter_context(mock.patch.object(nn.init, name, _unfilled))
-        yield
-
-
-def _unfilled(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
-    return tensor
 
 
 def _largest_batch(loader: Any, length: Callable[[Any], int], num_batches: int) -> tuple[Any, int]:
@@ -271,7 +216,7 @@ def _as_loader(loader: Any) -> Any:
     return loader if make is None else make(repeat=False, skip=0, num_replicas=1, rank=0)
 
 
-class _AloneContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
+class AloneContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
     """Rank 0 of so many ranks, of which the others never answer."""
 
     def __init__(self, size: int) -> None:
@@ -290,6 +235,9 @@ class _AloneContext(core.DummyDistributedContext):  # type: ignore[misc]  # dete
 
     broadcast_local = broadcast
 
+    def close(self) -> None:
+        """Do nothing; there is no connection."""
+
 
 class _OwnContext(DeepSpeedTrialContext):
     """A context off any cluster, which takes stand-ins for engines."""
@@ -301,7 +249,7 @@ class _OwnContext(DeepSpeedTrialContext):
         exp_conf: Mapping[str, Any] | None,
         micro_batch_size: int,
     ) -> None:
-        distributed = _AloneContext(world_size)
+        distributed = AloneContext(world_size)
         super().__init__(
             core_context=core._dummy_init(distributed=distributed),
             trial_seed=0,

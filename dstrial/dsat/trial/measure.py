@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dstrial.dsat.outcome import Measured
+from dstrial.dsat.trial.machine import with_machine
 from dstrial.dsat.trial.meter import Meter, Mode
+from dstrial.dsat.trial.reporting import SETTINGS_KEY
 from dstrial.loop.loop import require_engine
 from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.trial.context import DeepSpeedTrialContext
@@ -55,7 +57,7 @@ def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, meter: 
     finally:
         for one in context._adapters:
             one.bind_training_iterator(None)
-    return meter.result()
+    return with_machine(meter.result(), context.get_hparams().get(SETTINGS_KEY), meter.dtype)
 
 
 def _open_stream(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> tuple[TrainingStream, int | None]:

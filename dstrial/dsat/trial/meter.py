@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +91,18 @@ class Meter:
     def has_result(self) -> bool:
         """Whether there is something to report."""
         return self._sampling.num_steps > 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the first engine's parameters."""
+        parameter = next(iter(self._engines[0].module.parameters()), None)
+        return torch.float32 if parameter is None else parameter.dtype
+
+    def forget_engines(self) -> list[Any]:
+        """Return the engines that were heard of and hold them no more; nothing can be measured or told afterwards."""
+        engines, self._engines = self._engines, []
+        self._last_loss = None
+        return engines
 
     # ---- what engines tell -----------------------------------------------------------------------
 
@@ -176,7 +190,7 @@ class Meter:
         return metrics
 
     def _memory_metrics(self) -> dict[str, float]:
-        metrics = {"host_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+        metrics = {"host_peak_memory_bytes": _host_peak_bytes()}
         if not self._is_cpu:
             metrics["peak_memory_bytes"], metrics["peak_reserved_bytes"] = self._peak_bytes
             metrics["device_memory_bytes"] = float(self._accelerator.total_memory())
@@ -290,3 +304,14 @@ class Meter:
         if self._depth == 1:  # what a pipeline's train_batch calls is counted there
             self._flops_all += flops
         return result
+
+
+def _host_peak_bytes() -> float:
+    """Return the process's peak memory, since the kernel was last told to count it anew."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status)
+    kib = int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib * 1024.0

@@ -17,6 +17,7 @@ import torch.distributed
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, classify, failure_line, outcome_to_json
 from dstrial.dsat.statistics import SamplingLimits
 from dstrial.dsat.trial.engine_probe import probing
+from dstrial.dsat.trial.machine import with_machine
 from dstrial.dsat.trial.meter import MeasurementDone, Meter, NumericError
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.measuring import measuring_hyperparameters
@@ -57,6 +58,11 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
             raise
         if meter.has_result:
             _finish(meter, core_context, op, steps_completed)
+
+
+def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
+    """Measure every ``Trainer.fit`` of a measuring trial; its hyperparameters name this function. Ranks: all, collectively."""
+    return dsat_reporting_context(core_context, None)
 
 
 def hyperparameters_of_trial() -> Mapping[str, Any]:
@@ -103,7 +109,8 @@ def failures_told(meter: Meter) -> Iterator[None]:
         raise
 
 
-def _tell(error: BaseException, meter: Meter) -> None:
+def failure_of(error: BaseException, meter: Meter) -> Failure:
+    """Return how this rank failed, from what it was doing and the exception that ended it. Ranks: any; no communication."""
     text = "".join(traceback.format_exception(error))
     failure = classify(text, phase=meter.phase)
     if isinstance(error, NumericError):
@@ -111,13 +118,16 @@ def _tell(error: BaseException, meter: Meter) -> None:
     if isinstance(error, KeyboardInterrupt):
         failure = Failure(FailureKind.CANCELED, "interrupted", meter.phase)
     allocated = meter.allocated_bytes() if failure.kind is FailureKind.DEVICE_OOM else None
-    failure = dataclasses.replace(failure, rank=_rank(), allocated_bytes=allocated)
-    sys.stderr.write(f"{failure_line(failure)}\n")
+    return dataclasses.replace(failure, rank=_rank(), allocated_bytes=allocated)
+
+
+def _tell(error: BaseException, meter: Meter) -> None:
+    sys.stderr.write(f"{failure_line(failure_of(error, meter))}\n")
     sys.stderr.flush()
 
 
 def _finish(meter: Meter, core_context: Any, op: Any, steps_completed: int | None) -> None:
-    measured = meter.result()
+    measured = with_machine(meter.result(), hyperparameters_of_trial().get(SETTINGS_KEY), meter.dtype)
     steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
     report(measured, core_context, steps)
     if op is not None and _rank() == 0:

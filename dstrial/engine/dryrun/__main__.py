@@ -1,14 +1,19 @@
-"""The process of a dry run: reads a request, writes an answer. ``python -m dstrial.engine.dryrun REQUEST ANSWER``."""
+"""The process of a dry run: reads a request, writes an answer. ``python -m dstrial.engine.dryrun REQUEST ANSWER``.
+
+With more pairs of files it imports everything once and answers each in a fork of its own.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dstrial.engine.dryrun.values import DryRunRequest
 
@@ -62,6 +67,48 @@ def main(request_path: str, answer_path: str) -> int:
     return 1 if "error" in answer else 0
 
 
+def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
+    """Answer several requests, each in a fork; one that dies leaves no answer.
+
+    Args:
+        paths: request, answer, request, answer and so on.
+        num_parallel: how many run at the same time.
+
+    Returns:
+        0.
+    """
+    from dstrial.engine.dryrun.bypass import without_compiler
+
+    # The compiler has threads, which would not be forked; DeepSpeed imports some of its modules only when it is used.
+    with without_compiler():
+        for name in (
+            "dstrial.engine.dryrun.measure",
+            "deepspeed.runtime.zero.muon.muon_optimizer",
+            "deepspeed.runtime.zero.stage3",
+        ):
+            importlib.import_module(name)
+    waiting = [(paths[idx], paths[idx + 1]) for idx in range(0, len(paths), 2)]
+    running: set[int] = set()
+    while waiting or running:
+        while waiting and len(running) < num_parallel:
+            pair = waiting.pop(0)
+            sys.stdout.flush()
+            child = os.fork()
+            if child == 0:
+                _exit(main(*pair))
+            running.add(child)
+        ended, _ = os.wait()
+        running.discard(ended)
+    return 0
+
+
+def _exit(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # DeepSpeed's exit handlers call compiled ops that are not there.
+    os._exit(status)
+
+
 def user_place(error: BaseException) -> str | None:
     """Return ``file:line`` of the innermost frame of an error that is neither a library's nor ours; None without one."""
     found = None
@@ -77,8 +124,7 @@ def user_place(error: BaseException) -> str | None:
 _OWN = Path(__file__).resolve().parents[2]
 
 if __name__ == "__main__":
-    status = main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # DeepSpeed's exit handlers call compiled ops that are not there.
-    os._exit(status)
+    words = sys.argv[1:]
+    if words[0] == "--parallel":
+        _exit(main_of_many(words[2:], int(words[1])))
+    _exit(main(*words))

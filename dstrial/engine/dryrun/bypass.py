@@ -176,7 +176,22 @@ def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[N
     def pinned(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
         return tensor.clone()
 
+    def placed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Let a function that makes fake tensors of values, which torch puts on ``cpu``, put them where it is asked to."""
+
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            device = kwargs.get("device")
+            is_asked = device is not None and torch.device(device) == torch.device(DEVICE_NAME)
+            if not (is_asked and isinstance(tensor, FakeTensor)):
+                return tensor
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE_NAME)
+
+        return made
+
     with (
+        mock.patch.object(torch, "tensor", placed(torch.tensor)),
+        mock.patch.object(torch, "as_tensor", placed(torch.as_tensor)),
         mock.patch.object(accelerator, "current_device_name", _always(DEVICE_NAME)),
         mock.patch.object(accelerator, "device_name", _always(DEVICE_NAME)),
         mock.patch.object(

@@ -89,6 +89,9 @@ def measure(request: DryRunRequest) -> DryRunResult:
         is_fake=not request.is_real,
         is_linear=memory.is_linear,
         bypasses=tuple(reads.bypasses.values()),
+        notes=tuple(getattr(workload, "notes", ())),
+        inner_operations=tracker.operations.get((steady, 0), 0) if accumulation > 1 else 0,
+        last_operations=tracker.operations.get((steady, last), 0),
         wall_s=time.monotonic() - started_s,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

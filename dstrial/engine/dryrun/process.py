@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
@@ -47,43 +48,77 @@ def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResul
     Ranks: any; no communication.
     """
     started_s = time.monotonic()
+    (found,) = dry_runs([request], deadline_s=deadline_s, num_parallel=0)
+    if isinstance(found, DryRunError):
+        raise found
+    return dataclasses.replace(found, wall_s=time.monotonic() - started_s)
+
+
+def dry_runs(
+    requests: Sequence[DryRunRequest], *, deadline_s: float = 600.0, num_parallel: int = 1
+) -> list[DryRunResult | DryRunError]:
+    """Run everything that is asked, in forks of one new process, which imports torch and DeepSpeed once.
+
+    Args:
+        requests: what to run; all with the same first directory.
+        deadline_s: seconds for all of them together; what has no answer by then is an error.
+        num_parallel: how many run at the same time; 0 for no fork, with one request.
+
+    Returns:
+        A result or an error for each.
+
+    Ranks: any; no communication.
+    """
+    if not requests:
+        return []
     with tempfile.TemporaryDirectory(prefix="dstrial-dryrun-") as directory:
-        asked, answered = Path(directory) / "request.json", Path(directory) / "answer.json"
         log = Path(directory) / "log"
-        asked.write_text(json.dumps(request.to_json()), encoding="utf-8")
-        command = [sys.executable, "-m", "dstrial.engine.dryrun", str(asked), str(answered)]
+        pairs = []
+        for idx, request in enumerate(requests):
+            asked, answered = Path(directory) / f"request-{idx}.json", Path(directory) / f"answer-{idx}.json"
+            asked.write_text(json.dumps(request.to_json()), encoding="utf-8")
+            pairs += [str(asked), str(answered)]
+        command = [sys.executable, "-m", "dstrial.engine.dryrun"]
+        command += ["--parallel", str(num_parallel)] if num_parallel else []
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command,
+                [*command, *pairs],
                 stdout=output,
                 stderr=output,
                 env=_environment(),
-                cwd=request.module_paths[0] if request.module_paths else None,
+                cwd=requests[0].module_paths[0] if requests[0].module_paths else None,
                 start_new_session=True,
             )
+            is_late = False
             try:
                 process.wait(deadline_s)
             except subprocess.TimeoutExpired:
-                raise DryRunError(
-                    "deadline",
-                    f"the dry run takes more than {deadline_s:g} s; expected it to end by then. "
-                    f"Allow it more time, or use a smaller model.\n{_tail(log)}",
-                ) from None
+                is_late = True
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        if not answered.exists():
-            raise DryRunError(
-                "died",
-                f"the dry run's process ended with exit code {process.returncode} and no answer; expected one. "
-                f"Read its output:\n{_tail(log)}",
-            )
-        answer = json.loads(answered.read_text(encoding="utf-8"))
-    if "error" in answer:
-        raise DryRunError(**answer["error"])
-    result = DryRunResult.from_json(answer)
-    return dataclasses.replace(result, wall_s=time.monotonic() - started_s)
+        said = _tail(log)
+        return [_answer(Path(path), is_late, deadline_s, process.returncode, said) for path in pairs[1::2]]
+
+
+def _answer(
+    path: Path, is_late: bool, deadline_s: float, exit_code: int, said: str
+) -> DryRunResult | DryRunError:
+    if path.exists():
+        answer = json.loads(path.read_text(encoding="utf-8"))
+        return DryRunError(**answer["error"]) if "error" in answer else DryRunResult.from_json(answer)
+    if is_late:
+        return DryRunError(
+            "deadline",
+            f"the dry run takes more than {deadline_s:g} s; expected it to end by then. "
+            f"Allow it more time, or use a smaller model.\n{said}",
+        )
+    return DryRunError(
+        "died",
+        f"the dry run's process ended with exit code {exit_code} and no answer; expected one. "
+        f"Read its output:\n{said}",
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -58,6 +58,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         device_bytes: bytes on the device now.
         collectives: (step, micro batch) -> kind, group size and phase -> [calls, bytes].
         flops: (step, micro batch) -> [without recomputation, with it].
+        operations: (step, micro batch) -> operations that reached the dispatcher, views and the like included.
 
     Source: the way storages are followed is that of torch's ``distributed/_tools/mem_tracker.py``.
     """
@@ -72,6 +73,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.device_bytes = 0
         self.collectives: dict[tuple[int, int], dict[tuple[str, int, str], list[int]]] = {}
         self.flops: dict[tuple[int, int], list[int]] = {}
+        self.operations: dict[tuple[int, int], int] = {}
         self._is_host = is_host
         self._read_scalar = read_scalar
         self._alive: dict[int, tuple[int, Any]] = {}
@@ -133,6 +135,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             return self._read_scalar(args[0])
         result = func(*args, **kwargs)
         name = func._schema.name
+        self.operations[self._place] = self.operations.get(self._place, 0) + 1
         if name.startswith("c10d::"):
             self._count_collective(name, args)
         elif name in _FLOPS or func.overloadpacket in flop_counter.flop_registry:

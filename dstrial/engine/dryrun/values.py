@@ -178,6 +178,8 @@ class DryRunResult:
         is_linear: whether both sizes did the same operations, so that the lines are exact; else they pass through two peaks.
         bypasses: constants that user code was told.
         notes: what else to know, as sentences.
+        inner_operations: of torch, in a micro batch that ends no accumulation; 0 without accumulation.
+        last_operations: in the micro batch that ends it, with the optimizer step.
         wall_s: seconds it took, imports included.
         peak_rss_bytes: memory of the process that ran it, at most.
     """
@@ -194,6 +196,8 @@ class DryRunResult:
     is_linear: bool
     bypasses: tuple[Bypass, ...] = ()
     notes: tuple[str, ...] = ()
+    inner_operations: int = 0
+    last_operations: int = 0
     wall_s: float = 0.0
     peak_rss_bytes: int = 0
 

@@ -1,0 +1,169 @@
+"""A recorded grid of measurements as ground for searches. Pure, but for reading the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.config import ParallelSizes, check_deepspeed
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.space import Space
+
+CLOSE = 0.97
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration.
+
+    Attributes:
+        candidate: which.
+        repeats: what each repeat measured: metrics by name, ``throughput`` among them.
+        throughput: median over the repeats, samples/s.
+        low: lower end of the 95 % interval of that.
+        high: upper end.
+        peak_bytes: most bytes alive on one rank.
+    """
+
+    candidate: Candidate
+    repeats: tuple[Mapping[str, float], ...]
+    throughput: float
+    low: float
+    high: float
+    peak_bytes: float
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Row:
+        """Return a row of the file."""
+        return cls(
+            Candidate.from_json(fields["candidate"]),
+            tuple(fields["repeats"]),
+            float(fields["throughput"]),
+            float(fields["low"]),
+            float(fields["high"]),
+            float(fields["peak_bytes"]),
+        )
+
+
+class RecordedGrid:
+    """Every row of a file, of which those above the byte cap are out of memory.
+
+    Args:
+        document: the file's content.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.header = dict(document["header"])
+        self.cap_bytes = float(self.header["cap_bytes"])
+        self.rows = [Row.from_json(fields) for fields in document["rows"]]
+        self.space = Space(
+            self.header["base"],
+            ParallelSizes(int(self.header["ranks"])),
+            stages=self.header["stages"],
+            extra=self.header["extra"],
+        )
+        self._by_identity = {self.space.identity(row.candidate): row for row in self.rows}
+
+    @classmethod
+    def read(cls, path: Path) -> RecordedGrid:
+        """Read a file that ``record_dsat_grid.py`` has written."""
+        return cls(json.loads(path.read_text(encoding="utf-8")))
+
+    @property
+    def fitting(self) -> Sequence[Row]:
+        """Rows within the cap."""
+        return [row for row in self.rows if row.peak_bytes <= self.cap_bytes]
+
+    @property
+    def best(self) -> Row:
+        """The row with the highest median."""
+        return max(self.fitting, key=lambda row: row.throughput)
+
+    def row(self, candidate: Candidate) -> Row:
+        """Return the row of a configuration; of one that was not recorded, that with the nearest values.
+
+        Raises:
+            KeyError: nothing of its stage was recorded with its micro batch.
+        """
+        identity = self.space.identity(candidate)
+        if identity not in self._by_identity:
+            identity = self.space.identity(self._snapped(candidate))
+        return self._by_identity[identity]
+
+    def _snapped(self, candidate: Candidate) -> Candidate:
+        """Sizes by their ratio: one above the model's is the same to DeepSpeed as the largest that was recorded."""
+        config = self.space.base if candidate.is_own else self.space.config(candidate)
+        effective = check_deepspeed(config, self.space.sizes, auto="warning").effective
+        settings = []
+        for knob in self.space.knobs(candidate.stage):
+            value: Any = effective
+            for part in knob.path.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+            if value is None:
+                value = candidate.stage == 3 if knob.path.endswith("overlap_comm") else knob.values[0]
+            settings.append(
+                (knob.path, min(knob.values, key=lambda known, value=value: _apart(known, value)))
+            )
+        return dataclasses.replace(candidate, settings=tuple(sorted(settings)), is_own=False)
+
+    def is_close(self, row: Row) -> bool:
+        """Whether a row is within 3 % of every row whose interval is apart from its own."""
+        better = [other for other in self.fitting if other.low > row.high]
+        return all(row.throughput >= CLOSE * other.throughput for other in better)
+
+    def ground(self, seed: int) -> GridGround:
+        """Return what searches of one seed are played on."""
+        return GridGround(self, seed)
+
+    @property
+    def flatness(self) -> str:
+        """Say how far the rows are apart."""
+        values = sorted(row.throughput for row in self.fitting)
+        close = sum(1 for row in self.fitting if self.is_close(row))
+        widths = sorted((row.high - row.low) / 2 / row.throughput for row in self.rows)
+        return (
+            f"{len(self.rows)} configurations, {len(values)} of them within {self.cap_bytes / 2**20:.0f} MiB; "
+            f"{values[0]:.3g} to {values[-1]:.3g} samples/s, median {values[len(values) // 2]:.3g}; half of the 95 % "
+            f"interval: median {widths[len(widths) // 2]:.1%}, worst {widths[-1]:.1%}; {close} cannot be told to be "
+            "more than 3 % below the best"
+        )
+
+
+def _apart(known: Any, value: Any) -> float:
+    if isinstance(known, (bool, str)) or isinstance(value, (bool, str)):
+        return float(known != value)
+    return abs(math.log((known + 1) / (value + 1)))
+
+
+class GridGround:
+    """Answers with the recorded repeats in turn, the first of them chosen by the seed.
+
+    Args:
+        grid: the rows.
+        seed: of the search.
+    """
+
+    def __init__(self, grid: RecordedGrid, seed: int) -> None:
+        self._grid, self._seed = grid, seed
+        self._count: dict[Candidate, int] = {}
+
+    def outcome(self, candidate: Candidate) -> Outcome:
+        """Return one repeat of a configuration, or that it ran out of memory."""
+        row = self._grid.row(candidate)
+        if row.peak_bytes > self._grid.cap_bytes:
+            message = f"the cap of {self._grid.cap_bytes:.0f} bytes is exceeded"
+            return Failure(FailureKind.DEVICE_OOM, message, "backward", None, int(self._grid.cap_bytes))
+        count = self._count[candidate] = self._count.get(candidate, self._seed) + 1
+        repeat = row.repeats[count % len(row.repeats)]
+        memory = {"peak_memory_bytes": row.peak_bytes, "device_memory_bytes": self._grid.cap_bytes}
+        return Measured({**repeat, **memory})
+
+    def throughput(self, candidate: Candidate) -> float | None:
+        """Return the median of a configuration."""
+        row = self._grid.row(candidate)
+        return None if row.peak_bytes > self._grid.cap_bytes else row.throughput

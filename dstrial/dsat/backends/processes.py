@@ -1,0 +1,116 @@
+"""A launcher as a child that outlives its parent: started so that its process id is on disk first, and found again by it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_END_S = 20.0
+
+# The launcher's shell writes its own id before it becomes the launcher, so that a search which is killed between the
+# two finds it again.
+_WRITE_PID = 'echo $$ > "$0" && exec "$@"'
+
+
+@dataclasses.dataclass(slots=True)
+class Launched:
+    """A launcher that runs, or ran.
+
+    Attributes:
+        pid: its process id; it leads a session of its own.
+        started_s: when, seconds since the epoch.
+        mark: ``NAME=value`` in its environment, by which it is told from another process of that id.
+        process: None for one that another process of this search has started.
+    """
+
+    pid: int
+    started_s: float
+    mark: str
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The launcher's exit status; -1 for one that is not our child and has ended, None while it runs."""
+        if self.process is not None:
+            return self.process.poll()
+        return None if is_marked(self.pid, self.mark) else -1
+
+    def end(self) -> None:
+        """Ask the launcher to end its ranks, and kill it if it does not."""
+        if self.exit_code is not None:
+            return
+        # A launcher takes two requests as the wish to kill the ranks at once.
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            if self._ends_within(1.0 if number is signal.SIGINT else _END_S):
+                return
+
+    def _ends_within(self, seconds: float) -> bool:
+        give_up_at_s = time.monotonic() + seconds
+        while self.exit_code is None:
+            if time.monotonic() > give_up_at_s:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def launch(
+    words: Sequence[str], directory: Path, *, cwd: Path, variables: Mapping[str, str], mark: str
+) -> Launched:
+    """Start a launcher with its output and process id in a directory that exists.
+
+    Args:
+        words: the command.
+        directory: gets ``launcher.pid`` and ``output.log``.
+        cwd: where it starts.
+        variables: its whole environment.
+        mark: the name of that one among them which tells it from other processes.
+    """
+    with (directory / "output.log").open("ab") as output:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", _WRITE_PID, str(directory / "launcher.pid"), *words],
+            cwd=cwd,
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Launched(process.pid, time.time(), f"{mark}={variables[mark]}", process)
+
+
+def found(directory: Path, mark: str) -> Launched | None:
+    """Return the launcher that was last started in a directory, living or not; None if there was none.
+
+    Args:
+        directory: that ``launch`` was given.
+        mark: ``NAME=value``.
+    """
+    pid_path = directory / "launcher.pid"
+    try:
+        return Launched(int(pid_path.read_text()), pid_path.stat().st_mtime, mark)
+    except (OSError, ValueError):
+        return None
+
+
+def log_lines(directory: Path) -> list[str]:
+    """Return the output of the launcher of a directory."""
+    path = directory / "output.log"
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def is_marked(pid: int, mark: str) -> bool:
+    """Say whether a process is alive and has ``NAME=value`` in its environment."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return state != "Z" and mark.encode() in variables

@@ -1,0 +1,193 @@
+"""What a machine can do, as the few numbers that step times follow from: measured on it, or published for a device. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+METRIC_PREFIX = "machine_"
+"""Begins the names under which a measuring trial reports what it found out about its machine."""
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+"""Collectives that are timed; others are taken for one of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """How fast one kind of collective is.
+
+    Attributes:
+        latency_s: seconds of a call that moves nothing.
+        bytes_per_s: bytes of the whole tensor in a second, all ranks together.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_calls: float, num_bytes: float) -> tuple[float, float]:
+        """Return the seconds that go into moving bytes, and those that go into calls."""
+        return num_bytes / self.bytes_per_s, num_calls * self.latency_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """One rank's share of a machine, all ranks being at work.
+
+    Attributes:
+        flops_per_s: floating-point operations in large matrix products of the model's type.
+        operation_s: an operation of torch that does almost nothing.
+        copy_bytes_per_s: bytes read and written in the memory of the device.
+        host_bytes_per_s: bytes read and written in the memory of the host, by one rank.
+        host_copy_bytes_per_s: bytes moved between device and host; None where the device is the host.
+        collectives: kind -> link, at the number of ranks in question.
+        hides: share of the communication that overlapping hides behind computation.
+        is_measured: whether it was measured; else it is what makers publish.
+    """
+
+    flops_per_s: float
+    operation_s: float
+    copy_bytes_per_s: float
+    host_bytes_per_s: float
+    host_copy_bytes_per_s: float | None
+    collectives: Mapping[str, Link]
+    hides: float = 0.0
+    is_measured: bool = False
+
+    def link(self, kind: str) -> Link:
+        """Return the link of a kind of collective; a broadcast and the like move what an all_gather moves."""
+        known = self.collectives.get(kind) or self.collectives.get("all_gather")
+        return known if known is not None else Link(0.0, math.inf)
+
+    @classmethod
+    def from_metrics(cls, metrics: Mapping[str, float]) -> Machine | None:
+        """Read what ``dsat.trial.machine`` has reported; None if it has not."""
+        found = {
+            name.removeprefix(METRIC_PREFIX): value
+            for name, value in metrics.items()
+            if name.startswith(METRIC_PREFIX) and value > 0
+        }
+        if not {"flops_per_s", "operation_s", "copy_bytes_per_s"} <= found.keys():
+            return None
+        links = {
+            kind: Link(found[f"{kind}_latency_s"], found[f"{kind}_bytes_per_s"])
+            for kind in COLLECTIVES
+            if f"{kind}_latency_s" in found and f"{kind}_bytes_per_s" in found
+        }
+        copy = found["copy_bytes_per_s"]
+        is_device = "host_copy_bytes_per_s" in found
+        return cls(
+            flops_per_s=found["flops_per_s"],
+            operation_s=found["operation_s"],
+            copy_bytes_per_s=copy,
+            host_bytes_per_s=found.get("host_bytes_per_s", copy),
+            host_copy_bytes_per_s=found.get("host_copy_bytes_per_s"),
+            collectives=links,
+            # gloo's collectives on a CPU take the cores that compute.
+            hides=_HIDDEN_ON_DEVICES if is_device else 0.0,
+            is_measured=True,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Machine:
+        """Return what ``to_json`` was called on."""
+        links = {kind: Link(**link) for kind, link in value["collectives"].items()}
+        return cls(**{**value, "collectives": links})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """What makers publish about one accelerator.
+
+    Attributes:
+        half_flops_per_s: dense matrix products in bf16 or fp16.
+        single_flops_per_s: in fp32, without shortened mantissas.
+        memory_bytes: of the variant with most memory.
+        memory_bytes_per_s: read and written together.
+        peer_bytes_per_s: to the other devices of a machine, in one direction.
+        host_bytes_per_s: to the host, in one direction.
+    """
+
+    half_flops_per_s: float
+    single_flops_per_s: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    peer_bytes_per_s: float
+    host_bytes_per_s: float
+
+
+DEVICES: dict[str, Device] = {
+    "v100": Device(125e12, 15.7e12, 32 * 2**30, 0.9e12, 150e9, 16e9),
+    "t4": Device(65e12, 8.1e12, 16 * 2**30, 0.32e12, 16e9, 16e9),
+    "a10": Device(125e12, 31.2e12, 24 * 2**30, 0.6e12, 32e9, 32e9),
+    "a100": Device(312e12, 19.5e12, 80 * 2**30, 2.0e12, 300e9, 32e9),
+    "l40s": Device(362e12, 91.6e12, 48 * 2**30, 0.864e12, 32e9, 32e9),
+    "rtx4090": Device(165e12, 82.6e12, 24 * 2**30, 1.0e12, 32e9, 32e9),
+    "h100": Device(989e12, 67e12, 80 * 2**30, 3.35e12, 450e9, 64e9),
+    "h200": Device(989e12, 67e12, 141e9, 4.8e12, 450e9, 64e9),
+    "b200": Device(2250e12, 75e12, 180e9, 8.0e12, 900e9, 64e9),
+}
+"""Source: data sheets of the makers; without sparsity."""
+
+_REACHED = 0.7
+"""Share of a published rate that large matrix products, copies and collectives reach; assumed."""
+_HIDDEN_ON_DEVICES = 0.7
+_OPERATION_S = 6e-6
+_CALL_S = 12e-6
+_NETWORK_CALL_S = 25e-6
+_HOST_BYTES_PER_S = 15e9
+
+
+def nominal_machine(
+    device: Device,
+    num_ranks: int,
+    *,
+    per_machine: int = 8,
+    bytes_per_value: int = 2,
+    network_bytes_per_s: float = 50e9,
+) -> Machine:
+    """Return what is to be expected of a device that nothing was measured on.
+
+    Args:
+        device: its data sheet.
+        num_ranks: ranks in all.
+        per_machine: devices of one machine.
+        bytes_per_value: 2 for half precision, 4 for single precision.
+        network_bytes_per_s: between two machines, for each device, in one direction.
+
+    Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce and half of that in the others (Patarasuk and Yuan 2009).
+    """
+    is_spread = num_ranks > per_machine
+    rate = _REACHED * (
+        min(device.peer_bytes_per_s, network_bytes_per_s) if is_spread else device.peer_bytes_per_s
+    )
+    call_s = _NETWORK_CALL_S if is_spread else _CALL_S
+    links = {}
+    for kind in COLLECTIVES if num_ranks > 1 else ():
+        passes = 2 if kind == "all_reduce" else 1
+        share = passes * (num_ranks - 1) / num_ranks
+        # Trees keep the latency of large groups from growing with their size.
+        links[kind] = Link(call_s * passes * math.log2(2 * num_ranks), rate / share)
+    flops = device.half_flops_per_s if bytes_per_value == 2 else device.single_flops_per_s
+    return Machine(
+        flops_per_s=_REACHED * flops,
+        operation_s=_OPERATION_S,
+        copy_bytes_per_s=_REACHED * device.memory_bytes_per_s,
+        host_bytes_per_s=_HOST_BYTES_PER_S,
+        host_copy_bytes_per_s=_REACHED * device.host_bytes_per_s,
+        collectives=links,
+        hides=_HIDDEN_ON_DEVICES,
+    )
+
+
+def unknown_machine(num_ranks: int, *, is_cpu: bool) -> Machine:
+    """Return a guess for a machine of which nothing is known; measurements correct it."""
+    if not is_cpu:
+        return nominal_machine(DEVICES["a100"], num_ranks)
+    links = {kind: Link(2e-4, 1e9) for kind in COLLECTIVES if num_ranks > 1}
+    return Machine(5e10, 8e-6, 8e9, 8e9, None, links)

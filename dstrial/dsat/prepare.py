@@ -1,0 +1,214 @@
+"""Gather what ``predict`` starts from: dry runs of every kind of structure of a space. Starts processes; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dstrial.dsat.description import as_real, script_request, trial_request, why_real, with_notes
+from dstrial.dsat.inputs import PredictInputs
+from dstrial.dsat.knobs import ZERO
+from dstrial.dsat.settings import SearchSettings
+from dstrial.dsat.space import Space, Structure
+from dstrial.dsat.structures import Structures
+from dstrial.dsat.trial_config import measuring_spec, script_words
+from dstrial.engine.dryrun.process import DryRunError, dry_runs
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+
+_DEADLINE_S = 900.0
+_MOST_PARALLEL = 4
+
+RequestOf = Callable[[Structure, bool], DryRunRequest]
+
+
+def gather_inputs(
+    settings: SearchSettings,
+    *,
+    target: Target,
+    capacity_bytes: int | None = None,
+    deadline_s: float = _DEADLINE_S,
+    tell: Callable[[str], None] = lambda _line: None,
+) -> PredictInputs:
+    """Dry-run what a search may measure.
+
+    A description that fails is no failure of the search: ``predict`` then begins with what its first measurement tells.
+
+    Args:
+        settings: of the search.
+        target: what kind of device its ranks have.
+        capacity_bytes: memory of one device; None if unknown.
+        deadline_s: seconds for all dry runs together.
+        tell: prints a line for a person.
+    """
+    request_of = request_maker(settings, target=target, capacity_bytes=capacity_bytes)
+    structures = Structures(settings.space, is_cpu=target == "cpu")
+    number = len(structures.representatives())
+    tell(f"describe:      {number} kinds of structures at {settings.num_slots} rank(s), with fake tensors")
+    inputs = dry_run_space(structures, request_of, deadline_s=deadline_s)
+    if not inputs.runs and inputs.failures:
+        inputs = _by_real_batch(structures, request_of, inputs, target, deadline_s)
+    lines = list(inputs.notes)
+    failed = len(inputs.failures)
+    if failed and inputs.runs:
+        first = next(iter(inputs.failures.values())).splitlines()[0]
+        lines.append(f"{failed} of {number} kinds of structures could not be dry-run: {first}")
+    bypasses = {bypass.place for run in inputs.runs.values() for bypass in run.bypasses}
+    if bypasses:
+        lines.append(f"values read while fake, told a constant: {', '.join(sorted(bypasses))}")
+    tell(f"described by:  {inputs.described_by}")
+    return dataclasses.replace(
+        inputs,
+        capacity_bytes=None if capacity_bytes is None else float(capacity_bytes),
+        is_cpu=target == "cpu",
+        notes=tuple(lines),
+    )
+
+
+def dry_run_space(
+    structures: Structures, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
+) -> PredictInputs:
+    """Run one dry run for each kind of structure of a space.
+
+    Args:
+        structures: of the space.
+        request_of: makes the request for a structure, and for whether it accumulates.
+        deadline_s: seconds for all of them together.
+    """
+    asked = structures.representatives()
+    requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
+    parallel = max(min(os.cpu_count() or 1, _MOST_PARALLEL), 1)
+    runs: dict[str, DryRunResult] = {}
+    failures: dict[str, str] = {}
+    for key, found in zip(
+        asked, dry_runs(requests, deadline_s=deadline_s, num_parallel=parallel), strict=True
+    ):
+        if isinstance(found, DryRunError):
+            failures[key] = str(found)
+        else:
+            runs[key] = found
+    notes = {note for run in runs.values() for note in run.notes}
+    return PredictInputs(
+        runs=runs,
+        failures=failures,
+        described_by="fake tensors" if runs else "the first measurement",
+        notes=tuple(sorted(notes)),
+    )
+
+
+def request_maker(
+    settings: SearchSettings, *, target: Target, capacity_bytes: int | None = None
+) -> RequestOf:
+    """Return what makes the requests of a search's dry runs."""
+    space: Space = settings.space
+
+    def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
+        candidate = space.candidate(structure, 0 if is_accumulating else space.ladder.last)
+        hparams = {
+            key: value
+            for key, value in measuring_spec(settings, candidate, 0, "described").hparams.items()
+            if key not in ("_use_dsat_mode", "_dsat", "_around_fit")
+        }
+        config = space.config(candidate)
+        if settings.trial is None:
+            words = script_words(settings.experiment.entrypoint)
+            return script_request(
+                words,
+                settings.context_dir,
+                hparams,
+                config,
+                world_size=settings.num_slots,
+                target=target,
+                device_bytes=capacity_bytes,
+            )
+        return trial_request(
+            settings.trial,
+            settings.context_dir,
+            hparams,
+            config,
+            world_size=settings.num_slots,
+            target=target,
+            exp_conf=settings.experiment.raw,
+            device_bytes=capacity_bytes,
+        )
+
+    return request_of
+
+
+def _by_real_batch(
+    structures: Structures,
+    request_of: RequestOf,
+    failed: PredictInputs,
+    target: Target,
+    deadline_s: float,
+) -> PredictInputs:
+    """Train one real batch of each kind of structure, one after the other; the user's own first."""
+    error = DryRunError("unsupported", next(iter(failed.failures.values())))
+    reason = why_real(error)
+    runs: dict[str, DryRunResult] = {}
+    failures: dict[str, str] = {}
+    for key, (structure, is_accumulating) in structures.representatives().items():
+        (found,) = dry_runs(
+            [as_real(request_of(structure, is_accumulating))], deadline_s=deadline_s, num_parallel=0
+        )
+        if isinstance(found, DryRunError):
+            failures[key] = str(found)
+            if not runs:
+                break
+        else:
+            runs[key] = with_notes(found, reason, target)
+    if not runs:
+        return dataclasses.replace(
+            failed,
+            failures=failures,
+            notes=(
+                f"it cannot be described, so the first measurement is begun with: {_first_line(failures)}",
+            ),
+        )
+    notes = {note for run in runs.values() for note in run.notes}
+    return PredictInputs(
+        runs=runs, failures=failures, described_by="one real batch", notes=tuple(sorted(notes))
+    )
+
+
+def _first_line(failures: Mapping[str, str]) -> str:
+    return next(iter(failures.values()), "").partition("\n")[0]
+
+
+def on_one_device(
+    settings: SearchSettings, *, capacity_bytes: int, deadline_s: float = _DEADLINE_S
+) -> list[tuple[str, DryRunResult]]:
+    """Dry-run the user's model on a single device: as it is, and with everything offloaded that can be.
+
+    Args:
+        settings: of the search.
+        capacity_bytes: memory of the device.
+        deadline_s: seconds for both together.
+
+    Returns:
+        What was dry-run, for a person, and what it found; nothing that could not be.
+    """
+    request_of = request_maker(settings, target="cuda", capacity_bytes=capacity_bytes)
+    offloads = (("offload_optimizer", "cpu"), ("offload_param", "cpu"))
+    everything = tuple((f"{ZERO}.{section}.device", device) for section, device in offloads)
+    kinds = {
+        "without offload": Structure(0, tuple((path, "none") for path, _ in everything)),
+        "with optimizer and parameters on the host": Structure(3, everything),
+    }
+    requests = [
+        dataclasses.replace(request_of(structure, True), world_size=1) for structure in kinds.values()
+    ]
+    found = dry_runs(requests, deadline_s=deadline_s, num_parallel=2)
+    return [(kind, run) for kind, run in zip(kinds, found, strict=True) if not isinstance(run, DryRunError)]
+
+
+def target_here(environment: Mapping[str, str]) -> Target:
+    """Say what kind of device ranks on this machine have, without importing what would take it.
+
+    Args:
+        environment: of this process.
+    """
+    if environment.get("DS_ACCELERATOR", "") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == "":
+        return "cpu"
+    return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"

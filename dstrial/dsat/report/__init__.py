@@ -1,0 +1,8 @@
+"""What a search found, for people: ``report.json``, and from that ``report.md`` and ``report.html``; a live table meanwhile."""
+
+from __future__ import annotations
+
+from dstrial.dsat.report.document import SearchFacts, report_document
+from dstrial.dsat.report.files import REPORT_NAMES, write_report
+
+__all__ = ["REPORT_NAMES", "SearchFacts", "report_document", "write_report"]

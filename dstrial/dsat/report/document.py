@@ -1,0 +1,206 @@
+"""Everything that a report says, as JSON values; the renderings add nothing to it. Pure."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.dsat.outcome import Failure, Measured, outcome_to_json, score, smaller_is_better
+from dstrial.dsat.report.explain import (
+    device_needs,
+    model_facts,
+    own_and_best,
+    sensitivity,
+    step_shares,
+)
+from dstrial.dsat.results import TIE, TrialResult, best_of, gain
+from dstrial.dsat.space import Space
+
+FORMAT = 1
+UNITS = {
+    "throughput": "samples/s",
+    "FLOPS_per_gpu": "FLOP/s per device",
+    "latency": "µs",
+    "forward": "µs",
+    "backward": "µs",
+}
+_NUM_RUNNERS_UP = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchFacts:
+    """What a report says about the search itself.
+
+    Attributes:
+        name: of the experiment.
+        method: of the search.
+        metric: that was searched for.
+        reason: why it ended, or what interrupted it.
+        is_finished: whether nothing is left to do.
+        num_slots: ranks of a trial.
+        snapshot: the method's; predictions are read from it where it has some.
+        notes: sentences that a person should know.
+    """
+
+    name: str
+    method: str
+    metric: str
+    reason: str
+    is_finished: bool
+    num_slots: int
+    snapshot: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
+    """Return the report as JSON values.
+
+    Args:
+        facts: about the search.
+        space: what was searched.
+        trials: every trial, whether it has ended or not.
+    """
+    metric = facts.metric
+    forecasts = facts.snapshot.get("forecasts", {})
+    rows = [_row(trial, metric, forecasts.get(str(trial.trial_id))) for trial in trials]
+    best = best_of(trials, metric)
+    own = next((trial for trial in trials if trial.candidate.is_own), None)
+    ranked = sorted(
+        (trial for trial in trials if _score(trial, metric) is not None),
+        key=lambda trial: -(_score(trial, metric) or 0.0),
+    )
+    return {
+        "format": FORMAT,
+        "name": facts.name,
+        "method": facts.method,
+        "metric": metric,
+        "unit": UNITS[metric],
+        "smaller_is_better": smaller_is_better(metric),
+        "reason": facts.reason,
+        "is_finished": facts.is_finished,
+        "num_slots": facts.num_slots,
+        "notes": list(facts.notes),
+        "model": model_facts(trials),
+        "best": None if best is None else best.trial_id,
+        "own": None if own is None else own.trial_id,
+        "gain": _gain(best, own, metric),
+        "is_gain_certain": _is_certain(best, own, metric),
+        "tie": TIE,
+        "best_config": None if best is None else space.config(best.candidate),
+        "runners_up": [trial.trial_id for trial in ranked if trial is not best][:_NUM_RUNNERS_UP],
+        "pareto": pareto(rows),
+        "failures": _failures(trials),
+        "step_time": [
+            {"trial_id": trial.trial_id, **shares}
+            for trial in own_and_best(trials, metric)
+            if (shares := step_shares(trial.outcome, forecasts.get(str(trial.trial_id)))) is not None
+        ],
+        "sensitivity": sensitivity(trials, space, metric),
+        "needs": device_needs(trials, space, metric, facts.snapshot),
+        "left": [dict(one) for one in facts.snapshot.get("left", [])][:5],
+        "trials": rows,
+    }
+
+
+def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the trials that no other one beats in both throughput and memory, by ascending memory."""
+    front: list[int] = []
+    most = 0.0
+    known = [row for row in rows if row["memory_bytes"] and row["throughput"]]
+    for row in sorted(known, key=lambda each: (each["memory_bytes"], -each["throughput"])):
+        if row["throughput"] > most:
+            most = row["throughput"]
+            front.append(row["trial_id"])
+    return front
+
+
+def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) -> dict[str, Any]:
+    outcome = trial.outcome
+    measured = outcome if isinstance(outcome, Measured) else None
+    value = None if measured is None else measured.value(metric)
+    latency = None if measured is None else measured.value("latency")
+    batch = trial.candidate.batch
+    row: dict[str, Any] = {
+        "trial_id": trial.trial_id,
+        "description": trial.description,
+        "is_own": trial.candidate.is_own,
+        "stage": trial.candidate.stage,
+        "micro_batch_size": batch.micro_batch_size,
+        "accumulation": batch.accumulation,
+        "train_batch_size": batch.train_batch_size,
+        "settings": dict(trial.candidate.settings),
+        "why": trial.why,
+        "seconds": trial.seconds,
+        "state": "running"
+        if outcome is None
+        else (outcome.kind.value if isinstance(outcome, Failure) else "measured"),
+        "value": value,
+        "half_width": None if measured is None else measured.value("half_width"),
+        "throughput": None if measured is None else measured.value("throughput"),
+        "step_s": None if latency is None else latency * 1e-6,
+        "memory_bytes": None if measured is None else memory_bytes(measured),
+        "predicted": None,
+        **({} if outcome is None else outcome_to_json(outcome)),
+    }
+    if forecast is not None:
+        row["predicted"] = {
+            "step_s": forecast.get("median_s"),
+            "spread": forecast.get("spread"),
+            "memory_bytes": forecast.get("memory_median_bytes"),
+            "probability_to_fit": forecast.get("probability_to_fit"),
+        }
+    return row
+
+
+def memory_bytes(measured: Measured) -> float | None:
+    """Return the peak memory of a device: what the allocator held, else tensors; on a CPU what the rank held."""
+    for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
+        if (value := measured.value(name)) is not None:
+            return value
+    return None
+
+
+def _score(trial: TrialResult, metric: str) -> float | None:
+    return None if trial.outcome is None else score(trial.outcome, metric)
+
+
+def _gain(best: TrialResult | None, own: TrialResult | None, metric: str) -> float | None:
+    if best is None or own is None or best.outcome is None or own.outcome is None:
+        return None
+    value, before = score(best.outcome, metric), score(own.outcome, metric)
+    return None if value is None or before is None else gain(value, before)
+
+
+def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
+    """Whether the intervals of the two are apart."""
+    found = _gain(best, own, metric)
+    if found is None or best is None or own is None:
+        return False
+    widths = [
+        trial.outcome.value("half_width") or 0.0
+        for trial in (best, own)
+        if isinstance(trial.outcome, Measured)
+    ]
+    return found > sum(widths)
+
+
+def _failures(trials: Sequence[TrialResult]) -> list[dict[str, Any]]:
+    failed: dict[str, list[TrialResult]] = collections.defaultdict(list)
+    for trial in trials:
+        if isinstance(trial.outcome, Failure):
+            failed[trial.outcome.kind.value].append(trial)
+    found = []
+    for kind, those in sorted(failed.items(), key=lambda pair: -len(pair[1])):
+        first = those[0].outcome
+        assert isinstance(first, Failure)
+        found.append(
+            {
+                "kind": kind,
+                "count": len(those),
+                "trials": [trial.trial_id for trial in those],
+                "example": first.message,
+            }
+        )
+    return found

@@ -1,0 +1,196 @@
+"""Why a configuration is as fast as it is, what each knob is worth, and what would be needed for more. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.config import check_deepspeed
+from dstrial.dsat.candidate import HYPERPARAMETERS
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, score
+from dstrial.dsat.results import TrialResult, best_of, gain
+from dstrial.dsat.space import Space
+
+_PREDICTED = (
+    ("compute", ("compute", "overhead")),
+    ("exposed communication", ("transfer", "calls")),
+    ("host copies", ("host_copies",)),
+    ("optimizer", ("optimizer", "host_optimizer")),
+)
+_MODEL = ("num_params", "num_trainable_params", "activation_bytes_per_record", "device_memory_bytes")
+
+
+def model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
+    """Return what the first measured trial tells about the model and its device."""
+    for trial in trials:
+        if isinstance(trial.outcome, Measured):
+            metrics = trial.outcome.metrics
+            return {name: metrics[name] for name in _MODEL if name in metrics}
+    return {}
+
+
+def own_and_best(trials: Sequence[TrialResult], metric: str) -> list[TrialResult]:
+    """Return the user's own configuration and the best one, once if they are the same."""
+    own = next((trial for trial in trials if trial.candidate.is_own), None)
+    best = best_of(trials, metric)
+    return [*([] if own is None or own is best else [own]), *([] if best is None else [best])]
+
+
+def step_shares(outcome: Outcome | None, forecast: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return where the time of a step goes, seconds; None if nothing was measured.
+
+    Args:
+        outcome: of the trial.
+        forecast: what was predicted of it, with its parts; None if there was no prediction.
+
+    Returns:
+        ``step_s``; ``measured``: forward, backward, optimizer step, and what is between them (loading data, logging);
+        ``explained``: the predicted parts, and ``idle``, what is left of the measured time. Its parts are
+        scaled where they exceed the measured time. Both add up to ``step_s``.
+    """
+    if not isinstance(outcome, Measured) or (latency := outcome.value("latency")) is None:
+        return None
+    step_s = latency * 1e-6
+    phases = {name: (outcome.value(name) or 0.0) * 1e-6 for name in ("forward", "backward", "step")}
+    result: dict[str, Any] = {"step_s": step_s, "measured": {}, "explained": {}}
+    if any(phases.values()):
+        # Phases are timed apart, with the device synchronised between them, which takes time of its own.
+        factor = min(1.0, step_s / sum(phases.values()))
+        named = {
+            "forward": phases["forward"],
+            "backward": phases["backward"],
+            "optimizer step": phases["step"],
+        }
+        result["measured"] = _completed(
+            {name: seconds * factor for name, seconds in named.items()}, step_s, "between"
+        )
+    parts = (forecast or {}).get("parts")
+    if parts:
+        sums = {name: sum(float(parts.get(one, 0.0)) for one in group) for name, group in _PREDICTED}
+        factor = min(1.0, step_s / sum(sums.values())) if sum(sums.values()) else 1.0
+        result["explained"] = _completed(
+            {name: seconds * factor for name, seconds in sums.items()}, step_s, "idle"
+        )
+    return result
+
+
+def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, float]:
+    """Return parts with what is left of the whole; without those that nobody could see."""
+    parts = {**parts, rest: max(whole - sum(parts.values()), 0.0)}
+    return {name: value for name, value in parts.items() if value > 0.0005 * whole}
+
+
+def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> list[dict[str, Any]]:
+    """Return for every knob what its values were worth: the best that was measured with each, the knob with most effect first.
+
+    Settings are compared as they take effect, DeepSpeed's defaults included. What was changed together with others is not told
+    apart from those.
+    """
+    best = best_of(trials, metric)
+    if best is None or best.outcome is None:
+        return []
+    top = score(best.outcome, metric)
+    if top is None:
+        return []
+    levels: dict[str, dict[Any, list[float]]] = {}
+    for trial in trials:
+        value = None if trial.outcome is None else score(trial.outcome, metric)
+        if value is None:
+            continue
+        candidate = trial.candidate
+        settings: dict[str, Any] = {
+            "ZeRO stage": candidate.stage,
+            "micro batch": candidate.batch.micro_batch_size,
+            "accumulation": candidate.batch.accumulation,
+        }
+        if not space.ladder.is_free:
+            del settings["accumulation"]  # follows from the micro batch
+        config = space.base if candidate.is_own else space.config(candidate)
+        effective = check_deepspeed(config, space.sizes, auto="warning").effective
+        for knob in space.knobs(candidate.stage):
+            if knob.path.startswith(HYPERPARAMETERS):
+                settings[knob.path] = dict(candidate.settings).get(knob.path)
+            else:
+                settings[knob.path] = _given(effective, knob.path)
+            if knob.path.endswith(".device") and settings[knob.path] is None:
+                settings[knob.path] = "none"
+        for name, setting in settings.items():
+            levels.setdefault(name, {}).setdefault(setting, []).append(value)
+    found = []
+    for name, values in levels.items():
+        if len(values) < 2:
+            continue
+        rows: list[dict[str, Any]] = [
+            {
+                "value": "default" if value is None else value,
+                "loss": -gain(max(scores), top),
+                "count": len(scores),
+            }
+            for value, scores in values.items()
+        ]
+        rows.sort(key=lambda row: row["loss"])
+        effect = rows[-1]["loss"] - rows[0]["loss"]
+        found.append({"knob": name, "effect": effect, "values": rows})
+    return sorted(found, key=lambda row: -row["effect"])
+
+
+def _given(base: Mapping[str, Any], path: str) -> Any:
+    value: Any = base
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def device_needs(
+    trials: Sequence[TrialResult], space: Space, metric: str, snapshot: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return what the next larger micro batches of the best and of the user's own structure would need.
+
+    From the peak that was measured there, and what one record keeps for backward; nothing where a device tells no memory.
+
+    Args:
+        trials: every trial.
+        space: what was searched.
+        metric: searched for.
+        snapshot: of the method; unused where it holds no capacity.
+    """
+    del snapshot
+    found = []
+    for trial in reversed(own_and_best(trials, metric)):
+        if not isinstance(trial.outcome, Measured):
+            continue
+        metrics = trial.outcome.metrics
+        peak = metrics.get("peak_reserved_bytes", metrics.get("peak_memory_bytes"))
+        capacity, record = metrics.get("device_memory_bytes"), metrics.get("activation_bytes_per_record")
+        if peak is None or capacity is None or record is None:
+            continue
+        micro = trial.candidate.batch.micro_batch_size
+        ladder = space.ladder
+        at = ladder.position(micro)
+        for position in range(at + 1, min(at + 3, ladder.last + 1)):
+            larger = ladder.split(position).micro_batch_size
+            missing = peak + (larger - micro) * record - capacity
+            found.append(
+                {
+                    "trial_id": trial.trial_id,
+                    "micro_batch_size": larger,
+                    "missing_bytes": missing,
+                    "was_tried": _tried(trials, trial, larger),
+                }
+            )
+    return found
+
+
+def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
+    """How the same structure ended at another micro batch; None if it was not tried."""
+    for trial in trials:
+        same = (
+            trial.candidate.stage == like.candidate.stage
+            and trial.candidate.settings == like.candidate.settings
+        )
+        if same and trial.candidate.batch.micro_batch_size == micro_batch_size and trial.outcome is not None:
+            if isinstance(trial.outcome, Failure):
+                kind = trial.outcome.kind
+                return "out of memory" if kind is FailureKind.DEVICE_OOM else kind.value
+            return "measured"
+    return None

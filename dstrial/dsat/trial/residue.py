@@ -1,0 +1,115 @@
+"""What a process holds that trains: tensors, process groups, threads, files, memory; and whether that has grown."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Residue:
+    """What a process holds.
+
+    Attributes:
+        num_tensors: tensors with memory that Python knows of.
+        tensor_bytes: of their storages, each counted once.
+        num_groups: process groups.
+        num_threads: threads of Python.
+        num_files: open file descriptors.
+        device_bytes: allocated on the device; 0 on the CPU.
+        resident_bytes: memory of the process (RSS).
+    """
+
+    num_tensors: int
+    tensor_bytes: int
+    num_groups: int
+    num_threads: int
+    num_files: int
+    device_bytes: int
+    resident_bytes: int
+
+    def grown_over(self, baseline: Residue) -> list[str]:
+        """Return in words what there is more of than in a warmed-up process; empty if nothing.
+
+        What an allocator keeps for later (RSS) does not count below a quarter, nor do 1 MiB of tensors.
+        """
+        slack = {
+            "num_tensors": 64,
+            "tensor_bytes": 2**20,
+            "num_groups": 0,
+            "num_threads": 2,
+            "num_files": 8,
+            "device_bytes": 2**21,
+            "resident_bytes": max(2**28, baseline.resident_bytes // 4),
+        }
+        grown = []
+        for name, allowed in slack.items():
+            now, before = getattr(self, name), getattr(baseline, name)
+            if now > before + allowed:
+                grown.append(f"{name} {before} -> {now}")
+        return grown
+
+
+def residue() -> Residue:
+    """Return what this process holds now. Ranks: any; no communication."""
+    storages: dict[int, int] = {}
+    num_tensors = 0
+    with warnings.catch_warnings():
+        # Looking at every object there is calls properties of deprecated ones.
+        warnings.simplefilter("ignore")
+        for one in gc.get_objects():
+            if not isinstance(type(one), type) or not issubclass(type(one), torch.Tensor):
+                continue
+            with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError, ReferenceError):
+                storage = one.untyped_storage()
+                if storage.nbytes():
+                    num_tensors += 1
+                    storages[storage.data_ptr()] = storage.nbytes()
+    accelerator = get_accelerator()
+    is_cpu = str(accelerator.device_name()) == "cpu"
+    return Residue(
+        num_tensors=num_tensors,
+        tensor_bytes=sum(storages.values()),
+        num_groups=len(process_groups()),
+        num_threads=threading.active_count(),
+        num_files=_num_files(),
+        device_bytes=0 if is_cpu else int(accelerator.memory_allocated()),
+        resident_bytes=_resident_bytes(),
+    )
+
+
+def reset_host_peak() -> None:
+    """Let the kernel count the process's peak memory (VmHWM) anew; without effect where it may not be told."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups of this process, in the order in which they were made. Ranks: any; no communication."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def _num_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # counts, the listing's own descriptor included
+    except OSError:
+        return 0
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

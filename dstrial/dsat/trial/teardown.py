@@ -1,0 +1,237 @@
+"""Take engines out of a living process, so that the next configuration finds it as the first one did.
+
+A step per thing that DeepSpeed 0.19.8 or torch leaves behind, each with its reason. ``residue`` beside it says what is
+left all the same; a process to which memory does not return is ended by whoever started it, and another one takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from dstrial.dsat.trial.residue import process_groups
+
+_GLOBALS: Mapping[str, Mapping[str, Any]] = {
+    # Contexts of ZeRO 3's construction hold modules; one that raised inside leaves itself on the list.
+    "deepspeed.runtime.zero.partition_parameters": {
+        "zero_init_context": [],
+        "top_level_context": None,
+        "temp_contiguous_tensor": None,
+        "param_count": 0,
+    },
+    # Modules whose forward raised are still on it.
+    "deepspeed.runtime.zero.parameter_offload": {"FWD_MODULE_STACK": []},
+    # The last pipeline's grid: stages, groups and the ranks that talk to each other.
+    "deepspeed.runtime.pipe.p2p": {"_groups": None, "_grid": None},
+    # What `deepspeed.checkpointing.configure` was told, and buffers of contiguous checkpoints.
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "mpu": None,
+        "mp_rank": 0,
+        "mp_size": 1,
+        "mp_group": None,
+        "num_layers": None,
+        "deepspeed_checkpointing_enabled": False,
+        "PARTITION_ACTIVATIONS": False,
+        "CPU_CHECKPOINT": False,
+        "CONTIGUOUS_CHECKPOINTING": False,
+        "SYNCHRONIZE": False,
+        "PROFILE_TIME": False,
+        "contiguous_data_buffers": [],
+        "data_offsets": [],
+        "contiguous_size_buffers": [],
+        "size_offsets": [],
+        "timers": None,
+        "_cpu_offload_engine": None,
+    },
+}
+
+# Methods that remember their results by `self`, which keeps ZeRO 3's coordinator, and by it the whole engine, for ever.
+_CACHES = {"deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator"}
+
+# Where DeepSpeed puts functions of its own: ZeRO 3 replaces torch.nn.functional.linear and never puts it back.
+_PATCHED = (torch, torch.nn.functional, torch.nn.init, nn.Module, nn.Linear, nn.Embedding, torch.Tensor)
+_HOOKS = (
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_forward_pre_hooks",
+    "_global_parameter_registration_hooks",
+    "_global_module_registration_hooks",
+    "_global_buffer_registration_hooks",
+)
+
+
+class ProcessState:
+    """What a process is like before its first engine; ``restore`` makes it so again.
+
+    Args:
+        keeps: the namespaces whose functions are put back; those that DeepSpeed is known to change if None.
+
+    Ranks: each its own. Made after the process group and everything that shall last; what the first ``restore`` leaves lasts too.
+    """
+
+    def __init__(self, keeps: Iterable[Any] | None = None) -> None:
+        self._is_warm = False
+        self._groups = set(process_groups())
+        self._namespaces = [
+            (owner, {name: value for name, value in vars(owner).items() if callable(value)})
+            for owner in (_PATCHED if keeps is None else keeps)
+        ]
+        self._environment = dict(os.environ)
+        self._directory = Path.cwd()
+        self._import_path = list(sys.path)
+        self._dtype = torch.get_default_dtype()
+        self._num_threads = torch.get_num_threads()
+        self._matmul_precision = torch.get_float32_matmul_precision()
+        self._is_deterministic = torch.are_deterministic_algorithms_enabled()
+        self._benchmarks_cudnn = torch.backends.cudnn.benchmark
+        self._gc_is_on = gc.isenabled()
+        self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+
+    def restore(self, engines: list[Any]) -> None:
+        """Tear engines down, empty their list, and undo what they did to the process.
+
+        The caller keeps no other reference to them, nor to what they trained.
+
+        Ranks: all that trained with them; destroying groups is not collective with gloo, and is with NCCL.
+        """
+        while engines:
+            _destroy(engines.pop())
+        self._undo_patches()
+        _reset_globals()
+        # Modules, parameters, hooks and engines form cycles through closures: two passes, since finalizers make new ones.
+        for _ in range(2):
+            gc.collect()
+        if not self._is_warm:
+            # The million objects of torch's and DeepSpeed's modules never go; to look through them takes seconds.
+            gc.freeze()
+            self._is_warm = True
+        self._end_groups()
+        self._restore_settings()
+        _empty_caches()
+
+    def _undo_patches(self) -> None:
+        for owner, before in self._namespaces:
+            now = vars(owner)
+            for name, value in before.items():
+                if now.get(name, value) is not value:
+                    setattr(owner, name, value)
+        hooks = nn.modules.module
+        for name in _HOOKS:
+            vars(hooks).get(name, {}).clear()
+
+    def _end_groups(self) -> None:
+        """End the groups that were made since; an engine clones the world's, and makes others for hpZ, MoE or tensors."""
+        from deepspeed.utils import groups
+
+        groups._release_process_group_references(None)
+        # In the order in which they were made, which is the same on all ranks.
+        for group in [group for group in process_groups() if group not in self._groups]:
+            torch.distributed.destroy_process_group(group)
+
+    def _restore_settings(self) -> None:
+        if dict(os.environ) != self._environment:
+            os.environ.clear()
+            os.environ.update(self._environment)
+        if Path.cwd() != self._directory:
+            os.chdir(self._directory)
+        sys.path[:] = self._import_path
+        torch.set_default_dtype(self._dtype)
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        torch.set_float32_matmul_precision(self._matmul_precision)
+        torch.use_deterministic_algorithms(self._is_deterministic)
+        torch.backends.cudnn.benchmark = self._benchmarks_cudnn
+        torch.set_grad_enabled(True)
+        if self._gc_is_on:
+            gc.enable()  # DeepSpeed's `disable_python_gc` turns it off
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+
+
+def _destroy(engine: Any) -> None:
+    # It removes hooks on gradients, ends offload buffers, DeepNVMe handles and the names kept for debugging.
+    with contextlib.suppress(AttributeError):
+        engine.destroy()
+    loader = getattr(engine, "training_dataloader", None)
+    if loader is not None:
+        engine.training_dataloader = None
+    # Optimizer and module refer to each other and to the engine through closures of hooks; the C++ side of an
+    # autograd hook is not seen by Python's collector, so the cycles are cut here.
+    module = getattr(engine, "module", None)
+    for parameter in module.parameters() if module is not None else ():
+        parameter.grad = None
+        for name in [
+            name for name in vars(parameter) if name.startswith(("ds_", "_hp", "_z3", "grad_accum"))
+        ]:
+            with contextlib.suppress(AttributeError):
+                delattr(parameter, name)
+    optimizer = getattr(engine, "optimizer", None)
+    for held in (optimizer, engine):
+        for name in (
+            "grad_accs",
+            "_grad_acc_hooks",
+            "param_dict",
+            "ipg_buckets",
+            "averaged_gradients",
+            "all_grad_tensors",
+        ):
+            found = getattr(held, "__dict__", {}).get(name)
+            if isinstance(found, (dict, list, set)):
+                found.clear()
+    for held in (optimizer, getattr(optimizer, "optimizer", None)):
+        state = getattr(held, "__dict__", {}).get("state")
+        if state is not None and hasattr(state, "clear"):
+            state.clear()
+
+
+def _reset_globals() -> None:
+    for name, values in _GLOBALS.items():
+        module = sys.modules.get(name)
+        for attribute, value in values.items() if isinstance(module, ModuleType) else ():
+            found = getattr(module, attribute, None)
+            if isinstance(value, list) and isinstance(found, list):
+                found.clear()  # in place, for other modules hold it by name
+            elif hasattr(module, attribute):
+                setattr(module, attribute, value)
+    for name, owner in _CACHES.items():
+        for method in list(vars(getattr(sys.modules.get(name), owner, object)).values()):
+            # The cache is inside a decorator, which does not say what it decorates.
+            inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
+            for one in (method, *inside):
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and hasattr(dynamo, "reset"):
+        dynamo.reset()  # compiled graphs hold the modules that they were compiled for
+
+
+def _empty_caches() -> None:
+    accelerator = get_accelerator()
+    if str(accelerator.device_name()) != "cpu":
+        accelerator.synchronize()
+        accelerator.empty_cache()
+        accelerator.reset_peak_memory_stats()
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
+        if empty_host_cache is not None:
+            empty_host_cache()
+    # glibc keeps what was freed in its arenas, and the next configuration's peak would count it.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,72 @@
+"""``python -m dstrial.dsat.worker --trial model_def:MyTrial``: what ``dstrial.launch`` starts on every slot of a worker.
+
+Off a cluster it is told where its files are. Not meant to be typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dstrial.dsat.worker.chief import IDLE_S, work
+from dstrial.dsat.worker.crew import Crew
+from dstrial.dsat.worker.guardian import guard
+from dstrial.dsat.worker.mailbox import ExperimentMailbox, FileMailbox, Mailbox
+from dstrial.dsat.worker.star import gather, join, listen
+from dstrial.ranks.identity import identify
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Guard this slot's rank, and on rank 0 work off the orders. Ranks: all."""
+    parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.worker")
+    parser.add_argument("--trial", required=True)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--context-dir", type=Path, default=Path())
+    parser.add_argument("--mailbox", type=Path)
+    parser.add_argument("--idle", type=float, default=IDLE_S)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    identity = identify(os.environ)
+    words = ["--trial", options.trial, "--context-dir", str(options.context_dir)]
+    if options.config is not None:
+        words += ["--config", str(options.config)]
+    if not identity.is_chief:
+        guard(join(identity), words)
+        return 0
+    server = listen(identity)
+    own = threading.Thread(target=lambda: guard(join(identity), words), name="dsat-guardian", daemon=True)
+    own.start()
+    crew = Crew(gather(server, identity), identity.master_addr)
+    try:
+        with _mailbox(options.mailbox) as mailbox:
+            reason = work(mailbox, crew, idle_s=options.idle)
+    finally:
+        crew.end()
+        own.join(30.0)
+    sys.stderr.write(f"dsat: the worker ends: {reason}\n")
+    return 0
+
+
+@contextlib.contextmanager
+def _mailbox(directory: Path | None) -> Iterator[Mailbox]:
+    if directory is not None:
+        yield FileMailbox(directory)
+        return
+    import determined as det
+    from determined import core
+
+    info = det.get_cluster_info()
+    assert info is not None, "a worker without --mailbox runs on a cluster"
+    # Of all guardians only this one talks to the master.
+    with core.init(distributed=core.DummyDistributedContext()) as context:
+        yield ExperimentMailbox(context, info.trial.experiment_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The worker's loop, on rank 0: take the next order, have it measured, answer; until the search is over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.dsat.outcome import Measured
+from dstrial.dsat.worker.crew import Crew
+from dstrial.dsat.worker.drift import Incumbent, drift_between, without_drift
+from dstrial.dsat.worker.mailbox import Mailbox
+from dstrial.dsat.worker.orders import Answer, Order
+
+logger = logging.getLogger("dstrial.dsat")
+
+IDLE_S = 900.0
+"""A worker to which nobody has given an order for so long ends; a search that goes on later starts another one."""
+
+_SETTINGS_KEY = "_dsat"
+_BENCHMARK = "benchmarks_machine"
+# Of an order that is measured again for comparison; no order has it.
+_AGAIN = 0
+
+
+def work(mailbox: Mailbox, crew: Crew, *, idle_s: float = IDLE_S) -> str:
+    """Measure what is ordered.
+
+    Args:
+        mailbox: where orders come from.
+        crew: who measures.
+        idle_s: end after so many seconds without an order.
+
+    Returns:
+        Why it ended, one line.
+
+    Raises:
+        RankError: a slot is lost.
+    """
+    answered: set[int] = set()
+    incumbent = Incumbent()
+    busy_at_s = time.monotonic()
+    while True:
+        book = mailbox.book()
+        if book.results is not None:
+            mailbox.keep(book.results)
+            return "the search is over"
+        if mailbox.should_stop():
+            return "its slots are wanted back"
+        order = next((one for one in book.orders if one.number not in answered), None)
+        if order is not None:
+            answer = _measured(order, crew, incumbent)
+            answered.add(order.number)
+            mailbox.answer(answer)
+            busy_at_s = time.monotonic()
+        elif time.monotonic() - busy_at_s > idle_s:
+            return f"nobody has asked for anything for {idle_s:.0f} s"
+        else:
+            time.sleep(mailbox.poll_s)
+
+
+def _measured(order: Order, crew: Crew, incumbent: Incumbent) -> Answer:
+    answer = crew.measure(order.number, order.hparams, order.deadline_s)
+    logger.info(
+        "order %d: %.2f s, ranks %d %s", order.number, answer.seconds, answer.generation, answer.respawned
+    )
+    outcome, respawned, seconds = answer.outcome, answer.respawned, answer.seconds
+    if (
+        incumbent.measured is not None
+        and incumbent.hparams is not None
+        and isinstance(outcome, Measured)
+        and incumbent.is_worth_measuring_again(outcome, order.metric)
+    ):
+        again = crew.measure(_AGAIN, _without_extras(incumbent.hparams), order.deadline_s)
+        if isinstance(again.outcome, Measured):
+            outcome = without_drift(outcome, drift_between(incumbent.measured, again.outcome))
+        seconds += again.seconds
+        respawned = respawned or again.respawned
+    incumbent.consider(order.hparams, outcome, order.metric)
+    return Answer(order.number, outcome, seconds, answer.generation, respawned, answer.details)
+
+
+def _without_extras(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters that ask for the configuration's measurement only, not for that of the machine."""
+    asked = {name: value for name, value in (hparams.get(_SETTINGS_KEY) or {}).items() if name != _BENCHMARK}
+    return {**hparams, _SETTINGS_KEY: asked}

@@ -1,0 +1,32 @@
+"""The net, the data and the process group of both scripts."""
+
+import deepspeed
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dstrial.ranks.process_group import without_compiled_collectives
+
+NUM_CLASSES = 10
+
+
+def init_ranks() -> None:
+    """Begin the process group; on a CPU without the operator that DeepSpeed would compile for inference."""
+    with without_compiled_collectives(is_cpu=not torch.cuda.is_available()):
+        deepspeed.init_distributed()
+
+
+def build_model(width: int, depth: int) -> nn.Module:
+    """Return logits (batch, 10) from images (batch, 64)."""
+    layers: list[nn.Module] = [nn.Linear(64, width), nn.GELU()]
+    for _ in range(depth - 1):
+        layers += [nn.Linear(width, width), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(width, NUM_CLASSES))
+
+
+def load_training_set() -> TensorDataset:
+    """Return (image (64,) in 0..1, label) pairs."""
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16.0
+    return TensorDataset(images, torch.tensor(digits.target, dtype=torch.long))

@@ -1,0 +1,94 @@
+"""The autotuner's benchmark: what its surfaces promise, and that searches can be played on surfaces and recorded grids."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that imports a module of the benchmarks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if name.startswith(("dsat_", "record_dsat_")):
+            del sys.modules[name]
+
+
+def test_a_surface_is_the_same_for_a_seed_and_no_configuration_beats_its_optimum(load: Any) -> None:
+    surfaces = load("dsat_surfaces")
+    workload = surfaces.WORKLOADS[3]
+    space = workload.space()
+    grid = surfaces.Grid(workload, space, stages=(1, 2))
+    first, again, other = (surfaces.Surface(workload, seed) for seed in (1, 1, 2))
+
+    best = first.optimum(grid)
+
+    assert again.optimum(grid) == best
+    assert other.optimum(grid).throughput != best.throughput
+    assert first.throughput(best.candidate) == pytest.approx(best.throughput)
+    assert best.throughput > first.throughput(space.own())
+    measured, once_more = first.outcome(best.candidate), first.outcome(best.candidate)
+    assert measured != once_more
+    assert measured.value("throughput") == pytest.approx(best.throughput, rel=0.06)
+
+
+def test_larger_micro_batches_and_buckets_need_more_memory_and_higher_stages_less(load: Any) -> None:
+    surfaces = load("dsat_surfaces")
+    surface = surfaces.Surface(surfaces.WORKLOADS[2])
+    space = surface.workload.space()
+
+    def peak(stage: int, position: int, **settings: Any) -> float:
+        values = tuple(sorted((f"zero_optimization.{name}", value) for name, value in settings.items()))
+        structure = load("dstrial.dsat.space").Structure(stage, values)
+        outcome = surface.outcome(space.candidate(structure, position))
+        return float(outcome.metrics["peak_memory_bytes"])
+
+    assert peak(2, 2) > peak(2, 1)
+    assert peak(1, 0) > peak(2, 0) > peak(3, 0, reduce_bucket_size=500_000_000)
+    assert peak(2, 0, reduce_bucket_size=5 * 10**8) > peak(2, 0, reduce_bucket_size=10**6)
+    assert peak(2, 0) > peak(2, 0, **{"offload_optimizer.device": "cpu"})
+
+
+def test_a_search_finds_a_recorded_row_for_everything_that_it_asks_for(load: Any) -> None:
+    recorder, grids, play = load("record_dsat_grid"), load("dsat_grid"), load("dsat_play")
+    rows = []
+    for candidate in recorder.grid():
+        throughput = 10 + candidate.batch.micro_batch_size - candidate.stage
+        metrics = {"throughput": throughput, "latency": 32e6 / throughput}
+        rows.append(
+            {
+                "candidate": candidate.to_json(),
+                "repeats": [metrics],
+                "throughput": throughput,
+                "low": 0.99 * throughput,
+                "high": 1.01 * throughput,
+                "peak_bytes": 1e8 + 1e7 * candidate.batch.micro_batch_size,
+            }
+        )
+    header = {
+        "base": recorder.BASE,
+        "extra": recorder.EXTRA,
+        "stages": recorder.STAGES,
+        "ranks": 2,
+        "cap_bytes": 1.7e8,
+    }
+    grid = grids.RecordedGrid({"header": header, "rows": rows})
+
+    for name in ("predict", "asha", "random-legal"):
+        problem = play.Problem(grid.space, grid.ground(0), 2, 1e6, None, 1e7, grid.cap_bytes)
+        played = play.play_ours(problem, name, 0, play.Cost(), max_trials=8)
+        assert played.trials[0][0] == grid.space.own()
+        assert played.best is not None
+        assert grid.row(played.best).throughput >= grid.row(grid.space.own()).throughput
+    assert len(rows) >= 200
+    assert grid.best.candidate.batch.micro_batch_size == 4
+    assert not grid.is_close(grid.row(grid.space.own()))

@@ -1,0 +1,210 @@
+"""A living worker: real DeepSpeed engines on two ranks, built and taken out in the same processes, and ranks that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrial.dsat.outcome import Failure, FailureKind, Measured
+from dstrial.dsat.worker.drift import Incumbent, drift_between, without_drift
+from dstrial.dsat.worker.mailbox import (
+    ANSWERS_NAME,
+    ORDERS_NAME,
+    answer_from_row,
+    book_from_notes,
+    notes_of,
+)
+from dstrial.dsat.worker.orders import Answer, Order, OrderBook
+from dstrial.errors import DstrialError
+from dstrial.local.json_files import read_json_lines, write_json_atomically
+
+HERE = Path(__file__).parent / "worked"
+DEADLINE_S = 280
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
+X: dict[str, Any] = {"stage": 2}
+OTHERS: list[dict[str, Any]] = [
+    {"stage": stage, **more}
+    for stage in (3, 0, 1, 2)
+    for more in ({}, {"reduce_bucket_size": 100_000}, {"overlap_comm": True})
+] + [
+    {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": False}, **more}
+    for stage in (1, 2, 3)
+    for more in ({}, {"reduce_bucket_size": 100_000})
+]
+OTHERS += [{"stage": 3, "stage3_param_persistence_threshold": 0}, {"stage": 3, "sub_group_size": 1000}]
+
+
+def _hparams(zero: dict[str, Any], fault: str = "") -> dict[str, Any]:
+    return {
+        "deepspeed_config": "ds.json",
+        "fault": fault,
+        "_dsat": {"max_s": 0.05, "window_s": 0.01, "min_windows": 2},
+        "overwrite_deepspeed_args": {
+            "zero_optimization": zero,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+        },
+    }
+
+
+class RunningWorker:
+    """A worker of two ranks, and its files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        config = {
+            "name": "worked",
+            "entrypoint": "worked_trials:WorkedTrial",
+            "hyperparameters": {"deepspeed_config": "ds.json", "fault": ""},
+            "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 10}},
+            "resources": {"slots_per_trial": 2},
+        }
+        (directory / "exp.yaml").write_text(yaml.safe_dump(config))
+        (directory / "ds.json").write_text(json.dumps(BASE))
+        (directory / "worked_trials.py").write_text((HERE / "worked_trials.py").read_text())
+        where = ["--config", "exp.yaml", "--context-dir", "."]
+        with (directory / "output.log").open("wb") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "dstrial.launch", "--slots", "2", *where),
+                    *("-m", "dstrial.dsat.worker", "--trial", "worked_trials:WorkedTrial", *where),
+                    *("--mailbox", str(directory)),
+                ],
+                cwd=directory,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def tell(self, book: OrderBook) -> None:
+        write_json_atomically(self.directory / ORDERS_NAME, book.to_json(), sync=False)
+
+    def answers(self, num: int) -> list[Answer]:
+        give_up_at_s = time.monotonic() + DEADLINE_S
+        path = self.directory / ANSWERS_NAME
+        while True:
+            lines = read_json_lines(path) if path.exists() else []
+            if len(lines) >= num:
+                return [Answer.from_json(line) for line in lines]
+            assert time.monotonic() < give_up_at_s, (self.directory / "output.log").read_text()[-4000:]
+            assert self.process.poll() is None, (self.directory / "output.log").read_text()[-4000:]
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[RunningWorker]:
+    running = RunningWorker(tmp_path)
+    yield running
+    if running.process.poll() is None:
+        running.process.terminate()
+        try:
+            running.process.wait(30)
+        except subprocess.TimeoutExpired:
+            running.process.kill()
+            running.process.wait()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
+    worker: RunningWorker,
+) -> None:
+    wanted = [_hparams(X), *(_hparams(zero) for zero in OTHERS), _hparams(X)]
+    faults = ["keeps memory", "out of memory", "", "hangs", "killed"]
+    wanted += [_hparams(X, fault) for fault in faults]
+    orders = [
+        Order(number, number, hparams, 15.0 if hparams["fault"] == "hangs" else DEADLINE_S, "latency")
+        for number, hparams in enumerate(wanted, 1)
+    ]
+    worker.tell(OrderBook(tuple(orders)))
+
+    answers = {answer.number: answer for answer in worker.answers(len(orders))}
+    worker.tell(OrderBook(results={}))
+
+    assert worker.process.wait(60) == 0
+    num_sound = len(wanted) - len(faults)
+    assert num_sound >= 22
+    sound = [answers[number] for number in range(1, num_sound + 1)]
+    assert [answer.outcome for answer in sound if not isinstance(answer.outcome, Measured)] == []
+    assert {(answer.generation, answer.respawned) for answer in sound} == {(1, "")}
+    alone, after_all = sound[0], sound[-1]
+    for name in ("num_tensors", "tensor_bytes", "num_groups", "num_threads", "num_files"):
+        assert {answer.details[name] for answer in sound} == {alone.details[name]}, name
+    for name in ("num_params", "train_batch_size", "activation_bytes_per_record"):
+        assert _value(after_all, name) == _value(alone, name)
+
+    keeps, oom, again, hangs, killed = (answers[num_sound + idx] for idx in range(1, len(faults) + 1))
+    assert isinstance(keeps.outcome, Measured)
+    assert keeps.respawned.startswith("rank 1 does not come back to what it was: ")
+    assert "tensor_bytes" in keeps.respawned
+    failure = _failure(oom)
+    assert (failure.kind, failure.rank, failure.phase) == (FailureKind.DEVICE_OOM, 1, "init")
+    assert failure.requested_bytes == 3 * 2**30
+    assert isinstance(again.outcome, Measured)
+    assert _failure(hangs).kind is FailureKind.TIMEOUT
+    assert _failure(killed).kind is FailureKind.HOST_OOM
+    assert _failure(killed).rank == 1
+    assert [one.generation for one in (keeps, oom, again, hangs, killed)] == [1, 2, 3, 3, 4]
+
+
+def _value(answer: Answer, name: str) -> float | None:
+    assert isinstance(answer.outcome, Measured)
+    return answer.outcome.value(name)
+
+
+def _failure(answer: Answer) -> Failure:
+    assert isinstance(answer.outcome, Failure)
+    return answer.outcome
+
+
+def test_orders_survive_as_notes_and_answers_as_a_row_of_metrics() -> None:
+    order = Order(3, 7, {"a": {"b": [1, None]}}, 120.0, "throughput")
+    book = OrderBook((order,), {"best_ds_config.json": "{}"})
+    assert book_from_notes(notes_of(book)) == book
+    assert book_from_notes("what I thought about this") == OrderBook()
+    with pytest.raises(DstrialError, match="no orders"):
+        book_from_notes(notes_of(book)[:-5])
+
+    for outcome in (Measured({"latency": 2.0}), Failure(FailureKind.DEVICE_OOM, "no room", "step", 5)):
+        answer = Answer(3, outcome, 1.5, 2, "out of memory", {"build_s": 0.1})
+        fields = answer.to_json()
+        row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
+        assert answer_from_row(row) == answer
+
+
+def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration() -> None:
+    best = Incumbent()
+    first = Measured({"latency": 100.0, "throughput": 10.0, "half_width": 0.01})
+    best.consider({"name": "first"}, first, "throughput")
+    now = Measured({"latency": 110.0, "throughput": 9.1, "half_width": 0.01})
+    challenger = Measured({"latency": 104.5, "throughput": 9.57, "half_width": 0.01, "num_params": 5.0})
+    assert best.is_worth_measuring_again(challenger, "throughput")
+    assert not best.is_worth_measuring_again(Measured({"throughput": 5.0}), "throughput")
+    assert not best.is_worth_measuring_again(Failure(FailureKind.TIMEOUT, ""), "throughput")
+
+    drift = drift_between(first, now)
+    corrected = without_drift(challenger, drift)
+
+    assert drift == pytest.approx(1.1)
+    assert corrected.metrics["latency"] == pytest.approx(95.0)
+    assert corrected.metrics["throughput"] == pytest.approx(10.527)
+    assert (corrected.metrics["num_params"], corrected.metrics["drift"]) == (5.0, pytest.approx(1.1))
+    best.consider({"name": "second"}, corrected, "throughput")
+    assert best.hparams == {"name": "second"}
+    within = dataclasses.replace(now, metrics={**now.metrics, "half_width": 0.1})
+    assert drift_between(first, within) == 1.0

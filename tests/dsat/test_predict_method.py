@@ -1,0 +1,210 @@
+"""predict: properties of the search on a formula, and what it does when things fail."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from surfaces import BASE, DEVICE_BYTES, SIZES, play, space, surface
+
+from dstrial.config import check_deepspeed
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.ceilings import ModelInfo
+from dstrial.dsat.gates import Gates
+from dstrial.dsat.inputs import PredictInputs, closed_form
+from dstrial.dsat.machine import DEVICES, nominal_machine
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.methods.method import MethodOptions, measures
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.plan import headline, make_plan, parse_bytes
+from dstrial.dsat.structures import Structures, positions
+
+INFO = ModelInfo(1.3e9, 1.3e9, 1.1e9, None)
+
+
+def inputs(capacity_bytes: float = DEVICE_BYTES) -> PredictInputs:
+    """What dry runs might say of the surface's model."""
+    structures = Structures(space())
+    runs = {
+        key: closed_form(
+            INFO, structures.setup(structure), flops_per_record=8e12, is_accumulating=is_accumulating
+        )
+        for key, (structure, is_accumulating) in structures.representatives().items()
+    }
+    return PredictInputs(runs, {}, nominal_machine(DEVICES["a100"], 8), capacity_bytes, False, "fake tensors")
+
+
+@given(num_parallel=st.integers(1, 3), max_trials=st.integers(1, 8))
+@settings(max_examples=5, deadline=None)
+def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its_limits(
+    num_parallel: int, max_trials: int
+) -> None:
+    searched = space()
+
+    played = play("predict", searched, num_parallel=num_parallel, max_trials=max_trials)
+
+    measured = [action.candidate for action in played.measured]
+    assert measured[0] == searched.own()
+    assert len({searched.identity(candidate) for candidate in measured}) == len(measured) <= max_trials
+    assert played.max_open <= num_parallel
+    for candidate in measured:
+        checked = check_deepspeed(searched.config(candidate), SIZES)
+        assert not checked.problems
+        assert checked.batch is not None
+        assert checked.batch.train_batch_size == BASE["train_batch_size"]
+    assert not played.finish.is_failure
+
+
+def test_it_comes_within_three_percent_in_a_few_trials_and_never_runs_out_of_memory() -> None:
+    exhaustive = max(
+        outcome.metrics["throughput"]
+        for structure in (
+            *Structures(space()).bases(),
+            *Structures(space()).neighbours(Structures(space()).own, 1.3e9),
+        )
+        for position in positions(space())
+        if isinstance(outcome := surface(space().candidate(structure, position)), Measured)
+    )
+
+    played = play("predict", max_trials=64)
+
+    rates = [
+        outcome.metrics["throughput"] if isinstance(outcome, Measured) else 0.0
+        for _, outcome in played.outcomes.values()
+    ]
+    assert max(rates[:4]) > 0.97 * exhaustive
+    assert max(rates) > 0.99 * exhaustive
+    assert played.oom_share == 0
+    assert len(rates) < 20
+
+
+def test_a_search_restored_before_every_result_asks_for_the_same() -> None:
+    assert play("predict", max_trials=6).actions == play("predict", max_trials=6, restart=True).actions
+
+
+def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> None:
+    searched = space()
+    method = search_method("predict", searched, MethodOptions("throughput"), Gates(searched), inputs())
+    (own,) = measures(method.start())
+    method.on_result(own.trial_id, surface(own.candidate))
+
+    snapshot = json.loads(json.dumps(method.snapshot()))
+
+    assert set(snapshot["forecasts"]) == {"1", "2"}
+    second = snapshot["forecasts"]["2"]
+    assert sum(second["parts"].values()) == pytest.approx(second["median_s"])
+    assert second["memory_phase"] in ("forward", "backward", "step")
+    assert snapshot["left"][0]["gain"] > 0.01
+
+
+def test_where_nothing_can_be_better_the_users_own_configuration_is_enough() -> None:
+    def flat(candidate: Candidate) -> Outcome:
+        found = surface(candidate)
+        if isinstance(found, Failure) or candidate.is_own:
+            return found
+        return Measured({**found.metrics, "throughput": 300.0, "latency": 256 / 300 * 1e6})
+
+    played = play("predict", outcome_of=flat)
+
+    assert len(played.measured) < 25
+    assert "nothing left" in played.finish.reason
+
+
+@pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.CANCELED])
+def test_an_error_of_the_users_ends_the_search_at_once(kind: FailureKind) -> None:
+    played = play(
+        "predict", outcome_of=lambda _one: Failure(kind, "ModuleNotFoundError: No module named 'x'")
+    )
+
+    assert len(played.measured) == 1
+    assert played.finish.is_failure
+
+
+def test_own_configuration_out_of_memory_is_followed_by_what_is_predicted_to_fit() -> None:
+    def small_device(candidate: Candidate) -> Outcome:
+        if candidate.is_own:
+            return Failure(FailureKind.DEVICE_OOM, "out of memory", "backward", 10**9, int(13e9))
+        return surface(candidate)
+
+    searched = space()
+    method = search_method("predict", searched, MethodOptions("throughput"), Gates(searched), inputs(14e9))
+    (own,) = measures(method.start())
+    (second,) = measures(method.on_result(own.trial_id, small_device(own.candidate)))
+
+    assert second.why == "predicted to fit"
+    plain = play("predict", outcome_of=small_device, max_trials=4)
+    assert plain.measured[1].candidate == searched.smallest()
+    assert not plain.finish.is_failure
+
+
+def test_a_refused_structure_is_not_tried_with_other_micro_batches() -> None:
+    def refuses(candidate: Candidate) -> Outcome:
+        if candidate.stage == 2:
+            return Failure(FailureKind.BAD_CONFIG, "no stage 2 today", "init")
+        return surface(candidate)
+
+    played = play("predict", outcome_of=refuses, max_trials=30)
+
+    tried = [(one.candidate.stage, one.candidate.settings) for one in played.measured]
+    refused = [one for one in tried if one[0] == 2]
+    assert len(refused) == len(set(refused))
+
+
+def test_lost_ranks_are_given_one_more_chance() -> None:
+    def lost(candidate: Candidate) -> Outcome:
+        return surface(candidate) if candidate.is_own else Failure(FailureKind.COMMUNICATION, "peer lost")
+
+    played = play("predict", outcome_of=lost, max_trials=5)
+
+    second, third = (one.candidate for one in played.measured[1:3])
+    assert second == third
+    assert played.measured[3].candidate != second
+
+
+def test_inputs_survive_json() -> None:
+    given_inputs = inputs()
+
+    assert PredictInputs.from_json(json.loads(json.dumps(given_inputs.to_json()))) == given_inputs
+
+
+def test_a_measurement_is_awaited_for_as_long_as_it_is_predicted_to_take() -> None:
+    played = play("predict", max_trials=3)
+
+    first, second = played.measured[:2]
+    assert first.predicted_s is None
+    assert second.predicted_s is not None
+    assert 30 < second.predicted_s < 300
+
+
+# ---- plan -------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_fits_what_lacks_how_much_and_what_is_fastest() -> None:
+    roomy, tight = make_plan(space(stages=(0, 1, 2, 3)), inputs(80e9)), make_plan(space(), inputs(3e9))
+
+    assert roomy.rows[0].fits
+    assert all(row.margin_bytes >= 0 for row in roomy.rows if row.fits)
+    assert [row.throughput for row in roomy.best] == sorted(
+        (row.throughput for row in roomy.best), reverse=True
+    )
+    assert roomy.best[0].throughput_low < roomy.best[0].throughput < roomy.best[0].throughput_high
+    assert not any(row.fits for row in tight.rows)
+    assert tight.best == ()
+    assert all(row.margin_bytes < 0 for row in tight.rows)
+    assert "do not fit on 8 x a100" in headline(tight, 8, "a100", 3e9)
+    assert json.loads(json.dumps(roomy.to_json()))["is_measured"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("80GiB", 80 * 2**30), ("24G", 24 * 10**9), ("512 MiB", 2**29), ("1000", 1000)]
+)
+def test_amounts_of_memory_are_read(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "lots", "0", "5 parsecs"])
+def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected 80GiB"):
+        parse_bytes(text)

@@ -1,0 +1,208 @@
+"""The report of a search that was played on a formula: its JSON, both renderings, and the live table."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from surfaces import play, space, surface
+
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.methods.method import Measure
+from dstrial.dsat.outcome import Failure, Measured, Outcome
+from dstrial.dsat.report import SearchFacts, report_document, write_report
+from dstrial.dsat.report.live import LiveTable
+from dstrial.dsat.results import TrialResult
+
+_PHASES = {"forward": 0.3, "backward": 0.6, "step": 0.05}
+
+
+def _outcome(candidate: Candidate) -> Outcome:
+    """The formula, with what a real measurement has besides."""
+    found = surface(candidate)
+    if isinstance(found, Failure):
+        return found
+    step_us = found.metrics["latency"]
+    more = {name: share * step_us for name, share in _PHASES.items()}
+    peak = 10e9 + 1.1e9 * candidate.batch.micro_batch_size + 1e9 * candidate.stage
+    return Measured({**found.metrics, **more, "half_width": 0.01, "peak_memory_bytes": peak})
+
+
+def _played(outcome_of: Callable[[Candidate], Outcome] = _outcome, max_trials: int = 16) -> list[TrialResult]:
+    searched = space()
+    played = play("asha", searched, outcome_of=outcome_of, max_trials=max_trials)
+    pairs: list[tuple[Measure, Outcome]] = list(played.outcomes.values())
+    return [
+        TrialResult(
+            one.trial_id, one.candidate, searched.describe(one.candidate), one.why, outcome, seconds=60.0
+        )
+        for one, outcome in pairs
+    ]
+
+
+def _facts(**changes: Any) -> SearchFacts:
+    usual: dict[str, Any] = {
+        "name": "gpt <1>",
+        "method": "asha",
+        "metric": "throughput",
+        "reason": "all trials completed",
+        "is_finished": True,
+        "num_slots": 8,
+    }
+    return SearchFacts(**{**usual, **changes})
+
+
+def _document(**changes: Any) -> dict[str, Any]:
+    return report_document(_facts(**changes), space(), _played())
+
+
+class _Links(HTMLParser):
+    """Everything that a browser would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset")]
+        self.found += [tag] if tag in ("script", "link", "img", "iframe") else []
+
+
+def test_the_report_names_best_own_gain_and_the_next_three_and_survives_json() -> None:
+    document = _document()
+
+    assert json.loads(json.dumps(document)) == document
+    values = {row["trial_id"]: row["value"] for row in document["trials"] if row["value"] is not None}
+    best, own = document["best"], document["own"]
+    assert values[best] == max(values.values())
+    assert document["gain"] == pytest.approx(values[best] / values[own] - 1)
+    others = sorted((value for trial_id, value in values.items() if trial_id != best), reverse=True)
+    assert [values[trial_id] for trial_id in document["runners_up"]] == others[:3]
+    assert document["best_config"]["train_batch_size"] == 256
+    assert sum(one["count"] for one in document["failures"]) == len(document["trials"]) - len(values)
+
+
+def test_no_configuration_beats_one_of_the_pareto_front_in_throughput_and_memory() -> None:
+    document = _document()
+    rows = {row["trial_id"]: row for row in document["trials"]}
+
+    for trial_id in document["pareto"]:
+        mine = rows[trial_id]
+        assert not [
+            row
+            for row in rows.values()
+            if row["throughput"]
+            and row["memory_bytes"] < mine["memory_bytes"]
+            and row["throughput"] > mine["throughput"]
+        ]
+    assert document["best"] in document["pareto"]
+
+
+def test_shares_of_a_step_add_up_to_it_and_idle_time_is_what_no_prediction_explains() -> None:
+    parts = {
+        "compute": 0.04,
+        "overhead": 0.01,
+        "transfer": 0.02,
+        "calls": 0.0,
+        "optimizer": 0.005,
+        "host_optimizer": 0.0,
+        "host_copies": 0.0,
+    }
+    trials = _played()
+    forecasts = {str(trial.trial_id): {"median_s": 1.0, "parts": parts} for trial in trials}
+    document = report_document(_facts(snapshot={"forecasts": forecasts}), space(), trials)
+
+    assert {one["trial_id"] for one in document["step_time"]} == {document["own"], document["best"]}
+    for one in document["step_time"]:
+        for kind in ("measured", "explained"):
+            assert sum(one[kind].values()) == pytest.approx(one["step_s"])
+        assert one["explained"]["compute"] == pytest.approx(0.05)
+        assert one["explained"]["idle"] == pytest.approx(one["step_s"] - 0.075)
+
+
+def test_a_knobs_worth_is_the_best_that_was_measured_with_each_of_its_values() -> None:
+    document = _document()
+    (stages,) = [one for one in document["sensitivity"] if one["knob"] == "ZeRO stage"]
+    rows = [row for row in document["trials"] if row["value"] is not None]
+    top = max(row["value"] for row in rows)
+
+    for level in stages["values"]:
+        best = max(row["value"] for row in rows if row["stage"] == level["value"])
+        assert level["loss"] == pytest.approx(1 - best / top)
+
+
+def test_what_is_missing_for_a_larger_micro_batch_is_told_in_bytes() -> None:
+    document = _document()
+    best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
+    need = next(one for one in document["needs"] if one["trial_id"] == document["best"])
+
+    more = need["micro_batch_size"] - best["micro_batch_size"]
+    assert need["missing_bytes"] == pytest.approx(best["memory_bytes"] + more * 1.1e9 - 40e9)
+
+
+def test_the_page_loads_nothing_and_both_renderings_say_the_same(tmp_path: Path) -> None:
+    document = write_report(tmp_path, _facts(), space(), _played())
+
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    links = _Links()
+    links.feed(page)
+    assert not links.found
+    assert "gpt &lt;1&gt;" in page
+    charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(charts) == 2
+    for chart in charts:
+        ElementTree.fromstring(chart)
+    for rendered in (page, text):
+        assert f"{document['gain']:+.1%} over your own" in rendered
+        assert "device out of memory" in rendered
+    assert json.loads((tmp_path / "report.json").read_text()) == document
+
+
+def test_a_search_in_which_nothing_was_measured_has_a_report_too(tmp_path: Path) -> None:
+    from dstrial.dsat.outcome import FailureKind
+
+    trials = _played(lambda _candidate: Failure(FailureKind.DEVICE_OOM, "out of memory"))
+    document = write_report(tmp_path, _facts(reason="nothing fits"), space(), trials)
+
+    assert document["best"] is None
+    assert "Nothing could be measured." in (tmp_path / "report.html").read_text()
+    assert "nothing fits" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(("half_width", "is_certain"), [(0.001, True), (0.5, False)])
+def test_a_gain_within_the_intervals_is_called_uncertain(
+    half_width: float, is_certain: bool, tmp_path: Path
+) -> None:
+    def wide(candidate: Candidate) -> Outcome:
+        found = _outcome(candidate)
+        return Measured({**found.metrics, "half_width": half_width}) if isinstance(found, Measured) else found
+
+    document = write_report(tmp_path, _facts(), space(), _played(wide))
+
+    assert document["is_gain_certain"] is is_certain
+    assert ("the gain is not certain" in (tmp_path / "report.md").read_text()) is not is_certain
+
+
+def test_the_live_table_shows_progress_the_best_so_far_and_the_time_left() -> None:
+    trials = _played(max_trials=4)
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    table = LiveTable("throughput", max_trials=10, budget_s=300, console=console)
+
+    with table:
+        table.tell("a line above")
+    console.print(table.drawn([*trials[:3], TrialResult(4, trials[3].candidate, "the fourth", "")], 60.0))
+
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "a line above" in shown
+    assert "3 of at most 10 trials" in shown
+    assert "at most 4m00s left" in shown
+    assert "best so far" in shown
+    assert "running" in shown

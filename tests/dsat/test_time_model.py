@@ -1,0 +1,188 @@
+"""Step times: what a dry run and a machine say, and what measurements change in it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dstrial.dsat.machine import DEVICES, Link, Machine, nominal_machine
+from dstrial.dsat.step_parts import PARTS, Setup, StepParts, step_parts
+from dstrial.dsat.time_model import TimeModel, TimePoint, Timing
+from dstrial.engine.dryrun.values import Collective, DryRunResult, Flops, Line, MemoryForm
+
+MACHINE = Machine(
+    flops_per_s=1e14,
+    operation_s=1e-5,
+    copy_bytes_per_s=1e12,
+    host_bytes_per_s=2e10,
+    host_copy_bytes_per_s=2e10,
+    collectives={"all_reduce": Link(1e-4, 1e10), "all_gather": Link(5e-5, 2e10)},
+    hides=0.5,
+)
+SETUP = Setup(2, 8, 5e8, 5e8, False, 0.0, False, 2)
+
+
+def dry_run(**more: object) -> DryRunResult:
+    fields = {
+        "device": MemoryForm((), 0.0),
+        "host": MemoryForm((), 0.0),
+        "parameters": 1_000_000_000,
+        "trainable_parameters": 1_000_000_000,
+        "inner_collectives": (Collective("all_reduce", 8, "reduce", 2, 2_000_000_000),),
+        "last_collectives": (
+            Collective("all_reduce", 8, "reduce", 2, 2_000_000_000),
+            Collective("all_gather", 8, "gather", 2, 2_000_000_000),
+        ),
+        "flops": Flops(Line(0.0, 1e13), Line(0.0, 1e13)),
+        "tokens": None,
+        "is_fake": True,
+        "is_linear": True,
+        "inner_operations": 1000,
+        "last_operations": 1500,
+    }
+    return DryRunResult(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def parts(setup: Setup = SETUP, micro: int = 4, accumulation: int = 4) -> dict[str, float]:
+    found = step_parts(dry_run(), MACHINE, setup, SETUP, micro_batch_size=micro, accumulation=accumulation)
+    return {**found.named(), "hidden": found.hidden_s}
+
+
+def test_each_part_of_a_step_is_its_amount_over_its_rate() -> None:
+    found = parts()
+
+    assert found["compute"] == pytest.approx(4 * 4 * 1e13 / 1e14)
+    assert found["unfilled"] == pytest.approx(4 * 1e13 / 1e14)
+    assert found["overhead"] == pytest.approx((3 * 1000 + 1500) * 1e-5)
+    assert found["transfer"] == pytest.approx(4 * 2e9 / 1e10 + 2e9 / 2e10)
+    assert found["calls"] == pytest.approx(8 * 1e-4 + 2 * 5e-5)
+    assert found["optimizer"] == pytest.approx(30 * 1e9 / 8 / 1e12)
+    assert found["host_optimizer"] == found["host_copies"] == found["hidden"] == 0
+
+
+def test_smaller_buckets_are_more_calls_of_the_same_bytes() -> None:
+    import dataclasses
+
+    small = parts(dataclasses.replace(SETUP, reduce_elements=5e7))
+
+    assert small["transfer"] == parts()["transfer"]
+    assert small["calls"] - parts()["calls"] == pytest.approx(9 * 8 * 1e-4)
+
+
+def test_overlap_hides_communication_and_offload_moves_the_optimizer_to_the_host() -> None:
+    import dataclasses
+
+    overlapped = parts(dataclasses.replace(SETUP, is_overlapping=True))
+    offloaded = parts(dataclasses.replace(SETUP, host_share=1.0))
+
+    assert overlapped["transfer"] + overlapped["hidden"] == pytest.approx(parts()["transfer"])
+    assert overlapped["hidden"] == pytest.approx(0.5 * parts()["transfer"])
+    assert offloaded["optimizer"] == 0
+    assert offloaded["host_optimizer"] == pytest.approx(30 * 1e9 / 8 / 2e10)
+    assert offloaded["host_copies"] == pytest.approx(2 * 2 * 1e9 / 8 / 2e10)
+
+
+def test_a_machine_is_read_from_metrics_only_if_they_say_enough() -> None:
+    metrics = {
+        "machine_flops_per_s": 1e12,
+        "machine_operation_s": 1e-6,
+        "machine_copy_bytes_per_s": 1e10,
+        "machine_all_reduce_latency_s": 1e-4,
+        "machine_all_reduce_bytes_per_s": 1e9,
+        "throughput": 3.0,
+    }
+    machine = Machine.from_metrics(metrics)
+
+    assert machine is not None
+    assert machine.is_measured
+    assert machine.host_copy_bytes_per_s is None
+    assert machine.link("all_reduce") == Link(1e-4, 1e9)
+    assert machine.link("broadcast").seconds(5, 1e9) == (0.0, 0.0)
+    assert Machine.from_json(machine.to_json()) == machine
+    del metrics["machine_operation_s"]
+    assert Machine.from_metrics(metrics) is None
+
+
+def test_a_ring_sends_twice_as_much_for_an_all_reduce_and_a_network_is_slower_than_a_machine() -> None:
+    inside, across = (nominal_machine(DEVICES["h100"], ranks) for ranks in (8, 64))
+
+    assert inside.link("all_gather").bytes_per_s == pytest.approx(2 * inside.link("all_reduce").bytes_per_s)
+    assert across.link("all_gather").bytes_per_s < inside.link("all_gather").bytes_per_s
+    assert nominal_machine(DEVICES["h100"], 1).collectives == {}
+
+
+# ---- learning ---------------------------------------------------------------------------------
+
+
+def point(micro: int, stage: int = 2, bucket: float | None = None, total: int = 64) -> TimePoint:
+    accumulation = total // micro
+    seconds = [
+        0.02 * total,
+        0.02 * accumulation,
+        0.05 * accumulation,
+        0.1 * accumulation,
+        0.01 * accumulation,
+        0.02,
+        0.0,
+        0.0,
+    ]
+    if stage == 3:
+        seconds[3] *= 2
+    settings = () if bucket is None else (("zero_optimization.reduce_bucket_size", bucket),)
+    return TimePoint(StepParts(tuple(seconds)), stage, settings, micro)
+
+
+def truth(at: TimePoint, factors: tuple[float, ...]) -> float:
+    return sum(factor * seconds for factor, seconds in zip(factors, at.parts.seconds, strict=True))
+
+
+@given(st.lists(st.floats(0.6, 1.8), min_size=8, max_size=8))
+@settings(max_examples=15, deadline=None)
+def test_two_micro_batches_of_a_structure_give_its_curve(factors: list[float]) -> None:
+    timings = [Timing(point(size), truth(point(size), tuple(factors)), 0.005) for size in (2, 32)]
+    model = TimeModel(timings)
+
+    for size in (4, 8, 16):
+        (prediction,) = model.predict([point(size)])
+        assert prediction.median_s == pytest.approx(truth(point(size), tuple(factors)), rel=0.06)
+
+
+def test_measurements_narrow_their_own_structure_most_and_others_too() -> None:
+    before, after = TimeModel(), TimeModel([Timing(point(8), 3.0, 0.005)])
+
+    own, bucket, stage = after.predict([point(8), point(8, bucket=1e6), point(8, stage=3)])
+    assert own.median_s == pytest.approx(3.0, rel=0.01)
+    assert own.spread < bucket.spread < stage.spread < before.predict([point(8, stage=3)])[0].spread
+
+
+def test_a_doubtful_measurement_moves_little() -> None:
+    sure = [Timing(point(size), truth(point(size), (1.0,) * 8), 0.004) for size in (4, 16)]
+    doubted = TimeModel([*sure, Timing(point(8), 20.0, 1.0)])
+
+    (prediction,) = doubted.predict([point(8)])
+    assert prediction.median_s == pytest.approx(truth(point(8), (1.0,) * 8), rel=0.05)
+
+
+def test_parts_sum_to_the_predicted_time() -> None:
+    model = TimeModel([Timing(point(8), 3.0, 0.005)])
+
+    found = model.parts(point(4))
+    assert tuple(found) == PARTS
+    assert sum(found.values()) == pytest.approx(model.predict([point(4)])[0].median_s)
+
+
+def test_settings_that_proved_to_do_nothing_are_expected_to_do_nothing() -> None:
+    noise = random.Random(1)
+    timings = [
+        Timing(point(8, bucket=bucket), 3.0 * math.exp(noise.gauss(0, 0.002)), 0.004)
+        for bucket in (None, 1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 2e8)
+    ]
+
+    (first,) = TimeModel(timings[:1]).predict([point(8, bucket=1e9)])
+    (later,) = TimeModel(timings).predict([point(8, bucket=1e9)])
+    assert later.spread < 0.5 * first.spread
+    assert TimeModel(timings).scale < 1
