@@ -143,8 +143,16 @@ def _rank_variables(
         defaults["PYTHONUNBUFFERED"] = "1"
     if num_ranks * placement.num_nodes > 1:
         defaults["OMP_NUM_THREADS"] = "1"
+    if placement.num_nodes > 1:
+        defaults["DET_CHIEF_IP"] = placement.master_addr
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
-    return {**unset, **env, LAUNCHED_VARIABLE: "1", LAUNCHER_PID_VARIABLE: str(os.getpid())}
+    # What Determined's DistributedContext.from_deepspeed() reads beside torchrun's variables.
+    ours = {
+        "LOCAL_SIZE": str(num_ranks),
+        "CROSS_RANK": str(placement.node_rank),
+        "CROSS_SIZE": str(placement.num_nodes),
+    }
+    return {**ours, **unset, **env, LAUNCHED_VARIABLE: "1", LAUNCHER_PID_VARIABLE: str(os.getpid())}
 
 
 def _make_agent(

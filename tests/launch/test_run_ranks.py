@@ -98,3 +98,19 @@ def test_fewer_ranks_than_one_are_refused() -> None:
 
     with pytest.raises(LaunchError, match="number of ranks is 0; expected at least 1"):
         run_ranks([sys.executable], num_ranks=0)
+
+
+@pytest.mark.parametrize("maker", ["from_deepspeed", "from_torch_distributed"])
+def test_a_core_api_script_finds_its_ranks_as_under_determined(maker: str, tmp_path: Path) -> None:
+    from dstrial.launch import run_ranks
+
+    script = (
+        "from determined import core\n"
+        f"ranks = core.DistributedContext.{maker}()\n"
+        "print(ranks.allgather((ranks.rank, ranks.local_size, ranks.cross_size)))\n"
+        "ranks.close()\n"
+    )
+    outcome = run_ranks([sys.executable, "-c", script], num_ranks=2, log_dir=tmp_path)
+    assert outcome.exit_code == 0
+    for rank in range(2):
+        assert (tmp_path / f"rank_{rank}" / "stdout.log").read_text() == "[(0, 2, 1), (1, 2, 1)]\n"
