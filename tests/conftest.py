@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,6 +30,13 @@ _IMPORT_TIME_VARIABLES = {
 # Threads that a library keeps for the life of the process.
 _LIFELONG_TARGETS = "(_serve)"  # multiprocessing's sharer of file descriptors
 _LIFELONG_THREADS = ("pytest_timeout", "tqdm_monitor", "asyncio_", "Thread-pool")
+
+
+def pytest_configure() -> None:
+    """Let signals end the programs that tests start, though whoever started pytest in the background ignores them."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -65,9 +66,14 @@ def steps_left(session: api.Session, experiment_id: int) -> set[int]:
 
 
 def files_of_tensorboard(master: MasterForTest, experiment_id: int) -> list[Path]:
-    return list(
-        master.state.path.glob(f"checkpoints/*/tensorboard/experiment/{experiment_id}/**/*.tfevents*")
-    )
+    # os.walk, because a directory may go while it is looked at.
+    return [
+        Path(directory, name)
+        for experiment in master.state.path.glob(f"checkpoints/*/tensorboard/experiment/{experiment_id}")
+        for directory, _, names in os.walk(experiment)
+        for name in names
+        if ".tfevents" in name
+    ]
 
 
 def test_registered_checkpoints_outlive_every_policy_and_deletion(
