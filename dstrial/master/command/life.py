@@ -26,6 +26,14 @@ _STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
 
 def create(tx: Transaction, new: NewCommand) -> str:
     """Store a command, which starts as soon as there are slots for it, and return its task id."""
+    if new.parent_id is not None:
+        state = commands.require(tx.connection, new.parent_id, ("GENERIC",))["state"]
+        if state == "CANCELED" or state.startswith("STOPPING"):
+            raise RequestError(
+                400,
+                f"task {new.parent_id}, which is to be the parent, is {state}; expected one that was not ended. "
+                "Leave --parent out.",
+            )
     task_id = commands.insert(tx, new)
     if new.spec.exceeds_slots:
         text = (
@@ -250,12 +258,14 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     tx.publish("tokens", f"allocation:{allocation_id}")
     was_asked = row["kill_us"] is not None or row["preempt_us"] is not None
     is_failure = exit_.exit_code != 0 and not was_asked
+    # The master was killed between its row and its process.
+    is_unbegun = exit_.was_lost and row["state"] == "ASSIGNED" and not was_asked
     text = f"{command['description']} {'has failed' if is_failure else 'was terminated'}: {reason}"
     _say(tx, row["task_id"], allocation_id, text, "ERROR" if is_failure else "INFO")
     state = command["state"]
     if state in _STOPPING_END:
         _close(tx, command, _STOPPING_END[state], reason)
-    elif was_asked and command["is_pausable"]:
+    elif (was_asked and command["is_pausable"]) or (is_unbegun and row["run_id"] < 3):
         _publish(tx, row["task_id"])
     elif was_asked:
         _close(tx, command, "CANCELED", reason)

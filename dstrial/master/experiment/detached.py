@@ -144,12 +144,13 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
     return StartPoint(run_id, str(latest["uuid"]), int(latest["steps"]))
 
 
-def hear(tx: Transaction, trial: sqlite3.Row) -> None:
+def hear(tx: Transaction, trial: sqlite3.Row, *, is_current_run: bool = False) -> None:
     """Note a sign of life of a trial; one that had been given up goes on. Nothing happens to trials that are not detached."""
     if trial["heartbeat_us"] is None:
         return
     tx.execute("UPDATE trials SET heartbeat_us = ? WHERE id = ?", (now_us(), trial["id"]))
-    if trial["is_lost"]:
+    # A person's end is CANCELED. Another one may be that of an earlier run, whose script knows no better.
+    if trial["is_lost"] or (is_current_run and trial["state"] in ("COMPLETED", "ERROR")):
         _reopen(tx, trial)
         _say(tx, trial, f"trial {trial['id']} was heard of again")
 

@@ -64,7 +64,7 @@ def report_metrics(
     )
     tx.publish(f"trial:{trial_id}")
     trial = trial_rows.require(tx.connection, trial_id)
-    detached.hear(tx, trial)
+    detached.hear(tx, trial, is_current_run=True)
     if group == "validation":
         tx.publish(f"experiment:{trial['experiment_id']}")
         if trial["state"] in TERMINAL:

@@ -124,7 +124,7 @@ def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
         hook.chmod(0o600)
         hooks.append(f". {_quoted(str(hook))}")
     if (directory / "workdir" / _STARTUP_HOOK).is_file():
-        hooks.append(f". ./{_STARTUP_HOOK}")
+        hooks.append(f". {_quoted(str(directory / 'workdir' / _STARTUP_HOOK))}")
     if not hooks:
         return command
     shell = shutil.which("bash") or "sh"

@@ -106,7 +106,10 @@ async def _answer(reader: asyncio.StreamReader, scope: Scope, send: Send) -> Non
     parser = httptools.HttpResponseParser(answer)
     is_begun = False
     while not answer.is_complete:
-        data = await reader.read(_CHUNK_BYTES)
+        try:
+            data = await reader.read(_CHUNK_BYTES)
+        except OSError as error:
+            raise _broken(is_begun, "cut off") from error
         if data:
             try:
                 parser.feed_data(data)
@@ -125,8 +128,10 @@ async def _answer(reader: asyncio.StreamReader, scope: Scope, send: Send) -> Non
             break
     if not is_begun:
         raise _broken(is_begun, "nothing")
-    has_length = any(name.lower() == b"content-length" for name, _ in answer.headers)
-    if has_length and not answer.is_complete and scope["method"] != "HEAD":
+    tells_its_end = any(
+        name.lower() in (b"content-length", b"transfer-encoding") for name, _ in answer.headers
+    )
+    if tells_its_end and not answer.is_complete and scope["method"] != "HEAD":
         raise ServiceGoneError
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import json
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.datastructures import Headers
@@ -46,8 +47,13 @@ def tunnel_protocol(services: Services) -> type[asyncio.Protocol]:
 class _ServiceEnd(asyncio.Protocol):
     """The connection to the service."""
 
-    def __init__(self, tunnel: Tunnel) -> None:
+    def __init__(self, tunnel: Tunnel, begin: Callable[[asyncio.Transport], None]) -> None:
         self._tunnel = tunnel
+        self._begin = begin
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Here, since the service may speak before whoever has asked for the connection goes on.
+        self._begin(cast("asyncio.Transport", transport))
 
     def data_received(self, data: bytes) -> None:
         self._tunnel.from_service(data)
@@ -162,19 +168,30 @@ class Tunnel(asyncio.Protocol):
         self._task_id = service.task_id
         self._services.activity.touch(service.task_id)
         try:
-            upstream, _ = await asyncio.get_running_loop().create_connection(
-                lambda: _ServiceEnd(self), "127.0.0.1", service.port
+            await asyncio.get_running_loop().create_connection(
+                lambda: _ServiceEnd(self, functools.partial(self._begin, service, lines[0], raw)),
+                "127.0.0.1",
+                service.port,
             )
         except OSError as error:
             raise RequestError(
                 503,
                 f"port {service.port} of task {service.task_id} does not answer; expected its service. Try again.",
             ) from error
+
+    def _begin(
+        self,
+        service: named.Service,
+        line: bytes,
+        raw: list[tuple[bytes, bytes]],
+        upstream: asyncio.Transport,
+    ) -> None:
+        """Tie the two connections, before the service says anything."""
         if self._transport is None:
             upstream.close()
             return
         if service.is_tcp:
-            key = headers.get("sec-websocket-key", "").encode()
+            key = Headers(raw=raw).get("sec-websocket-key", "").encode()
             self._frames = FrameReader()
             self._transport.write(
                 b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -182,7 +199,7 @@ class Tunnel(asyncio.Protocol):
             )
         else:
             kept = named.forwarded(((name.lower(), value) for name, value in raw), is_upgrade=True)
-            upstream.write(b"\r\n".join([lines[0], *(b"%b: %b" % header for header in kept), b"", b""]))
+            upstream.write(b"\r\n".join([line, *(b"%b: %b" % header for header in kept), b"", b""]))
         self._upstream = upstream
         if self._early:
             self._to_service(bytes(self._early))

@@ -86,7 +86,7 @@ class Scheduler:
         self._terminated: set[str] = set()
         self._commands = CommandWatch(services)
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
-        self._told: dict[int, tuple[int, int]] = {}
+        self._told: dict[int | str, tuple[int, int]] = {}
         self._fitting: dict[int, tuple[tuple[int, int, int], int | None]] = {}
         self._is_draining = False
         self._is_stopping = False
@@ -155,6 +155,18 @@ class Scheduler:
             text += f", for its checkpoint cannot go on with fewer: {why}"
         logger.warning("trial %d: %s", row["id"], text)
         self._database.write(lambda tx: add_master_line(tx, row["task_id"], row["id"], text, level="WARNING"))
+
+    def _tell_command_waits(self, row: sqlite3.Row, num_slots: int) -> None:
+        """Say in its log that a command needs more slots than there are."""
+        wanted, task_id = row["num_slots"], row["task_id"]
+        if wanted <= num_slots or self._told.get(task_id) == (wanted, num_slots):
+            return
+        self._told[task_id] = (wanted, num_slots)
+        text = (
+            f"it needs {wanted} slots and waits; this master has {num_slots}. Start it again with at least {wanted} "
+            "(`dstrial up --slots`), or enable the slots that are off"
+        )
+        self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
 
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
         """Free all slots and end; experiments stay as they are and go on at the next start.
@@ -332,6 +344,8 @@ class Scheduler:
             off = disabled(connection, {slot.id for slot in self._services.slots})
             enabled = {slot.id for slot in self._services.slots if slot.id not in off}
             trials = self._waiting(connection, rows, len(enabled))
+        for row in others:
+            self._tell_command_waits(row, len(enabled))
         waiting = _by_urgency(
             [*zip(rows, trials, strict=True)],
             [(row, Waiting(row["task_id"], 0, row["num_slots"], None)) for row in others],
