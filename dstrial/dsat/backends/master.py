@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from determined.common.api import authentication, bindings, errors
-from determined.common.experimental.experiment import Experiment, ExperimentState
+from determined.experimental.client import Experiment, ExperimentState
 from determined.experimental import Determined
 
 from dstrial.dsat.backends.backend import Ended

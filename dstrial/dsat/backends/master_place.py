@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
-from determined.common.experimental.experiment import Experiment, ExperimentState
+from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.dsat.backends.master import RUNS, MasterBackend
 from dstrial.dsat.backends.worker import Gone
