@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from determined.common.api import authentication, bindings, errors
-from determined.experimental.client import Experiment, ExperimentState
 from determined.experimental import Determined
+from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.dsat.backends.backend import Ended
 from dstrial.dsat.outcome import Failure, FailureKind, Outcome, failure_from_log, outcome_from_json
