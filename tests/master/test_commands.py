@@ -19,7 +19,10 @@ from lomond import events
 from submitting import config, submit, wait_until
 from tasks_here import DEADLINE_S, TasksHere, free_port, wait_for
 
+from dstrial.master.command import life
 from dstrial.master.login import USERNAME
+from dstrial.master.proxy.frames import BINARY, CLOSE, NORMAL, frame
+from dstrial.master.store.database import Database, Transaction
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
@@ -63,6 +66,43 @@ while True:
     while data := connection.recv(65536):
         connection.sendall(data)
     connection.close()
+"""
+ABRUPT = """
+import http.server, socket, struct, sys, threading
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        kind = self.path.rsplit("/", 1)[1]
+        if kind == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.rfile.close()
+            self.wfile.close()
+            self.connection.close()
+            self.close_connection = True
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"5\\r\\nbegun\\r\\n")
+        if kind == "whole":
+            self.wfile.write(b"0\\r\\n\\r\\n")
+        self.close_connection = True
+
+    def finish(self):
+        if not self.wfile.closed:
+            super().finish()
+
+def greet():
+    listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+    while True:
+        connection, _ = listener.accept()
+        connection.sendall(b"220 welcome")
+        connection.close()
+
+threading.Thread(target=greet, daemon=True).start()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
@@ -308,6 +348,93 @@ def test_a_tunnel_of_the_det_command_carries_bytes_to_a_tcp_port(det: TasksHere,
         det.ok("command", "kill", task_id)
 
     assert bytes(received) == data
+
+
+def test_a_service_that_speaks_first_or_breaks_off_is_told_as_it_is(det: TasksHere, tmp_path: Path) -> None:
+    port, greeting_port, context = free_port(), free_port(), tmp_path / "context"
+    context.mkdir()
+    (context / "abrupt.py").write_text(ABRUPT)
+    offered = [{"proxy_port": port}, {"proxy_port": greeting_port, "proxy_tcp": True}]
+    ports = {"resources.slots": 0, "environment.proxy_ports": offered}
+    words = (sys.executable, "abrupt.py", str(port), str(greeting_port))
+    task_id = det.run("--context", str(context), *words, **ports)
+    path = f"/proxy/{task_id}:{port}"
+    wait_for(lambda: _send(det, "GET", f"{path}/whole", b"")[0] == 200, "the server")
+    wait_for(lambda: _listens(greeting_port), "the other server")
+
+    assert _send(det, "GET", f"{path}/whole", b"")[::2] == (200, b"begun")
+    with pytest.raises(http.client.IncompleteRead):
+        _send(det, "GET", f"{path}/cut", b"")
+    status, _, content = _send(det, "GET", f"{path}/reset", b"")
+    assert (status, b"expected HTTP" in content) == (503, True)
+
+    for _ in range(50):
+        head, said = _first_words(det, f"/proxy/{task_id}:{greeting_port}/")
+        assert head.startswith(b"HTTP/1.1 101 ")
+        assert said == frame(BINARY, b"220 welcome") + frame(CLOSE, NORMAL.to_bytes(2, "big"))
+    det.ok("command", "kill", task_id)
+
+
+def _first_words(det: TasksHere, path: str) -> tuple[bytes, bytes]:
+    """Open a WebSocket, and return the head of the answer and everything behind it."""
+    port = det.master.record.port
+    request = (
+        f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nAuthorization: Bearer {det.token}\r\n"
+        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    received = bytearray()
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+        connection.sendall(request.encode())
+        while data := connection.recv(65536):
+            received += data
+    head, _, rest = bytes(received).partition(b"\r\n\r\n")
+    return head, rest
+
+
+def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -> None:
+    slot = _switched_off(det)
+    try:
+        task_id = det.run("echo", "done")
+        told = "it needs 1 slots and waits; this master has 0"
+        wait_for(lambda: told in det.ok("command", "logs", task_id), "the line in its log")
+        # The queue is looked at again, and nothing is said a second time.
+        det.wait(det.run("true", **{"resources.slots": 0}), "TERMINATED")
+    finally:
+        det.session.post(f"{slot}/enable")
+
+    det.wait(task_id, "TERMINATED")
+    assert det.log(task_id) == ["done"]
+    assert det.ok("command", "logs", task_id).count("and waits") == 1
+
+
+def _switched_off(det: TasksHere) -> str:
+    """Disable the slot, and return its path."""
+    (agent,) = det.session.get("api/v1/agents").json()["agents"]
+    slot = f"api/v1/agents/{agent['id']}/slots/0"
+    det.session.post(f"{slot}/disable", json={})
+    return slot
+
+
+def test_a_command_whose_master_was_killed_before_its_process_began_begins_with_the_next(
+    det: TasksHere,
+) -> None:
+    _switched_off(det)
+    task_id, state = det.run("echo", "done"), det.master.state
+    det.master.kill()
+
+    def assign(tx: Transaction) -> None:
+        tx.execute("DELETE FROM disabled_slots")
+        directory = str(state.path / "allocations")
+        life.assign(tx, task_id, slots=[0], ports={}, resources_id="r", directory=directory, token_hashes={})
+
+    with contextlib.closing(Database(state.database_path)) as database:
+        database.write(assign)
+    det.master.up()
+
+    det.wait(task_id, "TERMINATED")
+    assert (det.log(task_id), det.command(task_id)["exitStatus"]) == (["done"], "exited with code 0")
+    assert "the master was killed before the process began" in det.ok("command", "logs", task_id)
 
 
 def _listens(port: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from determined.common.api import bindings
 
@@ -18,6 +18,9 @@ from dstrial.master.command import life
 from dstrial.master.model_definition import pack
 from dstrial.master.store import commands, projects
 from dstrial.master.store.commands import NewCommand
+
+if TYPE_CHECKING:
+    from dstrial.master.services import Services
 
 _KIND = ("GENERIC",)
 
@@ -71,10 +74,24 @@ async def _context(
                 400,
                 "inheritContext is true; expected a parentId with it, and no files. Pass --parent, and no --context.",
             )
-        return await services.read(commands.context, parent_id)
+        return await _kept_context(services, parent_id)
     if not files and forked_from is not None:
-        return await services.read(commands.context, forked_from)
+        return await _kept_context(services, forked_from)
     return await services.run(lambda: pack(files))
+
+
+async def _kept_context(services: Services, task_id: str) -> bytes:
+    """Return the files of another task, which go when its log does."""
+    tgz = await services.read(commands.context, task_id)
+    if not tgz:
+        days = services.settings.log_retention_days
+        kept = "" if days is None or days < 0 else f", now {days}"
+        raise RequestError(
+            400,
+            f"the context of task {task_id} is deleted; expected that of a task that ended within "
+            f"retention_policy.log_retention_days{kept} (the master's settings). Make the task anew with `det task create`.",
+        )
+    return tgz
 
 
 async def show_config(request: ApiRequest) -> dict[str, Any]:

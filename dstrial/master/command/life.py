@@ -21,6 +21,8 @@ from dstrial.master.store.logs import add_master_line
 STOP_TIMEOUT_S = 30
 """How long a process has to end after SIGTERM, seconds; it is killed then."""
 
+_UNBEGUN = "the master was killed before the process began"
+_MAX_UNBEGUN = 3
 _STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
 
 
@@ -31,16 +33,10 @@ def create(tx: Transaction, new: NewCommand) -> str:
         if state == "CANCELED" or state.startswith("STOPPING"):
             raise RequestError(
                 400,
-                f"task {new.parent_id}, which is to be the parent, is {state}; expected one that was not ended. "
-                "Leave --parent out.",
+                f"task {new.parent_id}, which is to be the parent, is {state}; expected one that nobody is "
+                "stopping or has stopped. Leave --parent out.",
             )
     task_id = commands.insert(tx, new)
-    if new.spec.exceeds_slots:
-        text = (
-            f"it needs {new.spec.num_slots} slots, more than this master has, and waits. Start the master again with as many "
-            "(`dstrial up --slots`)"
-        )
-        _say(tx, task_id, None, text, "WARNING")
     if new.spec.config["bind_mounts"]:
         text = "bind_mounts has no effect: the process runs on this machine itself, and sees the host_path as it is"
         _say(tx, task_id, None, text, "WARNING")
@@ -238,7 +234,7 @@ def _close(tx: Transaction, row: sqlite3.Row, state: str, exit_status: str) -> N
     if is_end:
         tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, row["task_id"]))
         if row["kind"] != "GENERIC":
-            # Generic tasks can be forked for ever.
+            # Generic tasks can be forked as long as logs are kept.
             tx.execute("DELETE FROM command_contexts WHERE task_id = ?", (row["task_id"],))
     _publish(tx, row["task_id"])
 
@@ -249,28 +245,34 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     if row["state"] == "TERMINATED":
         return
     command = commands.require(tx.connection, row["task_id"])
-    reason = _describe(row, exit_, command["stop_reason"])
+    was_asked = row["kill_us"] is not None or row["preempt_us"] is not None
+    is_unbegun = exit_.was_lost and row["state"] == "ASSIGNED" and not was_asked
+    reason = _UNBEGUN if is_unbegun else _describe(row, exit_, command["stop_reason"])
     tx.execute(
         "UPDATE allocations SET state = 'TERMINATED', end_us = ?, exit_code = ?, exit_reason = ? WHERE id = ?",
         (exit_.time_us, exit_.exit_code, reason, allocation_id),
     )
     tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
     tx.publish("tokens", f"allocation:{allocation_id}")
-    was_asked = row["kill_us"] is not None or row["preempt_us"] is not None
-    is_failure = exit_.exit_code != 0 and not was_asked
-    # The master was killed between its row and its process.
-    is_unbegun = exit_.was_lost and row["state"] == "ASSIGNED" and not was_asked
+    starts_again = is_unbegun and _num_unbegun(tx, row["task_id"]) < _MAX_UNBEGUN
+    is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
     text = f"{command['description']} {'has failed' if is_failure else 'was terminated'}: {reason}"
     _say(tx, row["task_id"], allocation_id, text, "ERROR" if is_failure else "INFO")
     state = command["state"]
     if state in _STOPPING_END:
         _close(tx, command, _STOPPING_END[state], reason)
-    elif (was_asked and command["is_pausable"]) or (is_unbegun and row["run_id"] < 3):
+    elif (was_asked and command["is_pausable"]) or starts_again:
         _publish(tx, row["task_id"])
     elif was_asked:
         _close(tx, command, "CANCELED", reason)
     else:
         _close(tx, command, "ERROR" if is_failure else "COMPLETED", reason)
+
+
+def _num_unbegun(tx: Transaction, task_id: str) -> int:
+    """Return how many allocations of a command ended before their process began."""
+    count = "SELECT COUNT(*) FROM allocations WHERE task_id = ? AND exit_reason = ?"
+    return int(tx.execute(count, (task_id, _UNBEGUN)).fetchone()[0])
 
 
 def _describe(row: sqlite3.Row, exit_: AllocationExit, stop_reason: str | None) -> str:

@@ -149,9 +149,12 @@ def hear(tx: Transaction, trial: sqlite3.Row, *, is_current_run: bool = False) -
     if trial["heartbeat_us"] is None:
         return
     tx.execute("UPDATE trials SET heartbeat_us = ? WHERE id = ?", (now_us(), trial["id"]))
+    experiment = experiment_rows.require(tx.connection, trial["experiment_id"])
+    if experiment["state"] in DELETING:
+        return
     # A person's end is CANCELED. Another one may be that of an earlier run, whose script knows no better.
     if trial["is_lost"] or (is_current_run and trial["state"] in ("COMPLETED", "ERROR")):
-        _reopen(tx, trial)
+        _reopen(tx, trial, is_archived=bool(experiment["archived"]))
         _say(tx, trial, f"trial {trial['id']} was heard of again")
 
 
@@ -167,14 +170,16 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
         RequestError: 404 unknown, 400 not detached, or another state.
     """
     trial = trial_rows.require(tx.connection, trial_id)
-    _require(tx, trial["experiment_id"])
+    experiment = _require(tx, trial["experiment_id"])
     if state not in (None, "RUNNING", *_ENDS):
         raise RequestError(
             400,
             f"state is STATE_{state}; expected STATE_RUNNING, STATE_COMPLETED, STATE_CANCELED or STATE_ERROR. Send one of these.",
         )
     hear(tx, trial)
-    if state is None or state == "RUNNING" or (trial["state"] in TERMINAL and not trial["is_lost"]):
+    if state is None or state == "RUNNING" or experiment["state"] in DELETING:
+        return
+    if trial["state"] in TERMINAL and not trial["is_lost"]:
         return
     why = f"its script {_ENDS[state]}"
     _say(tx, trial, f"trial {trial_id} has ended: {why}", "ERROR" if state == "ERROR" else "INFO")
@@ -256,7 +261,7 @@ def _refuse_going(row: sqlite3.Row) -> None:
         )
 
 
-def _reopen(tx: Transaction, trial: sqlite3.Row) -> None:
+def _reopen(tx: Transaction, trial: sqlite3.Row, *, is_archived: bool = False) -> None:
     """Let a trial that has ended be active again, and its experiment with it."""
     tx.execute(
         "UPDATE trials SET state = 'ACTIVE', end_us = NULL, is_closed = 0, is_lost = 0 WHERE id = ?",
@@ -264,8 +269,8 @@ def _reopen(tx: Transaction, trial: sqlite3.Row) -> None:
     )
     tx.execute("UPDATE tasks SET end_us = NULL WHERE id = ?", (trial["task_id"],))
     tx.execute(
-        "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, archived = 0 WHERE id = ?",
-        (trial["experiment_id"],),
+        "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, archived = ? WHERE id = ?",
+        (is_archived, trial["experiment_id"]),
     )
     tx.publish(f"trial:{trial['id']}", f"experiment:{trial['experiment_id']}")
 

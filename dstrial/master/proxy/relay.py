@@ -129,7 +129,9 @@ async def _answer(reader: asyncio.StreamReader, scope: Scope, send: Send) -> Non
     if not is_begun:
         raise _broken(is_begun, "nothing")
     tells_its_end = any(
-        name.lower() in (b"content-length", b"transfer-encoding") for name, _ in answer.headers
+        name.lower() == b"content-length"
+        or (name.lower() == b"transfer-encoding" and b"chunked" in value.lower())
+        for name, value in answer.headers
     )
     if tells_its_end and not answer.is_complete and scope["method"] != "HEAD":
         raise ServiceGoneError

@@ -159,6 +159,8 @@ class Scheduler:
     def _tell_command_waits(self, row: sqlite3.Row, num_slots: int) -> None:
         """Say in its log that a command needs more slots than there are."""
         wanted, task_id = row["num_slots"], row["task_id"]
+        if wanted <= num_slots:
+            self._told.pop(task_id, None)
         if wanted <= num_slots or self._told.get(task_id) == (wanted, num_slots):
             return
         self._told[task_id] = (wanted, num_slots)

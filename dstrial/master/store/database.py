@@ -238,4 +238,18 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     if steps:
         folder = resources.files("dstrial.master.store")
         sql = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in steps)
+        if version == 1:
+            sql = f"{_missing_of_1(connection)} {sql}"
         connection.executescript(f"BEGIN; {sql} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+
+
+def _missing_of_1(connection: sqlite3.Connection) -> str:
+    """Return SQL for what a database of schema version 1 lacks if it is older than the last one of that version."""
+    steps = [
+        "CREATE TABLE IF NOT EXISTS trial_sources (checkpoint_uuid TEXT NOT NULL, "
+        "trial_id INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE, type TEXT NOT NULL, "
+        "PRIMARY KEY (checkpoint_uuid, trial_id, type)) WITHOUT ROWID;"
+    ]
+    if "per_batch" not in {row["name"] for row in connection.execute("PRAGMA table_info(metrics)")}:
+        steps.append("ALTER TABLE metrics ADD COLUMN per_batch TEXT;")
+    return " ".join(steps)

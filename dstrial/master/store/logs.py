@@ -223,7 +223,7 @@ def format_message(row: sqlite3.Row) -> str:
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:
-    """Delete the logs of trials and commands that ended longer ago than their logs are to be kept.
+    """Delete the logs of trials and commands that ended longer ago than their logs are to be kept, and what commands hold.
 
     Args:
         tx: the write.
@@ -240,9 +240,10 @@ def forget_old(tx: Transaction, default_days: int | None) -> int:
         f"AND {days} >= 0 AND trials.end_us < :now - {days} * :day)",
         values,
     )
+    ended = "SELECT task_id FROM commands WHERE end_us IS NOT NULL AND :default >= 0 AND end_us < :now - :default * :day"
     others = tx.execute(
-        "DELETE FROM logs WHERE trial_id IS NULL AND task_id IN (SELECT task_id FROM commands "
-        "WHERE end_us IS NOT NULL AND :default >= 0 AND end_us < :now - :default * :day)",
+        f"DELETE FROM logs WHERE trial_id IS NULL AND task_id IN ({ended})",  # noqa: S608 - a constant
         values,
     )
+    tx.execute(f"DELETE FROM command_contexts WHERE task_id IN ({ended})", values)  # noqa: S608 - a constant
     return cursor.rowcount + others.rowcount

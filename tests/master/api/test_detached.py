@@ -167,6 +167,67 @@ def test_what_a_person_has_ended_stays_ended(fresh_master: Master) -> None:
     assert state_of(fresh_master, number) == "CANCELED"
 
 
+@pytest.mark.parametrize("end", ["COMPLETED", "ERROR"])
+def test_the_late_end_of_an_earlier_script_does_not_close_the_current_run(
+    fresh_master: Master, end: str
+) -> None:
+    number = experiment(fresh_master)
+    one = trial(fresh_master, number)
+    started(fresh_master, one)
+    assert started(fresh_master, one)[0] == 2
+    assert say(fresh_master, one, end) == end
+
+    # Neither a heartbeat nor a report that is refused tells that the current run lives.
+    assert say(fresh_master, one, None) == end
+    assert "current run" in refused(fresh_master, "POST", f"/trials/{one}/metrics", report(1, 1, 1.0))
+    assert state_of(fresh_master, number) == end
+    send(fresh_master, "POST", f"/trials/{one}/metrics", report(2, 1, 0.5))
+
+    shown = send(fresh_master, "GET", f"/trials/{one}")["trial"]
+    assert (shown["state"], shown["endTime"], state_of(fresh_master, number)) == (
+        "STATE_RUNNING",
+        None,
+        "RUNNING",
+    )
+    assert shown["searcherMetricValue"] == 0.5
+    assert say(fresh_master, one, "COMPLETED") == "COMPLETED"
+    send(fresh_master, "POST", f"/trials/{one}/metrics", report(2, 1, 0.5))
+    assert state_of(fresh_master, number) == "COMPLETED", "a report that is sent again says nothing new"
+
+
+def test_a_report_does_not_undo_what_a_person_has_done(fresh_master: Master) -> None:
+    kept, going, failed, canceled = (experiment(fresh_master) for _ in range(4))
+    ones = {number: trial(fresh_master, number) for number in (kept, going, failed, canceled)}
+    for one in ones.values():
+        started(fresh_master, one)
+    send(fresh_master, "POST", f"/experiments/{canceled}/cancel")
+    fresh_master.services.database.write(lambda tx: detached.give_up_silent(tx, now_us()))
+    send(fresh_master, "POST", f"/experiments/{kept}/archive")
+    for number, state in ((going, "DELETING"), (failed, "DELETE_FAILED")):
+        fresh_master.change("UPDATE experiments SET state = ? WHERE id = ?", state, number)
+
+    for one in ones.values():
+        send(fresh_master, "POST", f"/trials/{one}/metrics", report(1, 1, 0.5))
+        say(fresh_master, one, None)
+
+    found = {row["id"]: row for row in fresh_master.rows("SELECT id, state, archived FROM experiments")}
+    assert [(found[number]["state"], found[number]["archived"]) for number in ones] == [
+        ("ACTIVE", 1),
+        ("DELETING", 0),
+        ("DELETE_FAILED", 0),
+        ("CANCELED", 0),
+    ]
+    for one in ones.values():
+        say(fresh_master, one, "COMPLETED")
+    found = {row["id"]: row for row in fresh_master.rows("SELECT id, state, archived FROM experiments")}
+    assert [(found[number]["state"], found[number]["archived"]) for number in ones] == [
+        ("COMPLETED", 1),
+        ("DELETING", 0),
+        ("DELETE_FAILED", 0),
+        ("CANCELED", 0),
+    ]
+
+
 @pytest.mark.parametrize("verb", ["pause", "activate"])
 def test_processes_of_others_are_not_the_masters_to_stop(fresh_master: Master, verb: str) -> None:
     number = experiment(fresh_master)

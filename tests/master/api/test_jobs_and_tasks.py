@@ -7,6 +7,8 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import Master
 
+from dstrial.master.store import logs
+
 pytestmark = pytest.mark.process
 
 
@@ -96,3 +98,33 @@ def test_the_one_workspace_and_its_project_are_found(session: api.Session) -> No
     assert bindings.get_GetProject(session, id=project.id).project.workspaceId == workspace.id
     assert bindings.get_GetWorkspace(session, id=workspace.id).workspace.numExperiments == 2
     assert list(bindings.get_GetWorkspaces(session, name="elsewhere").workspaces) == []
+
+
+def _task(master: Master, **fields: object) -> str:
+    body = {"config": "entrypoint: 'true'", **fields}
+    answer = master.send("POST", "/api/v1/generic-tasks", body, token="determined")
+    assert answer.status == 200, answer.content
+    return str(answer.json["taskId"])
+
+
+def test_a_task_is_forked_as_long_as_logs_are_kept(fresh_master: Master) -> None:
+    file = {
+        "path": "a.txt",
+        "type": 48,
+        "content": base64.b64encode(b"a").decode(),
+        "mtime": "0",
+        "mode": 384,
+    }
+    task_id = _task(fresh_master, contextDirectory=[file])
+    fresh_master.change("UPDATE commands SET state = 'COMPLETED', end_us = 1 WHERE task_id = ?", task_id)
+    fork = _task(fresh_master, forkedFrom=task_id)
+    fresh_master.services.database.write(lambda tx: logs.forget_old(tx, 1))
+
+    for fields in ({"forkedFrom": task_id}, {"parentId": task_id, "inheritContext": True}):
+        body = {"config": "entrypoint: 'true'", **fields}
+        answer = fresh_master.send("POST", "/api/v1/generic-tasks", body, token="determined")
+        assert answer.status == 400
+        assert f"the context of task {task_id} is deleted" in answer.error
+        assert "log_retention_days" in answer.error
+    _task(fresh_master, forkedFrom=task_id, contextDirectory=[file])
+    _task(fresh_master, forkedFrom=fork)

@@ -13,7 +13,7 @@ from dstrial.config.command import CommandKind, check_command
 from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.command import life
-from dstrial.master.launcher import AllocationExit
+from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import allocations, commands, logs, users
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Database
@@ -83,7 +83,9 @@ def test_a_process_that_ends_by_itself_ends_its_command(
     store: Store, code: int, was_lost: bool, state: str, status: str
 ) -> None:
     task_id = store.create("COMMAND")
-    store.end(store.assign(task_id), code, was_lost=was_lost)
+    allocation_id = store.assign(task_id)
+    store.do(life.started, allocation_id, SupervisorHandle(1, "0"))
+    store.end(allocation_id, code, was_lost=was_lost)
 
     assert (store.state(task_id), store.row(task_id)["exit_status"]) == (state, status)
     with store.database.read() as connection:
@@ -158,16 +160,72 @@ def test_those_that_a_task_has_made_are_found_and_so_is_the_first(store: Store) 
         assert [commands.root(connection, one) for one in (first, third, other)] == [first, first, other]
 
 
-def test_what_has_no_effect_or_waits_is_said_in_the_log(store: Store) -> None:
-    mount = {"host_path": "/a", "container_path": "/b"}
-    task_id = store.create(config={"resources": {"slots": NUM_SLOTS + 1}, "bind_mounts": [mount]})
+@pytest.mark.parametrize("stop", [life.kill, life.pause])
+def test_a_task_that_is_stopped_makes_no_other(store: Store, stop: Any) -> None:
+    parent = store.create()
+    allocation_id = store.assign(parent)
+    child = store.create(parent_id=parent)
+    store.do(stop, parent)
+    state = store.state(parent)
+    with pytest.raises(RequestError, match=f"is {state}; expected one that nobody is stopping"):
+        store.create(parent_id=parent)
+    store.end(allocation_id, 143)
 
-    assert "it needs 3 slots, more than this master has" in store.text(task_id)
+    if stop is life.kill:
+        with pytest.raises(RequestError, match="is CANCELED; expected one that nobody is stopping"):
+            store.create(parent_id=parent)
+    with store.database.read() as connection:
+        assert set(commands.tree(connection, parent)) == {parent, child}
+    assert store.state(store.create(forked_from=parent)) == "ACTIVE"
+
+
+def test_a_task_that_has_ended_by_itself_may_be_a_parent(store: Store) -> None:
+    parent = store.create()
+    store.end(store.assign(parent))
+
+    assert store.state(store.create(parent_id=parent)) == "ACTIVE"
+
+
+def test_a_process_that_never_began_is_tried_again_but_not_for_ever(store: Store) -> None:
+    task_id = store.create()
+    for _ in range(3):
+        allocation_id = store.assign(task_id)
+        store.do(life.pause, task_id)
+        store.end(allocation_id, 143)
+        store.do(life.unpause, task_id)
+    for run_id in (4, 5):
+        allocation_id = store.assign(task_id)
+        assert allocation_id == f"{task_id}.{run_id}"
+        store.end(allocation_id, 137, was_lost=True)
+        assert store.state(task_id) == "ACTIVE"
+    assert "the master was killed before the process began" in store.text(task_id)
+    assert "has failed" not in store.text(task_id)
+    store.end(store.assign(task_id), 137, was_lost=True)
+
+    assert store.state(task_id) == "ERROR"
+
+
+def test_a_process_that_is_lost_after_it_began_or_was_asked_to_end_is_not_tried_again(store: Store) -> None:
+    began, killed = store.create("COMMAND"), store.create("COMMAND")
+    allocation_id = store.assign(began)
+    store.do(life.started, allocation_id, SupervisorHandle(1, "0"))
+    store.end(allocation_id, 137, was_lost=True)
+    allocation_id = store.assign(killed)
+    store.do(life.kill, killed)
+    store.end(allocation_id, 137, was_lost=True)
+
+    assert (store.state(began), store.state(killed)) == ("ERROR", "CANCELED")
+
+
+def test_what_has_no_effect_is_said_in_the_log(store: Store) -> None:
+    mount = {"host_path": "/a", "container_path": "/b"}
+    task_id = store.create(config={"bind_mounts": [mount]})
+
     assert "bind_mounts has no effect" in store.text(task_id)
 
 
 def test_logs_of_commands_are_kept_as_long_as_those_of_trials(store: Store) -> None:
-    old, new = store.create("COMMAND"), store.create("COMMAND")
+    old, new, living = (store.create() for _ in range(3))
     for one in (old, new):
         store.end(store.assign(one))
     store.database.write(
@@ -176,6 +234,11 @@ def test_logs_of_commands_are_kept_as_long_as_those_of_trials(store: Store) -> N
         )
     )
     assert store.do(logs.forget_old, None) == 0
+    assert store.do(logs.forget_old, 3650) == 0
+    with store.database.read() as connection:
+        assert commands.context(connection, old) == b"files"
     assert store.do(logs.forget_old, 2) > 0
 
     assert (store.text(old), "exited with code 0" in store.text(new)) == ("", True)
+    with store.database.read() as connection:
+        assert [commands.context(connection, one) for one in (old, new, living)] == [b"", b"files", b"files"]

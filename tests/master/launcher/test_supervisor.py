@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from waiting import wait_for
 from dstrial.master import launcher
 from dstrial.master.launcher import AllocationExit, AllocationRequest, Slot, SupervisorHandle
 from dstrial.master.launcher.log_file import read_lines
+from dstrial.master.model_definition import pack
 
 pytestmark = pytest.mark.process
 
@@ -45,6 +47,20 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     for directory in directories:
         launcher.kill(launcher.find(directory), directory)
         launcher.remove(directory)
+
+
+def test_the_startup_hook_of_the_files_is_found_in_another_working_directory(
+    run: Callable[..., Started], tmp_path: Path
+) -> None:
+    hook = base64.b64encode(b"export FROM_HOOK=yes\n").decode()
+    files = pack([{"path": "startup-hook.sh", "type": 48, "content": hook, "mtime": "0", "mode": 0o600}])
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+
+    started = run("echo $FROM_HOOK; pwd", model_definition=files, working_directory=str(elsewhere))
+
+    assert ended(started).exit_code == 0
+    assert [text.strip() for _, text in printed(started[0])] == ["yes", str(elsewhere)]
 
 
 def ended(started: Started) -> AllocationExit:
