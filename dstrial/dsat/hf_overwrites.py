@@ -18,11 +18,13 @@ from typing import Any
 import determined as det
 
 from dstrial.checkpoint.saved_run import read_saved_run
+from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
 from dstrial.config.findings import Findings
 from dstrial.config.saved_run import SavedRun
 from dstrial.dsat.trainer_arguments import CONFIG_FLAG, ReconciledArguments, reconcile
+from dstrial.dsat.trainer_batch import MICRO_FLAG, STEPS_FLAG
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE
 from dstrial.local.resume import saved_run_to_resume
@@ -33,6 +35,7 @@ logger = logging.getLogger("dstrial.dsat")
 
 _OVERWRITE_KEY = "overwrite_deepspeed_args"
 _NUM_NAME_CHARS = 16
+_FLAG_BY_KEY = {"train_micro_batch_size_per_gpu": MICRO_FLAG, "gradient_accumulation_steps": STEPS_FLAG}
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
@@ -51,7 +54,8 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 
     Returns:
         New words, for ``HfArgumentParser.parse_args_into_dataclasses``; those of ``args`` where the hyperparameters name no
-        DeepSpeed config and overwrite none.
+        DeepSpeed config and overwrite none. Without any DeepSpeed config, overwrites of the batch alone set the two flags of
+        the batch: a Trainer without DeepSpeed keeps it in this way.
 
     Raises:
         ConfigError: with everything that cannot be settled: an unreadable DeepSpeed config, batch sizes without a solution,
@@ -60,6 +64,8 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
     Ranks: all, alike; no communication.
     Source: determined.pytorch.dsat.get_hf_args_with_overwrites (0.38.1).
     """
+    if _is_plain_batch(args, hparams):
+        return _with_batch(args, hparams[_OVERWRITE_KEY])
     source = _source(args, hparams)
     if source is None:
         return list(args)
@@ -123,6 +129,23 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def _is_plain_batch(args: Sequence[str], hparams: Mapping[str, Any]) -> bool:
+    """Whether there is no DeepSpeed config and the overwrites are nothing but a micro batch and an accumulation."""
+    overwrite = hparams.get(_OVERWRITE_KEY)
+    if hparams.get(MAIN_KEY) is not None or CommandLine.of(args).find(CONFIG_FLAG) is not None:
+        return False
+    if not isinstance(overwrite, Mapping) or not set(overwrite) <= set(BATCH_KEYS):
+        return False
+    return all(type(overwrite.get(key)) is int and overwrite[key] > 0 for key in _FLAG_BY_KEY)
+
+
+def _with_batch(args: Sequence[str], overwrite: Mapping[str, Any]) -> list[str]:
+    words = CommandLine.of(args)
+    for key, flag in _FLAG_BY_KEY.items():
+        words = words.with_value(flag, str(overwrite[key]))
+    return list(words.words)
 
 
 def _source(args: Sequence[str], hparams: Mapping[str, Any]) -> DeepSpeedSource | None:

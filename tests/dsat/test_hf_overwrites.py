@@ -72,6 +72,17 @@ def test_overwrites_alone_change_the_config_that_the_arguments_name(directory: P
     assert returned[1:3] == ["--per_device_train_batch_size", "2"]
 
 
+def test_a_kept_batch_without_any_deepspeed_config_sets_the_flags_of_the_batch() -> None:
+    kept = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    given = ["--per_device_train_batch_size=4", "--seed", "1"]
+
+    returned = dsat.get_hf_args_with_overwrites(given, {"overwrite_deepspeed_args": kept})
+
+    assert returned == [
+        "--per_device_train_batch_size=2", "--seed", "1", "--gradient_accumulation_steps", "4"
+    ]  # fmt: skip
+
+
 def test_contradictions_are_one_warning_of_rank_0(
     directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from dstrial.integrations.huggingface.batch import (
     kept_sizes,
     sizes_to_keep,
 )
+from dstrial.integrations.huggingface.context import _require_no_named_checkpoint
 from dstrial.integrations.huggingface.data_wait import STOPPING_WAIT_S, WAIT_S, DataWait
 from dstrial.integrations.huggingface.joint_stop import JointStop
 from dstrial.integrations.huggingface.lengths import TrainerLength, length_problems
@@ -270,6 +271,17 @@ def test_a_rank_that_does_not_say_where_it_is_is_named() -> None:
     with pytest.raises(RankTimeoutError, match="still without ranks 1, 2 after"):
         joint.beat()
     joint.close()
+
+
+def test_a_named_checkpoint_that_the_core_context_does_not_know_of_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DSTRIAL_RESUME", "/runs/one/checkpoints/c1")
+    monkeypatch.delenv("DSTRIAL_RUN_DIR", raising=False)
+    _require_no_named_checkpoint()
+    monkeypatch.setenv("DSTRIAL_RUN_DIR", "/runs/two")
+    with pytest.raises(ConfigError, match=r"DSTRIAL_RESUME is /runs/one.*Write `with dstrial\.integrations"):
+        _require_no_named_checkpoint()
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:

@@ -109,6 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """All runs of this module, in three launches because importing transformers takes seconds."""
     made = Runs(tmp_path_factory.mktemp("trainer"))
     new = made.settings
+    shared = str(made.directory / "output" / "shared")
     made.launch(
         1,
         new("alone-zero2", stage=2, micro=4),
@@ -123,6 +124,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("anywhere", steps=2, micro=4, storage=str(made.directory / "storage")),
         new("no-metric", searcher={"metric": "eval_accuracy"}, eval_steps=1, num_eval_sets=2, error=True),
         new("lengths", searcher=LENGTHS, error=True),
+        new("shared", steps=2, micro=4, eval_steps=None, output=shared),
+        new("shared-2", steps=2, micro=2, eval_steps=None, output=shared),
+        new("shared-3", steps=3, micro=2, eval_steps=None, output=shared, saves_at=2, is_plain=True),
+        new("epoch", pause_at=3, micro=4, options={"eval_strategy": "epoch"}),
+        new("started", pause_at=0, micro=4, options={"eval_on_start": True}),
+        new("no-latest", resume="latest", error=True),
         new("sets", eval_steps=3, num_eval_sets=2, is_plain=True, callback={"filter_metrics": ["set1"]}),
     )
     of_another_trial = made.of_another_trial("alone-zero2")
@@ -161,6 +168,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("zero2-another-batch", "zero2-paused", stage=2, resume="latest", error=True),
         new("zero2-unresumed", "zero2-paused", stage=2, micro=4, resume="latest", is_plain=True, error=True),
         new("weights-alone", micro=4, resume=of_another_trial, **STARTS),
+        new("weights-init", micro=4, has_model_init=True, resume=of_another_trial, **STARTS),
         new("weights-plain", is_plain=True, resume=of_another_trial, error=True),
     )
     return made
@@ -250,8 +258,28 @@ def test_a_step_that_is_saved_again_after_its_evaluation_leaves_its_checkpoint_a
         assert examine(found.path, needs_mark=True).is_whole
 
 
+def test_runs_that_write_into_one_directory_leave_each_others_checkpoints_as_they_were(runs: Runs) -> None:
+    for name, steps in (("shared", [2]), ("shared-2", [2]), ("shared-3", [2, 3])):
+        assert runs.steps_of_checkpoints(name) == steps
+        for found in list_checkpoints(runs.directories[name] / "checkpoints"):
+            assert examine(found.path, needs_mark=True).is_whole
+
+
+def test_a_run_that_is_stopped_evaluates_no_more(runs: Runs) -> None:
+    for name, step, evaluations in (("epoch", 3, 0), ("started", 1, 1)):
+        (fact,) = runs.facts[name]
+        assert (fact["ended_at"], fact["is_stopped"]) == (step, True)
+        assert fact["num_evaluations"] == evaluations
+
+
+def test_the_newest_checkpoint_of_a_run_without_one_is_not_there(runs: Runs) -> None:
+    (fact,) = runs.facts["no-latest"]
+    assert "CheckpointNotFoundError" in fact["error"]
+    assert "has no complete checkpoint; expected one to resume from" in fact["error"]
+
+
 def test_another_trials_checkpoint_gives_its_weights_and_counting_starts_at_0(runs: Runs) -> None:
-    for name, source in (("weights-zero3", "alone-zero2"), ("weights-alone", "ddp")):
+    for name, source in (("weights-zero3", "alone-zero2"), ("weights-alone", "ddp"), ("weights-init", "ddp")):
         evaluations = runs.evaluations(name)
         assert evaluations[0] == pytest.approx(runs.evaluations(source)[6], rel=1e-6)
         assert sorted(evaluations) == [0, 1]

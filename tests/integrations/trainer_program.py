@@ -6,6 +6,7 @@ in ``RUNS.json.<rank>``, one entry for each run.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -62,6 +63,8 @@ DEFAULTS: dict[str, Any] = {
     "run_dir": None,  # an existing run directory
     "resume": None,  # as DSTRIAL_RESUME
     "resume_step": None,  # go on from the checkpoint of this step in the run directory
+    "saves_at": None,  # a callback behind DetCallback asks for a save at this step
+    "has_model_init": False,  # whether the Trainer is given a function that makes its model
     "patience": None,  # of transformers' own callback that ends training early
     "options": {},  # more TrainingArguments
     "callback": {},  # more arguments of DetCallback
@@ -112,11 +115,25 @@ class Interruption(TrainerCallback):
             self.asked["pause_in_evaluation"] = None
             self.interrupt()
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.asked["pause_at"] == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_evaluations += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.facts["ended_at"] = state.global_step
+
+
+class Save(TrainerCallback):
+    """Asks for a save at one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step == self.step
 
 
 class Warnings(logging.Handler):
@@ -196,12 +213,15 @@ def run(asked: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
         interruption = Interruption(asked, callback, facts)
         is_slow = warnings.are_awaited if args.process_index == asked["slow_rank"] else None
         early = [EarlyStoppingCallback(asked["patience"])] if asked["patience"] else []
+        make = functools.partial(model, is_made_cut=asked["is_made_cut"])
+        made = {"model_init": lambda: make()} if asked["has_model_init"] else {"model": make()}
+        late = [] if asked["saves_at"] is None else [Save(asked["saves_at"])]
         trainer = Trainer(
-            model=model(is_made_cut=asked["is_made_cut"]),
+            **made,
             args=args,
             train_dataset=Records(40, is_slow),
             eval_dataset=evaluation_sets(asked),
-            callbacks=[*early, interruption, callback],
+            callbacks=[*early, interruption, callback, *late],
         )
         output = trainer.train() if asked["is_plain"] else huggingface.train(trainer, callback)
         facts |= {

@@ -116,18 +116,20 @@ class Beginning:
     def settle_best_model(self, state: TrainerState) -> None:
         """Forget where the best model lies if that directory was an earlier attempt's and is gone, which the Trainer expects.
 
-        Ranks: all, collectively (one exchange, only where there is a best model to go on from).
+        Ranks: all, collectively (one exchange, only where there is a checkpoint to go on from).
         """
         best = state.best_model_checkpoint
-        if self.checkpoint_path is None or best is None:
+        if self.checkpoint_path is None:
             return
-        if all(self._distributed.allgather(pathlib.Path(best).is_dir())):
+        # transformers 5 has forgotten it already on the ranks that do not see it.
+        found = self._distributed.allgather(None if best is None else pathlib.Path(best).is_dir())
+        if all(found) or all(one is None for one in found):
             return
         if self._distributed.rank == 0:
             logger.warning(
                 "the best model so far, %s, was an earlier attempt's file and is only among the stored checkpoints: it is not "
                 "loaded at the end unless a better one comes",
-                pathlib.Path(best).name,
+                "of an earlier attempt" if best is None else pathlib.Path(best).name,
             )
         state.best_model_checkpoint = None
 

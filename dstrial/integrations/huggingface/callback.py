@@ -97,6 +97,10 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         """Learn which Trainer it is; ``train`` of this package does so. Ranks: any."""
         self._attached.trainer = trainer
 
+    def prepare_save(self, args: TrainingArguments, step: int) -> None:
+        """Have the Trainer's directory of a step share no file with a checkpoint. Ranks: all, collectively."""
+        self._saving.prepare(args, step)
+
     def load_engine(self, engine: DeepSpeedEngine) -> None:
         """Load the checkpoint into an engine that was just made. Ranks: all, collectively."""
         self._beginning.load_engine(engine)
@@ -162,7 +166,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     ) -> None:
         """Report progress, and decide on all ranks whether to stop."""
         self._reporting.progress(state.global_step, state.max_steps)
-        if control.should_training_stop or state.global_step >= state.max_steps:
+        if self.is_stopped:
+            # In the evaluation before the first step, after which the Trainer trains one all the same.
+            self._stop(state, control)
+            self._skip_evaluation(args, state, control)
+        elif control.should_training_stop or state.global_step >= state.max_steps:
             self._finish(args, control)
         elif self._stopping.beat():
             self._stop(state, control)
@@ -182,9 +190,15 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control.should_training_stop = True
         control.should_save = state.global_step > self._saving.last_step
 
+    def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Leave out an evaluation of a stopped run, unless it is one that nobody makes up for later."""
+        if self._leaves_evaluation or not arguments.is_evaluation_due(args, state):
+            control.should_evaluate = False
+
     def _expect(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Get ready for what the Trainer does next: evaluate, save, or ask for a batch."""
-        if control.should_save or arguments.saves_best(args):
+        may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
+        if may_save or self._saving.is_stale(state.global_step):
             self._saving.prepare(args, state.global_step)
         if control.should_evaluate or control.should_save:
             self._wait.end()
@@ -268,6 +282,10 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             if self._has_finished and not self._reporting.is_validated(step):
                 control.should_evaluate |= self._attached.can_evaluate(args)
             control.should_save = True
+        if self.is_stopped:
+            # The Trainer takes a stop for the end of the epoch.
+            control.should_training_stop = True
+            self._skip_evaluation(args, state, control)
         if step == self._saving.last_step:
             control.should_save = False  # what is stored is not written a second time
         self._expect(args, state, control)

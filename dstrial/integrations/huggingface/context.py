@@ -18,10 +18,11 @@ from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, deepspeed_configs
 from dstrial.config.saved_run import RESUME_VARIABLE, SavedRun
+from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch import sizes_to_keep
 from dstrial.local.experiment_file import read_experiment
 from dstrial.local.mirror import MirroredTrainContext
-from dstrial.local.run_directory import REWRITE_VARIABLE
+from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
 from dstrial.loop.resumed_run import resumed_run, trial_id_of
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.stop import StopSignals
@@ -81,7 +82,14 @@ class TrialFacts:
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
-        """Return those of a core context, whoever made it. Ranks: all; no communication."""
+        """Return those of a core context, whoever made it.
+
+        Raises:
+            CheckpointNotFoundError: the newest checkpoint of a run was asked for, and it has none.
+            ConfigError: a checkpoint was named to ``dstrial run``, and the core context does not know of it.
+
+        Ranks: all, collectively (one broadcast, where the newest checkpoint was asked for).
+        """
         found: Surroundings | None = getattr(context, SURROUNDINGS_ATTRIBUTE, None)
         info = cluster_info() if found is None else found.info
         is_mirrored = isinstance(context.train, MirroredTrainContext)
@@ -93,9 +101,10 @@ class TrialFacts:
         latest = info.latest_checkpoint if info is not None else None
         if latest is None and (info is None or is_mirrored):
             latest = os.environ.get(RESUME_VARIABLE) or None
+        elif latest is None:
+            _require_no_named_checkpoint()
         if latest == "latest":
-            newest = context.checkpoint.newest() if hasattr(context.checkpoint, "newest") else None
-            latest = None if newest is None else str(newest.uuid)
+            latest = _newest_checkpoint(context)
         return cls(
             trial_id=trial_id_of(info, is_mirrored=is_mirrored),
             searcher={} if is_rewrite else exp_conf.get("searcher") or {},
@@ -105,6 +114,38 @@ class TrialFacts:
             signals=None if found is None else found.signals,
             is_rewrite=is_rewrite,
         )
+
+
+def _newest_checkpoint(context: core.Context) -> str:
+    found: str | None = None
+    if context.distributed.rank == 0 and hasattr(context.checkpoint, "newest"):
+        newest = context.checkpoint.newest()
+        found = None if newest is None else str(newest.uuid)
+    found = context.distributed.broadcast(found)
+    if found is None:
+        directory = getattr(context, "run_directory", None)
+        run = "the run" if directory is None else f"the run {directory.path}"
+        raise CheckpointNotFoundError(
+            f"{run} has no complete checkpoint; expected one to resume from. Start a new run, without resuming."
+        )
+    return found
+
+
+def _require_no_named_checkpoint() -> None:
+    """Refuse a core context that was made without us under ``dstrial run --resume``: it would begin afresh."""
+    named = os.environ.get(RESUME_VARIABLE)
+    if not named or not os.environ.get(RUN_DIR_VARIABLE):
+        return
+    raise ConfigError(
+        [
+            ConfigProblem(
+                RESUME_VARIABLE,
+                f"{named} with a core context of det.core.init(), which knows of no checkpoint",
+                "the core context of dstrial, which goes on from it",
+                "Write `with dstrial.integrations.huggingface.init() as core_context:`.",
+            )
+        ]
+    )
 
 
 def hyperparameters(
@@ -125,7 +166,9 @@ def hyperparameters(
         hparams: hyperparameters; those of the trial if left out. Not changed.
 
     Raises:
-        ConfigError: the ranks there are cannot share the batch evenly.
+        ConfigError: the ranks there are cannot share the batch evenly, or the core context does not know of the checkpoint that
+            ``dstrial run`` was given.
+        CheckpointNotFoundError: the newest checkpoint of a run was asked for, and it has none.
 
     Ranks: all, collectively (one broadcast, where there is a checkpoint to go on from).
     """

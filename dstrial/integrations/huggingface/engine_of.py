@@ -36,8 +36,9 @@ class EngineFinder:
 
     def _on_forward(self, module: torch.nn.Module, _args: Any) -> None:
         if isinstance(module, DeepSpeedEngine):
+            # Others, such as a teacher's in distillation, may be called before it.
             if module.module is self._model:
                 self._engine = module
-            self.close()
+                self.close()
         elif module is self._model:
             self.close()

@@ -39,8 +39,12 @@ class Saving:
         self._storing.begin(arguments.output_dir(args), state.global_step)
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Let the Trainer write its directory of a step. Ranks: all, collectively (an exchange if it was written before)."""
+        """Let the Trainer write its directory of a step. Ranks: all, collectively (one exchange)."""
         self._storing.prepare(arguments.output_dir(args), step)
+
+    def is_stale(self, step: int) -> bool:
+        """Whether the Trainer's directory of a step may share files with a checkpoint. Ranks: all, alike."""
+        return self._storing.is_stale(step)
 
     def now(
         self,

@@ -87,19 +87,23 @@ class Storing:
         gathered = self._distributed.allgather({one for one in found if one > step})
         self._stale_steps = frozenset().union(*gathered)
 
-    def prepare(self, output_dir: pathlib.Path, step: int) -> None:
-        """Give up the links of a directory that is about to be written again.
+    def is_stale(self, step: int) -> bool:
+        """Whether a directory of a step is known to share its files with a checkpoint, or may. Ranks: all, alike."""
+        return step in self._stale_steps
 
-        What they link to stays in its checkpoint. Ranks: all, collectively (one exchange, only for such a step).
+    def prepare(self, output_dir: pathlib.Path, step: int) -> None:
+        """Give up the links of a directory that is about to be written, whoever made them.
+
+        What they link to stays in its checkpoint. Ranks: all, collectively (one exchange).
         """
-        if step not in self._stale_steps:
-            return
         self._stale_steps -= {step}
         directory = output_dir / f"checkpoint-{step}"
         if self._distributed.local_rank == 0 and directory.is_dir():
             for path in sorted(directory.rglob("*")):
-                if path.is_file() and path.stat().st_nlink > 1:
-                    path.unlink()
+                # Another machine, or another trial with the same directory, may be at it too.
+                with contextlib.suppress(FileNotFoundError):
+                    if path.is_file() and path.stat().st_nlink > 1:
+                        path.unlink()
         self._distributed.allgather(None)
 
     def store(
@@ -161,9 +165,14 @@ class Storing:
         """Return how the engine's state lies in the directory; None where the Trainer saved the model only."""
         layout = collect_layout(engine, self._distributed.allgather)
         latest = directory / _LATEST_NAME
-        if not latest.is_file():
+        tag: str | None = None
+        if (
+            self._distributed.rank == 0 and latest.is_file()
+        ):  # which writes it, maybe where no other machine sees it
+            tag = latest.read_text(encoding="utf-8").strip()
+        tag = self._distributed.broadcast(tag)
+        if tag is None:
             return None
-        tag = latest.read_text(encoding="utf-8").strip()
         return dataclasses.replace(layout, folder=f"{directory.name}/{tag}")
 
     def _metadata(

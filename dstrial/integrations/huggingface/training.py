@@ -49,8 +49,10 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
     kwargs["resume_from_checkpoint"] = callback.checkpoint_path
     with contextlib.ExitStack() as stack:
         stack.callback(callback.close)
+        stack.enter_context(_preparing_saves(trainer, callback))
         if opened is not None and not opened.continues:
             load_weights(trainer.model, opened)
+            stack.enter_context(_without_model_init(trainer))
         elif opened is not None:
             stack.enter_context(_loading_through(trainer, callback))
         try:
@@ -65,6 +67,40 @@ def _output(step: int) -> TrainOutput:
     from transformers.trainer_utils import TrainOutput
 
     return TrainOutput(step, 0.0, {})
+
+
+@contextlib.contextmanager
+def _preparing_saves(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
+    """Let no save of the Trainer, whoever asked for it, write into a stored checkpoint while the block lasts.
+
+    Source: transformers 4.56 and 5.23 write ``checkpoint-<step>`` in ``Trainer._save_checkpoint``, called by all ranks.
+    """
+    had_own = "_save_checkpoint" in vars(trainer)
+    save = trainer._save_checkpoint
+
+    def prepare_and_save(*args: Any, **kwargs: Any) -> Any:
+        callback.prepare_save(trainer.args, int(trainer.state.global_step))
+        return save(*args, **kwargs)
+
+    trainer._save_checkpoint = prepare_and_save
+    try:
+        yield
+    finally:
+        if had_own:
+            trainer._save_checkpoint = save
+        else:
+            del trainer._save_checkpoint
+
+
+@contextlib.contextmanager
+def _without_model_init(trainer: Trainer) -> Iterator[None]:
+    """Keep the Trainer from making its model anew, which would lose the weights that it has taken over."""
+    model_init = trainer.model_init
+    trainer.model_init = None
+    try:
+        yield
+    finally:
+        trainer.model_init = model_init
 
 
 @contextlib.contextmanager
