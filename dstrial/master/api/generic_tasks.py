@@ -82,8 +82,8 @@ async def _context(
 
 async def _kept_context(services: Services, task_id: str) -> bytes:
     """Return the files of another task, which go when its log does."""
-    tgz = await services.read(commands.context, task_id)
-    if not tgz:
+    tgz = await services.read(commands.kept_context, task_id)
+    if tgz is None:
         days = services.settings.log_retention_days
         kept = "" if days is None or days < 0 else f", now {days}"
         raise RequestError(

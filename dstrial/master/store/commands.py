@@ -80,7 +80,8 @@ def insert(tx: Transaction, new: NewCommand) -> str:
         ),
     )
     tx.execute("INSERT INTO tasks (id, type, start_us) VALUES (?, ?, ?)", (task_id, new.kind, now))
-    if new.tgz:
+    if new.tgz or new.kind == "GENERIC":
+        # Of a generic task also for nothing: no row means that it is deleted, and the task cannot be forked.
         tx.execute("INSERT INTO command_contexts (task_id, tgz) VALUES (?, ?)", (task_id, new.tgz))
     return task_id
 
@@ -112,6 +113,12 @@ def context(connection: sqlite3.Connection, task_id: str) -> bytes:
     """Return what was sent along with a command, gzip tar; empty for nothing."""
     row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
     return b"" if row is None else bytes(row["tgz"])
+
+
+def kept_context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
+    """Return what was sent along with a generic task, gzip tar; None once it is deleted."""
+    row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
+    return None if row is None else bytes(row["tgz"])
 
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[sqlite3.Row]:
