@@ -213,8 +213,8 @@ def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[
 
 def _attempt(request: _Request, run_directory: RunDirectory) -> int:
     """Train in a run directory that this process owns, put the outcome on record and print it."""
-    from dstrial.cli.run_follow import noted_signals
     from dstrial.cli.run_submission import find_or_start_master
+    from dstrial.ranks.stop import noted_signals
 
     experiment, args = request.experiment, request.args
     num_slots = args.slots if args.slots is not None else experiment.slots_per_trial

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from dstrial.cli.run_submission import Master
 from dstrial.errors import MasterError, RequestError
@@ -75,24 +74,6 @@ class LogTail:
         elif row.rank is not None:
             self._is_in_report = False
         self._show(row.rank, row.stdtype or "stdout", row.text)
-
-
-@contextlib.contextmanager
-def noted_signals() -> Iterator[list[signal.Signals]]:
-    """Note SIGINT, SIGTERM and SIGHUP in a list while the block lasts, instead of being ended by them."""
-    noted: list[signal.Signals] = []
-
-    def note(number: int, _frame: object) -> None:
-        noted.append(signal.Signals(number))
-
-    before = {
-        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def follow(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from dstrial.dsat.arguments import PLAN
-from dstrial.dsat.driver import Driver, SearchEnd, noted_signals
+from dstrial.dsat.driver import Driver, SearchEnd
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.methods import search_method
@@ -22,6 +22,7 @@ from dstrial.dsat.report.live import LiveTable
 from dstrial.dsat.results import TrialResult, best_of, summary
 from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
 from dstrial.dsat.trial_config import full_config
+from dstrial.ranks.stop import noted_signals
 
 if TYPE_CHECKING:
     from dstrial.dsat.backends.backend import Backend

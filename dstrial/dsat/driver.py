@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.backends.backend import Backend, Ended
@@ -304,21 +303,3 @@ def _told(trial: TrialResult, metric: str) -> str:
     shown = "nothing" if value is None else f"{value:.5g}"
     within = "" if half_width is None else f" ± {half_width:.1%}"
     return f"trial {trial.trial_id} measured {metric} {shown}{within}"
-
-
-@contextlib.contextmanager
-def noted_signals() -> Iterator[list[signal.Signals]]:
-    """Note SIGINT, SIGTERM and SIGHUP in a list while the block lasts, instead of being ended by them."""
-    noted: list[signal.Signals] = []
-
-    def note(number: int, _frame: object) -> None:
-        noted.append(signal.Signals(number))
-
-    before = {
-        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,10 +1,12 @@
-"""Requests to stop, as a rank receives them: signals become a flag that the training loop polls."""
+"""Requests to stop: signals become a flag that a rank's training loop polls, or a list that a command reads."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -64,3 +66,25 @@ class StopSignals:
                 raise KeyboardInterrupt
         if self._requested is None:
             self._requested = signal.Signals(signal_number).name
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[signal.Signals]]:
+    """Note SIGINT, SIGTERM and SIGHUP in a list while the block lasts, instead of being ended by them.
+
+    For a command that starts or follows processes and decides itself what a request to stop means; ranks take
+    :class:`StopSignals`.
+    """
+    noted: list[signal.Signals] = []
+
+    def note(number: int, _frame: object) -> None:
+        noted.append(signal.Signals(number))
+
+    before = {
+        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -51,7 +51,10 @@ def _renewed(parameters: Any, renewed: Mapping[int, nn.Parameter]) -> Any:
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Let modules built in the block keep shapes and types of their parameters, without memory and initial values."""
+    """Let modules built in the block keep shapes and types of their parameters, without initial values.
+
+    The memory of a parameter is given back as soon as its module has it, before it is ever written.
+    """
     register = nn.Module.register_parameter
 
     def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

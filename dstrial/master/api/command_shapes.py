@@ -15,6 +15,7 @@ from dstrial.errors import RequestError
 from dstrial.master.api.frame import ApiRequest
 from dstrial.master.api.messages import page_of
 from dstrial.master.clock import format_us, now_us
+from dstrial.master.command import life
 from dstrial.master.store import commands, projects, templates, workspaces
 
 _SORTS: Mapping[str, Callable[[sqlite3.Row], Any]] = {
@@ -48,6 +49,30 @@ async def checked(
             template=template,
         )
     )
+
+
+async def one_of(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
+    """Return the command of this kind that the path names.
+
+    Raises:
+        RequestError: 404, there is none.
+    """
+    return await request.services.read(commands.require, request.path_params["task_id"], (kind,))
+
+
+async def killed(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
+    """Kill the command that the path names and return it; nothing happens to one that has ended."""
+    row = await one_of(request, kind)
+    await request.services.write(lambda tx: life.kill(tx, row["task_id"]))
+    return await one_of(request, kind)
+
+
+async def prioritised(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
+    """Give the command that the path names the priority of the body, 1 to 99, and return it."""
+    priority = request.body().required_integer("priority", 1, 99)
+    row = await one_of(request, kind)
+    await request.services.write(lambda tx: life.set_priority(tx, row["task_id"], priority))
+    return await one_of(request, kind)
 
 
 def warnings_of(spec: CommandConfig) -> list[str]:

@@ -16,7 +16,6 @@ from dstrial.master.model_definition import MAX_BYTES, pack
 from dstrial.master.store import commands
 from dstrial.master.store.commands import NewCommand
 
-_KIND = ("COMMAND",)
 MAX_BODY_BYTES = MAX_BYTES * 3 // 2
 """Largest body of a request that sends files along."""
 
@@ -51,25 +50,18 @@ async def list_commands(request: ApiRequest) -> dict[str, Any]:
 
 async def show(request: ApiRequest) -> dict[str, Any]:
     """``GET commands/{id}``."""
-    row = await request.services.read(commands.require, request.path_params["task_id"], _KIND)
+    row = await shapes.one_of(request, "COMMAND")
     return {"command": _json(request, row), "config": json.loads(row["config"])}
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:
-    """``POST commands/{id}/kill``; nothing happens to one that has ended."""
-    task_id = request.path_params["task_id"]
-    await request.services.read(commands.require, task_id, _KIND)
-    await request.services.write(lambda tx: life.kill(tx, task_id))
-    return {"command": _json(request, await request.services.read(commands.require, task_id))}
+    """``POST commands/{id}/kill``."""
+    return {"command": _json(request, await shapes.killed(request, "COMMAND"))}
 
 
 async def set_priority(request: ApiRequest) -> dict[str, Any]:
     """``POST commands/{id}/set_priority``."""
-    task_id = request.path_params["task_id"]
-    priority = request.body().required_integer("priority", 1, 99)
-    await request.services.read(commands.require, task_id, _KIND)
-    await request.services.write(lambda tx: life.set_priority(tx, task_id, priority))
-    return {"command": _json(request, await request.services.read(commands.require, task_id))}
+    return {"command": _json(request, await shapes.prioritised(request, "COMMAND"))}
 
 
 _ONE = "/commands/{task_id}"

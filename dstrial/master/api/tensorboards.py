@@ -18,8 +18,6 @@ from dstrial.master.model_definition import pack
 from dstrial.master.store import commands
 from dstrial.master.store.commands import NewCommand
 
-_KIND = ("TENSORBOARD",)
-
 
 def _json(request: ApiRequest, row: sqlite3.Row) -> dict[str, Any]:
     return message(
@@ -77,25 +75,18 @@ async def list_tensorboards(request: ApiRequest) -> dict[str, Any]:
 
 async def show(request: ApiRequest) -> dict[str, Any]:
     """``GET tensorboards/{id}``."""
-    row = await request.services.read(commands.require, request.path_params["task_id"], _KIND)
+    row = await shapes.one_of(request, "TENSORBOARD")
     return {"tensorboard": _json(request, row), "config": json.loads(row["config"])}
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:
-    """``POST tensorboards/{id}/kill``; nothing happens to one that has ended."""
-    task_id = request.path_params["task_id"]
-    await request.services.read(commands.require, task_id, _KIND)
-    await request.services.write(lambda tx: life.kill(tx, task_id))
-    return {"tensorboard": _json(request, await request.services.read(commands.require, task_id))}
+    """``POST tensorboards/{id}/kill``."""
+    return {"tensorboard": _json(request, await shapes.killed(request, "TENSORBOARD"))}
 
 
 async def set_priority(request: ApiRequest) -> dict[str, Any]:
     """``POST tensorboards/{id}/set_priority``."""
-    task_id = request.path_params["task_id"]
-    priority = request.body().required_integer("priority", 1, 99)
-    await request.services.read(commands.require, task_id, _KIND)
-    await request.services.write(lambda tx: life.set_priority(tx, task_id, priority))
-    return {"tensorboard": _json(request, await request.services.read(commands.require, task_id))}
+    return {"tensorboard": _json(request, await shapes.prioritised(request, "TENSORBOARD"))}
 
 
 _ONE = "/tensorboards/{task_id}"
