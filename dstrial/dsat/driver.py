@@ -21,7 +21,6 @@ from dstrial.errors import SearchError
 
 logger = logging.getLogger("dstrial.dsat")
 
-_POLL_S = 0.1
 _SHORTEST_DEADLINE_S = 120.0
 _DEADLINE_FACTOR = 5.0
 _DISK_RETRY_S = 10.0
@@ -55,6 +54,7 @@ class Driver:
         backend: makes the place where trials run, at the first trial that has to run.
         tell: prints a line for a person.
         show: is given the trials again and again while the search waits.
+        poll_s: how long it waits between two looks at the trials that run, seconds.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class Driver:
         backend: Callable[[], Backend],
         tell: Callable[[str], None],
         show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
+        *,
+        poll_s: float = 0.1,
     ) -> None:
         self._settings = settings
         self._record = record
@@ -73,6 +75,7 @@ class Driver:
         self._backend: Backend | None = None
         self._tell = tell
         self._show = show
+        self._poll_s = poll_s
         self._notes: list[str] = []
         self.trials: dict[int, TrialResult] = {}
         self._open: dict[int, Measure] = {}
@@ -134,7 +137,7 @@ class Driver:
             if self._end is not None:
                 return self._end
             self._show(list(self.trials.values()))
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
 
     # ---- what happens ----------------------------------------------------------------------------
 

@@ -138,13 +138,9 @@ def _run(
     signals: list[signal.Signals] = world.get("signals") or []
     with record.lock():
         method = search_method(settings.method, settings.space, settings.options, Gates(settings.space))
-        driver = Driver(settings, record, method, lambda: FormulaBackend(world, die_at), told.append)
+        backend = FormulaBackend(world, die_at)
+        driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
         return driver.run(signals), driver, told
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dstrial.dsat.driver._POLL_S", 0.0)
 
 
 def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experiment: Path) -> None:
