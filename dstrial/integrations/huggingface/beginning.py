@@ -127,9 +127,9 @@ class Beginning:
             return
         if self._distributed.rank == 0:
             logger.warning(
-                "the best model so far, %s, was an earlier attempt's file and is only among the stored checkpoints: it is not "
+                "the best model so far%s was an earlier attempt's file and is only among the stored checkpoints: it is not "
                 "loaded at the end unless a better one comes",
-                "of an earlier attempt" if best is None else pathlib.Path(best).name,
+                "" if best is None else f", {pathlib.Path(best).name},",
             )
         state.best_model_checkpoint = None
 

@@ -165,11 +165,9 @@ class Storing:
         """Return how the engine's state lies in the directory; None where the Trainer saved the model only."""
         layout = collect_layout(engine, self._distributed.allgather)
         latest = directory / _LATEST_NAME
-        tag: str | None = None
-        if (
-            self._distributed.rank == 0 and latest.is_file()
-        ):  # which writes it, maybe where no other machine sees it
-            tag = latest.read_text(encoding="utf-8").strip()
+        # DeepSpeed writes it on rank 0 only, maybe where no other machine sees it.
+        has_it = self._distributed.rank == 0 and latest.is_file()
+        tag: str | None = latest.read_text(encoding="utf-8").strip() if has_it else None
         tag = self._distributed.broadcast(tag)
         if tag is None:
             return None
