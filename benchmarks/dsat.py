@@ -12,6 +12,7 @@ Every search appends one line to ``--record``; searches that are there already a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from dsat_grid import CLOSE, RecordedGrid
+from dsat_grid import CLOSE, RecordedGrid, inputs_path
 from dsat_play import Cost, Opponents, Played, Problem, play_ours
 from dsat_standings import markdown, plot
 from dsat_surface_costs import activation_bytes_per_record
@@ -50,16 +51,20 @@ def problems(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
     if args.grid is not None:
         grid = RecordedGrid.read(args.grid)
         print(f"recorded grid: {grid.flatness}", file=sys.stderr)
-        yield "recorded grid", "fixed", GridCase(grid)
+        yield "recorded grid", "fixed", GridCase(grid, inputs_path(args.grid))
     for number, batch in itertools.product(args.workloads, args.batch):
         yield WORKLOADS[number].name, batch, SurfaceCase(WORKLOADS[number], batch == "free", args.dry_runs)
 
 
 class GridCase:
-    """A recorded grid with every seed."""
+    """A recorded grid with every seed, and the dry runs beside its file, if there are any."""
 
-    def __init__(self, grid: RecordedGrid) -> None:
+    def __init__(self, grid: RecordedGrid, inputs: Path) -> None:
         self._grid = grid
+        known = PredictInputs(is_cpu=True)
+        if inputs.exists():
+            known = PredictInputs.from_json(json.loads(inputs.read_text(encoding="utf-8")))
+        self._inputs = dataclasses.replace(known, capacity_bytes=grid.cap_bytes, is_cpu=True)
 
     def at(self, seed: int) -> tuple[Problem, float]:
         """Return the problem of a seed, and its best throughput."""
@@ -69,7 +74,7 @@ class GridCase:
             self._grid.ground(seed),
             int(header["ranks"]),
             float(header["num_params"]),
-            PredictInputs(capacity_bytes=self._grid.cap_bytes, is_cpu=True),
+            self._inputs,
             float(header["activation_bytes_per_record"]),
             self._grid.cap_bytes,
         )

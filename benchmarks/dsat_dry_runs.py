@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dsat_workloads import WORKLOADS, Workload
 
+from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.machine import DEVICES, nominal_machine
 from dstrial.dsat.prepare import dry_run_space
 from dstrial.dsat.space import Structure
@@ -35,9 +36,19 @@ if TYPE_CHECKING:
 _DEADLINE_S = 7200.0
 
 
-def inputs_of(workload: Workload, *, is_free: bool) -> dict[str, Any]:
-    """Return what ``predict`` starts from: dry runs, and what makers publish of the machine."""
+def inputs_of(workload: Workload, *, is_free: bool, known: PredictInputs | None = None) -> dict[str, Any]:
+    """Return what ``predict`` starts from: dry runs, and what makers publish of the machine.
+
+    Args:
+        workload: what is dry-run.
+        is_free: whether the global batch is free.
+        known: of the other kind of batch; what it has of the same keys is the same, for no batch size is in a dry run.
+    """
     space, machine = workload.space(free_batch=is_free), workload.machine
+    keys = Structures(space).representatives()
+    if known is not None and keys.keys() <= known.runs.keys():
+        runs = {key: known.runs[key] for key in keys}
+        return _with_machine(workload, dataclasses.replace(known, runs=runs, failures={}))
     model = workload.model
 
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
@@ -66,7 +77,12 @@ def inputs_of(workload: Workload, *, is_free: bool) -> dict[str, Any]:
             module_paths=(str(Path(__file__).resolve().parent),),
         )
 
-    found = dry_run_space(Structures(space), request_of, deadline_s=_DEADLINE_S)
+    return _with_machine(workload, dry_run_space(Structures(space), request_of, deadline_s=_DEADLINE_S))
+
+
+def _with_machine(workload: Workload, found: PredictInputs) -> dict[str, Any]:
+    """Return inputs with what makers publish of a workload's machine."""
+    machine = workload.machine
     device = DEVICES["a100" if machine.flops_per_s > 200e12 else "v100"]
     network = machine.network_bytes_per_s / machine.ranks_per_node if machine.num_nodes > 1 else 50e9
     nominal = nominal_machine(device, machine.num_ranks, network_bytes_per_s=network)
@@ -113,7 +129,11 @@ def main() -> None:
         if path.exists():
             continue
         began_s = time.monotonic()
-        found = inputs_of(WORKLOADS[number], is_free=batch == "free")
+        other = args.directory / f"{number}-{'fixed' if batch == 'free' else 'free'}.json"
+        known = None
+        if other.exists():
+            known = PredictInputs.from_json(json.loads(other.read_text(encoding="utf-8")))
+        found = inputs_of(WORKLOADS[number], is_free=batch == "free", known=known)
         path.write_text(json.dumps(found, indent=1), encoding="utf-8")
         print(
             f"{path}: {len(found['runs'])} runs, {len(found['failures'])} failures, {time.monotonic() - began_s:.0f} s",

@@ -15,6 +15,12 @@ from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.space import Space
 
 CLOSE = 0.97
+_BENCHMARKED = 2  # trials of a search that report what their machine can do, too
+
+
+def inputs_path(grid: Path) -> Path:
+    """Return where what ``predict`` starts from is kept beside a grid's file."""
+    return grid.with_name(f"{grid.stem}-inputs.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +136,8 @@ class RecordedGrid:
             f"{len(self.rows)} configurations, {len(values)} of them within {self.cap_bytes / 2**20:.0f} MiB; "
             f"{values[0]:.3g} to {values[-1]:.3g} samples/s, median {values[len(values) // 2]:.3g}; half of the 95 % "
             f"interval: median {widths[len(widths) // 2]:.1%}, worst {widths[-1]:.1%}; {close} cannot be told to be "
-            "more than 3 % below the best"
+            "more than 3 % below the best; repeats: "
+            f"{min(len(row.repeats) for row in self.rows)} to {max(len(row.repeats) for row in self.rows)}"
         )
 
 
@@ -151,6 +158,7 @@ class GridGround:
     def __init__(self, grid: RecordedGrid, seed: int) -> None:
         self._grid, self._seed = grid, seed
         self._count: dict[Candidate, int] = {}
+        self._num_told = 0
 
     def outcome(self, candidate: Candidate) -> Outcome:
         """Return one repeat of a configuration, or that it ran out of memory."""
@@ -161,7 +169,9 @@ class GridGround:
         count = self._count[candidate] = self._count.get(candidate, self._seed) + 1
         repeat = row.repeats[count % len(row.repeats)]
         memory = {"peak_memory_bytes": row.peak_bytes, "device_memory_bytes": self._grid.cap_bytes}
-        return Measured({**repeat, **memory})
+        self._num_told += 1
+        machine = self._grid.header.get("machine", {}) if self._num_told <= _BENCHMARKED else {}
+        return Measured({**repeat, **memory, **machine})
 
     def throughput(self, candidate: Candidate) -> float | None:
         """Return the median of a configuration."""

@@ -55,15 +55,15 @@ def peak_bytes(
             stack.enter_context(without_compiled_collectives(is_cpu=True))
         with (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-            _FreesElsewhere() as elsewhere,
+            FreesElsewhere() as elsewhere,
         ):
             workload.build(config, torch.device("cpu"))
             for _ in range(NUM_STEPS * config["gradient_accumulation_steps"]):
                 workload.train_micro_batch(micro_batch_size)
-    return _peak(profiler, elsewhere.changes)
+    return highest(profiler, elsewhere.changes)
 
 
-class _FreesElsewhere(TorchDispatchMode):  # type: ignore[misc]  # torch's class is untyped
+class FreesElsewhere(TorchDispatchMode):  # type: ignore[misc]  # torch's class is untyped
     """Notes what other threads free, of which the profiler knows nothing: gloo's own threads sometimes hold a tensor longest."""
 
     def __init__(self) -> None:
@@ -88,7 +88,13 @@ class _FreesElsewhere(TorchDispatchMode):  # type: ignore[misc]  # torch's class
             self.changes.append((time.time_ns(), -size))
 
 
-def _peak(profiler: Any, elsewhere: list[tuple[int, int]]) -> int:
+def highest(profiler: Any, elsewhere: list[tuple[int, int]]) -> int:
+    """Return the most bytes alive at once of those that were allocated while a profile was taken.
+
+    Args:
+        profiler: torch's, with memory events.
+        elsewhere: ``changes`` of ``FreesElsewhere``, entered at the same time.
+    """
     changes = sorted(
         [
             *elsewhere,

@@ -2,39 +2,49 @@
 
 Usage::
 
-    python benchmarks/record_dsat_grid.py FILE [--rounds 3] [--most-rounds 6] [--configurations N] [--seconds 1.0]
+    python benchmarks/record_dsat_grid.py FILE [--minutes 45] [--rounds 3] [--most-rounds 9] [--configurations N]
+        [--seconds 1.0] [--dry-runs-only]
 
 Every configuration of the grid is measured once per round, in an order that is shuffled anew for each; rounds are interleaved,
 so that what changes on the machine meanwhile spreads over all configurations. A configuration's interval is that of the
-median over its rounds; after ``--rounds`` rounds those whose interval is wider than 3 % either way get up to ``--most-rounds``.
-Each measurement runs the Meter of ``dstrial.dsat.trial`` on an engine of its own in living processes, replaced after
-30 engines. Peak bytes come from torch's profiler, once per configuration. The same command goes on where it was ended:
-``FILE.part`` holds one line per measurement, and FILE is written from it at the end of each round.
+median over its rounds. After ``--rounds`` rounds, while there is time, those are measured again whose interval is wider than
+3 % either way and which may be within 3 % of the best; what is surely worse needs no narrower one. No measurement is begun
+after ``--minutes``. The first round also takes peak bytes, from torch's profiler, and the times of a step's phases.
+
+Each measurement runs the Meter of ``dstrial.dsat.trial`` on an engine of its own in living processes. The same command goes
+on where it was ended: ``FILE.part`` holds one line per measurement, and FILE is written from it at the end of each round.
+First of all the space is dry-run as a search does with a user's model; what ``predict`` starts from is kept beside FILE,
+in ``FILE-inputs.json`` without the suffix of FILE, where ``dsat.py --grid FILE`` finds it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
-import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from dsat_grid import CLOSE, inputs_path
+from dsat_grid_ranks import RANKS, Ranks
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from dstrial.config import ParallelSizes
 from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.space import Space
+from dstrial.dsat.prepare import dry_run_space
+from dstrial.dsat.space import Space, Structure
+from dstrial.dsat.structures import Structures
+from dstrial.engine.dryrun.values import DryRunRequest
+from dstrial.local.json_files import write_json_atomically
 
-RANKS = 2
 SHAPE = {"num_layers": 4, "width": 256, "vocabulary": 2048, "sequence_length": 32}
 BASE: dict[str, Any] = {
     "train_batch_size": 16,
@@ -65,232 +75,205 @@ CAP_SHARE = 0.6
 """The byte cap lies so far up between the least and the greatest peak."""
 
 _INTERVAL = 0.03
-_ENGINES_PER_PROCESS = 30
-_DEADLINE_S = 300.0
+_ENGINES_PER_PROCESS = 150
+_FIRST_COSTS = 2  # a first measurement, in units of a further one
+Repeats = dict[str, list[dict[str, float]]]
+
+
+def space() -> Space:
+    """Return what the grid is of."""
+    return Space(BASE, ParallelSizes(RANKS), stages=STAGES, extra=EXTRA)
 
 
 def grid() -> list[Candidate]:
     """Return every legal configuration, without those that are the same to DeepSpeed."""
-    space = Space(BASE, ParallelSizes(RANKS), stages=STAGES, extra=EXTRA)
+    of = space()
     found: dict[str, Candidate] = {}
     for stage in STAGES:
-        for structure in space.structures(stage):
-            for position in range(space.ladder.last + 1):
-                candidate = space.candidate(structure, position)
-                if space.illegal(candidate) is None:
-                    found.setdefault(space.identity(candidate), candidate)
-    own = space.own()
-    found[space.identity(own)] = own
+        for structure in of.structures(stage):
+            for position in range(of.ladder.last + 1):
+                candidate = of.candidate(structure, position)
+                if of.illegal(candidate) is None:
+                    found.setdefault(of.identity(candidate), candidate)
+    own = of.own()
+    found[of.identity(own)] = own
     return list(found.values())
 
 
-class Ranks:
-    """Two processes that measure what they are told, until one of them fails or they are worn."""
+def dry_run_grid(path: Path) -> None:
+    """Dry-run the kinds of structures of the grid at two CPU ranks, and keep what ``predict`` starts from."""
+    of = space()
 
-    def __init__(self, max_s: float) -> None:
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = held.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(RANKS):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, port, theirs, max_s), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-        self.num_measured = 0
+    def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
+        candidate = of.candidate(structure, 0 if is_accumulating else of.ladder.last)
+        return DryRunRequest(
+            workload="dstrial.engine.dryrun.workload:ModelWorkload",
+            options={"model": "gpt_model:model", "batch": "gpt_model:batch", "shape": SHAPE},
+            deepspeed_config=of.config(candidate),
+            world_size=RANKS,
+            target="cpu",
+            module_paths=(str(Path(__file__).resolve().parent),),
+        )
 
-    def measure(self, config: dict[str, Any], *, has_peak: bool) -> dict[str, float]:
-        """Return the metrics of rank 0, with ``peak_bytes`` if asked for.
+    found = dry_run_space(Structures(of, is_cpu=True), request_of)
+    for key, why in found.failures.items():
+        print(f"no dry run of {key}: {why}", file=sys.stderr)
+    write_json_atomically(path, found.to_json(), sync=False)
+    print(f"{path}: {len(found.runs)} dry runs", file=sys.stderr)
 
-        Raises:
-            RuntimeError: a rank failed, or took too long.
+
+class Recording:
+    """What has been measured so far, and the measuring of more.
+
+    Args:
+        path: of the grid; ``.part`` is appended to it for the measurements.
+        candidates: what is measured.
+        max_s: seconds of timed steps of a measurement.
+    """
+
+    def __init__(self, path: Path, candidates: Sequence[Candidate], max_s: float) -> None:
+        self._path, self._part = path, Path(f"{path}.part")
+        self._space, self._max_s = space(), max_s
+        self.keys = {json.dumps(one.to_json(), sort_keys=True): one for one in candidates}
+        self.done: Repeats = {key: [] for key in self.keys}
+        self.machine: dict[str, float] = {}
+        for line in _lines(self._part):
+            if "machine" in line:
+                self.machine = line["machine"]
+            elif line["key"] in self.done:
+                self.done[line["key"]].append(line["metrics"])
+        self._ranks: Ranks | None = None
+
+    def left(self, number: int, least: int) -> list[str]:
+        """Return what a round has to measure, in its order.
+
+        Args:
+            number: of the round, from 0.
+            least: number of rounds in which everything is measured.
         """
-        self.num_measured += 1
-        for pipe in self._pipes:
-            pipe.send((config, has_peak))
-        answers = []
-        for pipe in self._pipes:
-            try:
-                answers.append(pipe.recv() if pipe.poll(_DEADLINE_S) else "no answer in time")
-            except EOFError:
-                answers.append("the rank ended")
-        for answer in answers:
-            if isinstance(answer, str):
-                raise RuntimeError(answer)
-        return dict(answers[0])
+        behind = [key for key, repeats in self.done.items() if len(repeats) <= number]
+        if number >= least:
+            wide = may_be_best(self.done)
+            behind = [key for key in behind if key in wide]
+        random.Random(number + 1).shuffle(behind)
+        return behind
+
+    def measure(self, key: str) -> None:
+        """Measure one configuration once more; one that fails is left for the next round, and said."""
+        if self._ranks is not None and self._ranks.num_measured >= _ENGINES_PER_PROCESS:
+            self.close()
+        try:
+            if self._ranks is None:
+                self._ranks = Ranks(SHAPE, self._max_s)
+            if not self.machine:
+                self.machine = self._ranks.machine()
+                self._append({"machine": self.machine})
+            config = self._space.config(self.keys[key])
+            metrics = self._ranks.measure(config, is_first=not self.done[key])
+        except RuntimeError as error:
+            print(f"again later, after {error}: {self._space.describe(self.keys[key])}", file=sys.stderr)
+            self.close()
+            return
+        self.done[key].append(metrics)
+        self._append({"key": key, "metrics": metrics})
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
+        """End the processes, if there are any."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
+    def write(self) -> None:
+        """Write the grid as ``dsat_grid.RecordedGrid`` reads it; nothing while nothing is measured."""
+        rows = [_row(self.keys[key], repeats) for key, repeats in self.done.items() if repeats]
+        if rows:
+            document = {"header": _header(rows, self.machine), "rows": rows}
+            write_json_atomically(self._path, document, sync=False)
 
-def _rank(rank: int, port: int, pipe: Connection, max_s: float) -> None:
-    names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": RANKS,
-        "LOCAL_SIZE": RANKS,
-        "LOCAL_WORLD_SIZE": RANKS,
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    import torch
-
-    from dstrial.ranks.process_group import without_compiled_collectives
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    with without_compiled_collectives(is_cpu=True):
-        while True:
-            config, has_peak = pipe.recv()
-            try:
-                pipe.send(_measured(config, max_s, has_peak=has_peak))
-            except Exception as error:  # noqa: BLE001  # told to the one who asked
-                pipe.send(f"{type(error).__name__}: {error}")
-
-
-def _measured(config: dict[str, Any], max_s: float, *, has_peak: bool) -> dict[str, float]:
-    import gc
-
-    import gpt_model
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from dstrial.dsat.statistics import SamplingLimits
-    from dstrial.dsat.trial.engine_probe import probing
-    from dstrial.dsat.trial.meter import Meter
-
-    def engine_of() -> Any:
-        import deepspeed
-
-        torch.manual_seed(0)
-        model = gpt_model.model(**SHAPE)
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=json.loads(json.dumps(config))
-        )
-        return engine
-
-    def step(engine: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        for _ in range(config["gradient_accumulation_steps"]):
-            engine.backward(engine(*batch))
-            engine.step()
-
-    batch = gpt_model.batch(config["train_micro_batch_size_per_gpu"], **SHAPE)
-    metrics: dict[str, float] = {}
-    if has_peak:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            engine = engine_of()
-            step(engine, batch)
-            step(engine, batch)
-        metrics["peak_bytes"] = _peak(profiler)
-    else:
-        engine = engine_of()
-    meter = Meter(SamplingLimits(max_s=max_s))
-    with probing(meter):
-        while not meter.is_done:
-            step(engine, batch)
-    metrics |= dict(meter.result().metrics)
-    engine.destroy()
-    del engine, meter
-    gc.collect()
-    return metrics
-
-
-def _peak(profiler: Any) -> float:
-    """The most bytes alive of those that were allocated meanwhile."""
-    alive = most = 0.0
-    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
-    return most
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self._part.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def record(args: argparse.Namespace) -> None:
     """Measure what is missing, round by round."""
-    part = Path(f"{args.file}.part")
     candidates = grid()
     random.Random(0).shuffle(candidates)
-    candidates = candidates[: args.configurations]
-    space = Space(BASE, ParallelSizes(RANKS), stages=STAGES, extra=EXTRA)
-    keys = {json.dumps(one.to_json(), sort_keys=True): one for one in candidates}
-    lines = list(_lines(part))
-    ranks: Ranks | None = None
-    began_s, count = time.monotonic(), 0
+    recording = Recording(args.file, candidates[: args.configurations], args.seconds)
+    until_s = time.monotonic() + 60 * args.minutes
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
     try:
-        for number in range(args.most_rounds):
-            done = _by_key(lines, keys)
-            left = [
-                key
-                for key in keys
-                if len(done[key]) <= number and (number < args.rounds or _width(done[key]) > _INTERVAL)
-            ]
-            random.Random(number + 1).shuffle(left)
-            for key in left:
-                if ranks is not None and ranks.num_measured >= _ENGINES_PER_PROCESS:
-                    ranks.close()
-                    ranks = None
-                ranks = ranks or Ranks(args.seconds)
-                has_peak = not any("peak_bytes" in metrics for metrics in done[key])
-                try:
-                    metrics = ranks.measure(space.config(keys[key]), has_peak=has_peak)
-                except RuntimeError as error:
-                    print(f"again later, after {error}: {space.describe(keys[key])}", file=sys.stderr)
-                    ranks.close()
-                    ranks = None
-                    continue
-                line = {"key": key, "metrics": metrics}
-                lines.append(line)
-                with part.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-                count += 1
-            write(args.file, keys, _by_key(lines, keys))
-            spent_s = time.monotonic() - began_s
-            print(
-                f"round {number + 1}: {len(left)} measured, {spent_s / max(count, 1):.1f} s each",
-                file=sys.stderr,
+        with Progress(*columns, console=Console(stderr=True), speed_estimate_period=300) as progress:
+            number_of = len(recording.keys)
+            # A first measurement counts twice, for it takes about twice as long.
+            total = number_of * (args.rounds - 1 + _FIRST_COSTS)
+            spent = sum(
+                min(len(repeats), args.rounds) + (_FIRST_COSTS - 1 if repeats else 0)
+                for repeats in recording.done.values()
             )
+            bar = progress.add_task("round 1", total=total, completed=spent)
+            for number in range(args.most_rounds):
+                left = recording.left(number, args.rounds)
+                if number >= args.rounds:
+                    progress.update(bar, total=len(left), completed=0)
+                progress.update(bar, description=f"round {number + 1}")
+                for key in left:
+                    if time.monotonic() > until_s:
+                        print(f"{args.minutes:g} minutes are over", file=sys.stderr)
+                        return
+                    is_first = not recording.done[key]
+                    recording.measure(key)
+                    progress.advance(bar, _FIRST_COSTS if is_first else 1)
+                recording.write()
     finally:
-        if ranks is not None:
-            ranks.close()
+        recording.close()
+        recording.write()
 
 
-def write(path: Path, keys: dict[str, Candidate], done: dict[str, list[dict[str, float]]]) -> None:
-    """Write the grid as ``dsat_grid.RecordedGrid`` reads it."""
+def may_be_best(done: Mapping[str, Sequence[Mapping[str, float]]]) -> set[str]:
+    """Return the configurations whose interval is too wide to say whether they are within 3 % of the best one."""
+    intervals = {key: interval(_throughputs(repeats)) for key, repeats in done.items() if repeats}
+    best_low = max((low for low, _, _ in intervals.values()), default=0.0)
+    return {
+        key
+        for key, (low, median, high) in intervals.items()
+        if (high - low) / 2 / median > _INTERVAL and high >= CLOSE * best_low
+    }
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return low, median and high: 95 % of the medians of samples drawn from the values with replacement (Efron 1979)."""
+    draws = random.Random(0)
+    medians = sorted(statistics.median(draws.choices(values, k=len(values))) for _ in range(400))
+    return medians[10], statistics.median(values), medians[-11]
+
+
+def _row(candidate: Candidate, repeats: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    low, median, high = interval(_throughputs(repeats))
+    # What only the first repeat has measured does not change from one to the next.
+    whole = [{**repeats[0], **metrics} for metrics in repeats]
+    return {
+        "candidate": candidate.to_json(),
+        "repeats": whole,
+        "throughput": median,
+        "low": low,
+        "high": high,
+        "peak_bytes": repeats[0]["peak_bytes"],
+    }
+
+
+def _header(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, float]) -> dict[str, Any]:
+    import deepspeed
     import torch
 
-    rows = []
-    for key, repeats in done.items():
-        if not repeats:
-            continue
-        low, median, high = _interval([metrics["throughput"] for metrics in repeats])
-        peak = next(metrics["peak_bytes"] for metrics in repeats if "peak_bytes" in metrics)
-        rows.append(
-            {
-                "candidate": keys[key].to_json(),
-                "repeats": repeats,
-                "throughput": median,
-                "low": low,
-                "high": high,
-                "peak_bytes": peak,
-            }
-        )
-    if not rows:
-        return
     peaks = [row["peak_bytes"] for row in rows]
     first = rows[0]["repeats"][0]
-    import deepspeed
-
-    header = {
+    return {
         "base": BASE,
         "extra": EXTRA,
         "stages": list(STAGES),
@@ -300,41 +283,34 @@ def write(path: Path, keys: dict[str, Candidate], done: dict[str, list[dict[str,
         "cap": f"{CAP_SHARE:.0%} of the way from the least to the greatest peak",
         "num_params": first["num_params"],
         "activation_bytes_per_record": first["activation_bytes_per_record"],
+        "machine": dict(machine),
+        "rounds": rounds(rows),
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__,
         "num_cores": os.cpu_count(),
     }
-    path.write_text(json.dumps({"header": header, "rows": rows}, indent=1), encoding="utf-8")
+
+
+def rounds(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return for each round by how much it was faster than the median of all, as the machine changes meanwhile."""
+    most = max(len(row["repeats"]) for row in rows)
+    ratios: list[list[float]] = [[] for _ in range(most)]
+    for row in rows:
+        for number, metrics in enumerate(row["repeats"]):
+            ratios[number].append(metrics["throughput"] / row["throughput"])
+    return [round(statistics.median(values), 4) for values in ratios]
+
+
+def _throughputs(repeats: Sequence[Mapping[str, float]]) -> list[float]:
+    return [metrics["throughput"] for metrics in repeats]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             yield json.loads(text)
         except ValueError:
             continue  # the end of a recording that was killed
-
-
-def _by_key(lines: Sequence[dict[str, Any]], keys: dict[str, Candidate]) -> dict[str, list[dict[str, float]]]:
-    found: dict[str, list[dict[str, float]]] = {key: [] for key in keys}
-    for line in lines:
-        if line["key"] in found:
-            found[line["key"]].append(line["metrics"])
-    return found
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return low, median and high: 95 % of the medians of samples drawn from the values with replacement (Efron 1979)."""
-    draws = random.Random(0)
-    medians = sorted(statistics.median(draws.choices(values, k=len(values))) for _ in range(400))
-    return medians[10], statistics.median(values), medians[-11]
-
-
-def _width(repeats: Sequence[dict[str, float]]) -> float:
-    low, median, high = _interval([metrics["throughput"] for metrics in repeats])
-    return (high - low) / 2 / median
 
 
 def main() -> None:
@@ -343,10 +319,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--most-rounds", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=45.0, help="no measurement begins later (45)")
+    parser.add_argument("--rounds", type=int, default=3, help="in which everything is measured (3)")
+    parser.add_argument("--most-rounds", type=int, default=9, help="for what is not known well enough (9)")
     parser.add_argument("--configurations", type=int, help="only so many, drawn from the grid")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of measuring, for each measurement")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timed steps, for each measurement (1)")
+    parser.add_argument("--dry-runs-only", action="store_true", help="make what predict starts from, and end")
     parser.add_argument("--count", action="store_true", help="only say how large the grid is")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -354,7 +332,10 @@ def main() -> None:
     if args.count:
         print(len(grid()))
         return
-    record(args)
+    if args.dry_runs_only or not inputs_path(args.file).exists():
+        dry_run_grid(inputs_path(args.file))
+    if not args.dry_runs_only:
+        record(args)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dstrial import local
 from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local.context import LocalContext
 from dstrial.local.json_files import read_json
+from dstrial.local.measuring import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
 from dstrial.ranks import process_group
@@ -67,7 +68,9 @@ class Surroundings:
 def cluster_info() -> Any:
     """Return Determined's cluster info if this process is a rank of a trial on a cluster, else None."""
     info = det.get_cluster_info()
-    return info if info is not None and info.task_type == "TRIAL" else None
+    if info is None or info.task_type != "TRIAL" or info.cluster_id == STAND_IN_CLUSTER:
+        return None
+    return info
 
 
 @contextlib.contextmanager

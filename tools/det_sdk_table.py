@@ -90,7 +90,7 @@ def prepare(live: LiveMaster) -> dict[str, Any]:
         "spare": spare,
         "trial": ended.get_trials()[0],
         "checkpoints": [determined.get_checkpoint(uuid) for uuid in live.checkpoints(ended.id)],
-        "config": lambda: str(live.directory / "paused.yaml"),
+        "config": lambda: str(live.directory / "long.yaml"),
         "client": client,
         "Path": Path,
         "json": json,

@@ -1,7 +1,8 @@
 """The ``dstrial`` command line: finds the subcommand's module, imports only that one, and calls it.
 
 A subcommand's module offers ``add_parser(subparsers)``, which adds its arguments, and ``main(args)``, which
-returns the exit status. Importing it must be cheap: no torch, no deepspeed, no determined.
+returns the exit status; it may offer ``completed(words)``, which adds what users may leave out of its command line. Importing
+it must be cheap: no torch, no deepspeed, no determined.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in argv if word in COMMANDS), None)
-    args = build_parser(command).parse_args(argv)
+    args = build_parser(command).parse_args(_completed(command, argv))
     module = importlib.import_module(f"dstrial.cli.{args.command}")
     try:
         exit_code = _run(module, args)
@@ -73,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return exit_code
+
+
+def _completed(command: str | None, argv: list[str]) -> list[str]:
+    if command is None:
+        return argv
+    complete = getattr(importlib.import_module(f"dstrial.cli.{command}"), "completed", None)
+    first = argv.index(command) + 1
+    return argv if complete is None else [*argv[:first], *complete(argv[first:])]
 
 
 def _run(module: ModuleType, args: argparse.Namespace) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dstrial.dsat.arguments import add_methods
+from dstrial.dsat.arguments import add_methods, with_method
 from dstrial.dsat.command import EPILOG, run_command
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+    from collections.abc import Sequence
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,6 +22,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog=EPILOG,
     )
     add_methods(parser.add_subparsers(dest="search_method", metavar="METHOD", required=True))
+
+
+def completed(words: Sequence[str]) -> list[str]:
+    """Return what follows ``dstrial dsat`` with the method that it leaves out, which is ``predict``."""
+    return with_method(words)
 
 
 def main(args: argparse.Namespace) -> int:

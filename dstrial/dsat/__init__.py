@@ -10,40 +10,53 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dstrial.dsat.outcome import METRIC_NAMES, METRICS_TO_MAXIMIZE, METRICS_TO_MINIMIZE
+from dstrial.dsat.outcome import METRIC_NAMES
 
 if TYPE_CHECKING:
+    from dstrial.dsat.defaults import (
+        ALL_SEARCH_METHOD_NAMES,
+        AUTOTUNING_ARG_DEFAULTS,
+        CONFIG_KEY,
+        DEFAULT_ZERO_SEARCH_SPACE,
+        GAS_DEFAULT,
+        LARGER_IS_BETTER_METRICS,
+        OVERWRITE_KEY,
+        SMALLER_IS_BETTER_METRICS,
+        USE_DSAT_MODE_KEY,
+    )
     from dstrial.dsat.hf_overwrites import get_hf_args_with_overwrites
     from dstrial.dsat.hyperparameters import get_ds_config_from_hparams
     from dstrial.dsat.trial.reporting import dsat_reporting_context
-
-CONFIG_KEY = "deepspeed_config"
-"""The hyperparameter that names the DeepSpeed config."""
-OVERWRITE_KEY = "overwrite_deepspeed_args"
-"""The hyperparameter that is merged over it."""
-USE_DSAT_MODE_KEY = "_use_dsat_mode"
-"""The hyperparameter that is true in a measuring trial."""
-GAS_DEFAULT = 1
-"""Accumulation where a config gives none."""
-ALL_SEARCH_METHOD_NAMES = ("predict", "asha", "binary", "random")
 
 __all__ = [
     # what a script calls
     "dsat_reporting_context",
     "get_ds_config_from_hparams",
     "get_hf_args_with_overwrites",
-    # names and defaults
+    # names and defaults; all others are in dstrial.dsat.defaults
     "ALL_SEARCH_METHOD_NAMES",
+    "AUTOTUNING_ARG_DEFAULTS",
     "CONFIG_KEY",
+    "DEFAULT_ZERO_SEARCH_SPACE",
     "GAS_DEFAULT",
-    "METRICS_TO_MAXIMIZE",
-    "METRICS_TO_MINIMIZE",
+    "LARGER_IS_BETTER_METRICS",
     "METRIC_NAMES",
     "OVERWRITE_KEY",
+    "SMALLER_IS_BETTER_METRICS",
     "USE_DSAT_MODE_KEY",
 ]
 
+_DEFAULTS = "dstrial.dsat.defaults"
 _HOMES = {
+    "ALL_SEARCH_METHOD_NAMES": _DEFAULTS,
+    "AUTOTUNING_ARG_DEFAULTS": _DEFAULTS,
+    "CONFIG_KEY": _DEFAULTS,
+    "DEFAULT_ZERO_SEARCH_SPACE": _DEFAULTS,
+    "GAS_DEFAULT": _DEFAULTS,
+    "LARGER_IS_BETTER_METRICS": _DEFAULTS,
+    "OVERWRITE_KEY": _DEFAULTS,
+    "SMALLER_IS_BETTER_METRICS": _DEFAULTS,
+    "USE_DSAT_MODE_KEY": _DEFAULTS,
     "dsat_reporting_context": "dstrial.dsat.trial.reporting",
     "get_hf_args_with_overwrites": "dstrial.dsat.hf_overwrites",
     "get_ds_config_from_hparams": "dstrial.dsat.hyperparameters",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dstrial.dsat.arguments import PLAN, build_parser
+from dstrial.dsat.arguments import build_parser, with_method
 from dstrial.dsat.command import EPILOG, run_command
-from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.errors import DstrialError
 
 
@@ -16,9 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser("python3 -m dstrial.dsat")
     parser.epilog = EPILOG
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] not in (*METHOD_NAMES, PLAN) and not words[0].startswith("-"):
-        words.insert(0, METHOD_NAMES[0])
-    args = parser.parse_args(words)
+    args = parser.parse_args(with_method(words))
     try:
         return run_command(args)
     except DstrialError as error:

@@ -47,6 +47,16 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+def with_method(words: Sequence[str]) -> list[str]:
+    """Return a command line with its method: the default one where it names none.
+
+    Args:
+        words: what follows ``dstrial dsat``.
+    """
+    is_named = not words or words[0] in (*METHOD_NAMES, PLAN, "-h", "--help")
+    return list(words) if is_named else [METHOD_NAMES[0], *words]
+
+
 def add_methods(subparsers: Any) -> None:
     """Add one subcommand for each method, and ``plan``, with their arguments."""
     for name in METHOD_NAMES:
@@ -82,6 +92,7 @@ def add_plan(subparsers: Any) -> None:
     add("--free-batch", action="store_true", help="let the global batch follow the micro batch")
     add("--space", metavar="FILE", help="further paths and values to try: YAML, path -> list of values")
     add("--output", metavar="DIR", help="where report.json is written (plan)")
+    _add_sample_batch(add)
 
 
 def parsed_defaults(args: argparse.Namespace) -> argparse.Namespace:
@@ -186,6 +197,8 @@ def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
         help="longest time of a trial of which nothing is known (30m)",
     )
     add("--measure-seconds", type=float, default=60.0, help="most seconds of timed steps in a trial (60)")
+    if method == "predict":
+        _add_sample_batch(add)
     if method == "random":
         add("--trials-per-random-config", type=int, default=5, help="most trials of one structure (5)")
         add("--early-stopping", type=int, help="end after so many trials without a new best")
@@ -208,6 +221,16 @@ def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
         add("--asha-early-stopping", type=int, default=0, help="rungs that are left out below (0)")
 
 
+def _add_sample_batch(add: Callable[..., None]) -> None:
+    add(
+        "--sample-batch",
+        type=_sample_batch,
+        metavar="N|FILE",
+        help="what batches look like: the largest of so many first ones of the training loader (4), or one that `torch.save` "
+        "has written, as the loader gives it; for a script, what its engine is called with",
+    )
+
+
 def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
     """Return a function that adds an option in both spellings, with dashes and with underscores."""
 
@@ -226,6 +249,10 @@ def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
 
 def _stages(method: str) -> Sequence[int]:
     return (0, 1, 2, 3) if method == "predict" else (1, 2, 3)
+
+
+def _sample_batch(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _memory(text: str) -> int:

@@ -1,10 +1,8 @@
-"""What other bucket sizes do to a dry run's bytes, without another dry run. Pure."""
+"""What the gradient buckets of a ZeRO engine take. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
-
-from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,27 +31,3 @@ class Buckets:
             return 0
         count = 2 if self.is_overlapping and self.stage < 3 else 1
         return count * self.reduce_elements * self.bytes_per_element
-
-
-def with_buckets(form: MemoryForm, old: Buckets, new: Buckets) -> MemoryForm:
-    """Return the form of a configuration that differs in its buckets alone, without another dry run.
-
-    Stages 1 and 2 hold them while gradients are made, stage 3 always. Growing buckets are added to every line of those
-    phases, which is never too little: some of the lines are of times before DeepSpeed has allocated them.
-
-    Args:
-        form: of the configuration that was dry-run.
-        old: its buckets.
-        new: those of the other one; the same stage.
-    """
-    change = new.num_bytes - old.num_bytes
-    touched = (
-        {"backward", "reduce"} if new.stage in (1, 2) else {phase.phase for phase in form.phases} - {"init"}
-    )
-    phases = tuple(
-        PhaseMemory(each.phase, tuple(Line(line.base + change, line.per_record) for line in each.lines))
-        if each.phase in touched
-        else each
-        for each in form.phases
-    )
-    return MemoryForm(phases, form.settled + (change if new.stage == 3 else 0))

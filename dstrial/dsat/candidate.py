@@ -104,3 +104,36 @@ def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
         else:
             result[key] = value
     return result
+
+
+def value_at(config: Any, path: str) -> Any:
+    """Return what mappings within mappings have at a dotted path; None where nothing is."""
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None
+    return config
+
+
+def changes_in_words(
+    candidate: Candidate, effective: Mapping[str, Any], hyperparameters: Mapping[str, Any]
+) -> list[str]:
+    """Return, for a person, the settings of a candidate that differ from the user's own configuration.
+
+    Args:
+        candidate: whose settings.
+        effective: the user's own DeepSpeed config with all defaults in it.
+        hyperparameters: of the experiment, as a trial reads them.
+    """
+    words = []
+    for path, value in candidate.settings:
+        known = hyperparameters if path.startswith(HYPERPARAMETERS) else effective
+        if value_at(known, path.removeprefix(HYPERPARAMETERS)) != value:
+            words.append(f"{path.rpartition('.')[2] if '.device' not in path else path[18:]}={_short(value)}")
+    return words
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:.0e}".replace("e+0", "e")
+    return str(value)

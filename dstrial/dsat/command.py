@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import signal
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import yaml
+import time
+from collections.abc import Iterator
 
 from dstrial.dsat.arguments import PLAN
-from dstrial.dsat.driver import Driver, SearchEnd
+from dstrial.dsat.driver import Driver
+from dstrial.dsat.endings import SearchEnd
+from dstrial.dsat.full_run import run_full
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.inputs import PredictInputs
+from dstrial.dsat.late_backend import LateBackend
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.prepare import gather_inputs, target_here
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.report.live import LiveTable
 from dstrial.dsat.results import TrialResult, best_of, summary
+from dstrial.dsat.room import NO_ROOM
 from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
-from dstrial.dsat.trial_config import full_config
+from dstrial.errors import LaunchError
+from dstrial.local.json_files import write_text_atomically
 from dstrial.ranks.stop import noted_signals
 
-if TYPE_CHECKING:
-    from dstrial.dsat.backends.backend import Backend
-    from dstrial.dsat.backends.master import MasterBackend
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DESCRIBING_S = 900.0
 
 EPILOG = (
     "Exit status: 0 if the search finished and measured something; 1 if it could not, or the configuration is wrong; "
-    "2 for wrong usage; 130 or 143 if SIGINT or SIGTERM interrupted it. The same command goes on with it."
+    "2 for wrong usage; 130 or 143 if SIGINT or SIGTERM interrupted it. The same command, without --fresh, goes on with it."
 )
 
 
@@ -41,6 +45,8 @@ def run_command(args: argparse.Namespace) -> int:
         DstrialError: the search cannot be started.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    # It tells of every retry of Determined's client; that the master is away is said once.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     if args.search_method == PLAN:
         from dstrial.dsat.plan_command import run_plan
 
@@ -50,13 +56,35 @@ def run_command(args: argparse.Namespace) -> int:
         sys.stderr.write(f"warning: {warning}\n")
     # A method that does not exist is refused before anything is written.
     search_method(settings.method, settings.space, settings.options, Gates(settings.space))
+    try:
+        return _search(settings)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise LaunchError(
+            f"{error.filename or settings.output} cannot be written ({error.strerror}); expected room on the disk. Make "
+            "room, and repeat the command."
+        ) from error
+
+
+def _search(settings: SearchSettings) -> int:
+    args = settings.args
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=args.fresh)
     with record.lock(), noted_signals() as signals:
         _tell(f"search:        {record.path}")
-        backend = _Later(settings, record)
+        backend = LateBackend(settings, record, signals, _tell)
         settings = with_parallel(settings, _num_parallel(settings, record, backend))
         gates = Gates(settings.space, is_open=args.no_gates)
-        inputs = _inputs(settings, record, backend) if settings.method == "predict" else None
+        inputs = None
+        if settings.method == "predict":
+            try:
+                with _interruptible(signals):
+                    inputs = _inputs(settings, record, backend)
+            except KeyboardInterrupt:
+                _tell(
+                    "search:        not finished; nothing is measured yet, and the same command begins again"
+                )
+                return 128 + int(signals[0])
         method = search_method(settings.method, settings.space, settings.options, gates, inputs)
         table = LiveTable(
             args.metric,
@@ -65,7 +93,15 @@ def run_command(args: argparse.Namespace) -> int:
             budget_s=args.budget,
         )
         with table:
-            driver = Driver(settings, record, method, backend.make, table.tell, table.show)
+            driver = Driver(
+                settings,
+                record,
+                method,
+                backend.make,
+                table.tell,
+                table.show,
+                flops_per_record=None if inputs is None else inputs.flops_per_record,
+            )
             end = driver.run(signals)
         trials = list(driver.trials.values())
         sys.stdout.write(
@@ -73,62 +109,33 @@ def run_command(args: argparse.Namespace) -> int:
         )
         best = best_of(trials, args.metric)
         if args.run_full_experiment and end.is_finished and best is not None:
-            return _run_full(settings, record, backend, best)
+            return run_full(settings, record, backend, best, signals, _tell)
     return _exit_code(end, best)
 
 
-class _Later:
-    """Makes the backend once, when it is first needed."""
+@contextlib.contextmanager
+def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
+    """Let the block be ended by a request to stop, because it leaves nothing half done.
 
-    def __init__(self, settings: SearchSettings, record: SearchRecord) -> None:
-        self._settings = settings
-        self._record = record
-        self._backend: Backend | None = None
-        self._master: MasterBackend | None = None
+    Raises:
+        KeyboardInterrupt: the request has come.
+    """
 
-    def make(self) -> Backend:
-        """Return the backend.
+    def end(number: int, _frame: object) -> None:
+        signals.append(signal.Signals(number))
+        raise KeyboardInterrupt
 
-        Raises:
-            DstrialError: there is no master.
-        """
-        if self._backend is None:
-            self._backend = self._made()
-            _tell(f"trials run on: {self._backend.describe()}")
-        return self._backend
-
-    def master(self) -> MasterBackend:
-        """Return what talks to the master, whether trials are launched there or measured by a worker.
-
-        Raises:
-            DstrialError: there is no master.
-        """
-        from dstrial.dsat.backends.master import MasterBackend
-
-        if self._master is None:
-            self._master = MasterBackend(self._settings)
-        return self._master
-
-    def _made(self) -> Backend:
-        """A trial class is measured by a worker; a script has to be launched anew for every configuration."""
-        settings = self._settings
-        has_worker = settings.trial is not None and not settings.args.no_worker
-        if settings.args.local:
-            from dstrial.dsat.backends.local import LocalBackend, LocalPlace
-            from dstrial.dsat.backends.worker import WorkerBackend
-
-            if has_worker:
-                return WorkerBackend(settings, LocalPlace(settings, self._record))
-            return LocalBackend(settings, self._record)
-        if has_worker:
-            from dstrial.dsat.backends.master_place import MasterPlace
-            from dstrial.dsat.backends.worker import WorkerBackend
-
-            return WorkerBackend(settings, MasterPlace(settings, self.master(), self._record.search_id))
-        return self.master()
+    if signals:
+        raise KeyboardInterrupt
+    before = {number: signal.signal(number, end) for number in _STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: _Later) -> int:
+def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: LateBackend) -> int:
     """Return how many trials run at the same time: the first answer of a search holds, so that it can be replayed."""
     path = record.path / "parallel.json"
     if path.exists():
@@ -142,11 +149,11 @@ def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: _Late
     if args.max_slots is not None:
         num = min(num, args.max_slots // settings.num_slots)
     num = max(min(num, options.max_trials), 1)
-    path.write_text(f"{num}\n")
+    write_text_atomically(path, f"{num}\n")
     return num
 
 
-def _inputs(settings: SearchSettings, record: SearchRecord, backend: _Later) -> PredictInputs:
+def _inputs(settings: SearchSettings, record: SearchRecord, backend: LateBackend) -> PredictInputs:
     """Return what ``predict`` starts from: what is on record, else what is found out now and put there."""
     for event in record.events():
         if event["event"] == "inputs":
@@ -154,49 +161,20 @@ def _inputs(settings: SearchSettings, record: SearchRecord, backend: _Later) -> 
     target = target_here(os.environ)
     if not settings.args.local:
         target = "cuda" if backend.master().has_accelerators else "cpu"
-    inputs = gather_inputs(settings, target=target, tell=_tell)
-    record.append("inputs", inputs.to_json())
+    began_s, budget_s = time.monotonic(), settings.args.budget
+    # Half of a budget is for measuring at least.
+    deadline_s = _DESCRIBING_S if budget_s is None else min(_DESCRIBING_S, budget_s / 2)
+    inputs = gather_inputs(settings, target=target, deadline_s=deadline_s, tell=_tell)
+    for note in inputs.notes:
+        if not note.startswith("described by"):  # told already
+            _tell(f"note:          {note}")
+    record.append("inputs", {**inputs.to_json(), "seconds": time.monotonic() - began_s})
     return inputs
 
 
 def options_limit(args: argparse.Namespace) -> int:
     """Return ``--max-concurrent-trials``."""
     return int(args.max_concurrent_trials)
-
-
-def _run_full(settings: SearchSettings, record: SearchRecord, backend: _Later, best: TrialResult) -> int:
-    """Train the experiment with the best configuration; on this machine to its end, on a master it is submitted."""
-    config = full_config(settings, best.candidate)
-    path = record.path / "full_experiment.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    if settings.args.local:
-        return _train_here(settings, path)
-    number_path = record.path / "full_experiment_id.txt"
-    if not number_path.exists():
-        number_path.write_text(f"{backend.master().create_full_experiment(config)}\n")
-    _tell(f"Created experiment {number_path.read_text().strip()}")
-    return 0
-
-
-def _train_here(settings: SearchSettings, path: Path) -> int:
-    import subprocess
-
-    command = [
-        sys.executable,
-        "-m",
-        "dstrial.launch",
-        "--slots",
-        str(settings.num_slots),
-        "--config",
-        str(path),
-    ]
-    command += ["--context-dir", "."]
-    if settings.trial is None:
-        _tell(f"the full experiment is a script; train it with the config {path}")
-        return 0
-    environment = {**os.environ, "DSTRIAL_RUNS_DIR": str(path.parent / "runs")}
-    command += ["--trial", settings.trial]
-    return subprocess.run(command, cwd=settings.context_dir, env=environment, check=False).returncode
 
 
 def _exit_code(end: SearchEnd, best: TrialResult | None) -> int:

@@ -13,6 +13,9 @@ from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
 
 logger = logging.getLogger("dstrial.dsat")
 
+NUM_BATCHES = 4
+"""Of so many first batches of a training loader the largest counts, unless told otherwise."""
+
 _TRIAL = "dstrial.dsat.trial.describe:TrialWorkload"
 _SCRIPT = "dstrial.dsat.trial.describe_script:ScriptWorkload"
 
@@ -26,7 +29,8 @@ def trial_request(
     world_size: int,
     target: Target = "cpu",
     exp_conf: Mapping[str, Any] | None = None,
-    num_batches: int = 4,
+    num_batches: int = NUM_BATCHES,
+    sample_batch: Path | None = None,
     device_bytes: int | None = None,
 ) -> DryRunRequest:
     """Return the request of a trial's dry run.
@@ -40,6 +44,7 @@ def trial_request(
         target: what kind of device they have.
         exp_conf: experiment config, if the trial asks for it.
         num_batches: of so many first batches of the training loader the largest counts.
+        sample_batch: file with a batch, by ``torch.save``, which is taken instead; None for the loader's.
         device_bytes: memory of one device; None for no limit.
     """
     options = {
@@ -48,6 +53,7 @@ def trial_request(
         "hparams": dict(hparams),
         "exp_conf": None if exp_conf is None else dict(exp_conf),
         "num_batches": num_batches,
+        "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
     }
     return DryRunRequest(
         workload=_TRIAL,
@@ -68,22 +74,32 @@ def script_request(
     *,
     world_size: int,
     target: Target = "cpu",
+    exp_conf: Mapping[str, Any] | None = None,
+    sample_batch: Path | None = None,
     device_bytes: int | None = None,
 ) -> DryRunRequest:
     """Return the request of a script's dry run: it runs until its engine gets its first batch.
 
     Args:
-        words: the script and its arguments.
+        words: the script, or ``-m`` and a module, and its arguments.
         context_dir: where it is started.
         hparams: of the trial, the configuration's overwrites included.
         deepspeed_config: the merged config of the configuration.
         world_size: ranks to be.
         target: what kind of device they have.
+        exp_conf: experiment config, if the script asks for it.
+        sample_batch: file with what the engine is called with, by ``torch.save``: a mapping of keyword arguments, or positional
+            ones; None for what the script calls it with first.
         device_bytes: memory of one device; None for no limit.
     """
     return DryRunRequest(
         workload=_SCRIPT,
-        options={"words": list(words), "hparams": dict(hparams)},
+        options={
+            "words": list(words),
+            "hparams": dict(hparams),
+            "exp_conf": None if exp_conf is None else dict(exp_conf),
+            "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
+        },
         deepspeed_config=deepspeed_config,
         world_size=world_size,
         target=target,

@@ -9,6 +9,7 @@ from typing import Literal
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.knobs import KNOBS
 from dstrial.dsat.outcome import Failure, FailureKind, Outcome
+from dstrial.dsat.proof import proofs, without_dead
 from dstrial.dsat.space import Space
 
 _GROWING = {knob.path: knob for knob in KNOBS if knob.grows_memory}
@@ -32,8 +33,9 @@ class Verdict:
     """Why a candidate is not measured.
 
     Attributes:
-        kind: ``again`` (an equal one was measured), ``open`` (an equal one is being measured), ``illegal`` or
-            ``hopeless`` (one that needs less memory ran out of it, or a prediction says so).
+        kind: ``again`` (an equal one was measured, or one that differs in a dead knob only), ``open`` (an equal one
+            is being measured), ``illegal`` or ``hopeless`` (one that needs less memory ran out of it, or a
+            prediction says so).
         reason: one line for a person.
         outcome: what may be taken for its outcome; None if nothing.
     """
@@ -73,9 +75,11 @@ class Gates:
         if reason is not None:
             failure = Failure(FailureKind.BAD_CONFIG, reason, "check")
             return Verdict("illegal", reason, failure)
-        identity = self._identity(candidate)
+        found = proofs(self._space, [(one.candidate, one.outcome) for one in known], self._identity)
+        dead = [proof for proof in found if proof.is_dead]
+        identity = self._identity(without_dead(candidate, dead, self._space))
         for one in known:
-            if self._identity(one.candidate) != identity:
+            if self._identity(without_dead(one.candidate, dead, self._space)) != identity:
                 continue
             if one.outcome is None:
                 return Verdict("open", "an equal configuration is being measured")

@@ -27,6 +27,7 @@ from dstrial.dsat.trainer_arguments import CONFIG_FLAG, ReconciledArguments, rec
 from dstrial.dsat.trainer_batch import MICRO_FLAG, STEPS_FLAG
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE
+from dstrial.local.measuring import is_measuring
 from dstrial.local.resume import saved_run_to_resume
 from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE
 from dstrial.ranks.identity import identify
@@ -35,6 +36,7 @@ logger = logging.getLogger("dstrial.dsat")
 
 _OVERWRITE_KEY = "overwrite_deepspeed_args"
 _NUM_NAME_CHARS = 16
+_LENGTH_FLAG = "max_steps"
 _FLAG_BY_KEY = {"train_micro_batch_size_per_gpu": MICRO_FLAG, "gradient_accumulation_steps": STEPS_FLAG}
 
 
@@ -45,7 +47,8 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
     brought to what ``hyperparameters.deepspeed_config`` and ``overwrite_deepspeed_args`` say; what the config gives as
     ``"auto"``, or not at all, the arguments say. Missing batch sizes are solved for the ranks there are, and for the batch of
     the checkpoint where a run goes on with another number of ranks. The DeepSpeed JSON stays as it is: ``--deepspeed`` names
-    an effective copy in a directory of the run. Contradictions are logged by rank 0, all at once, each with what wins.
+    an effective copy in a directory of the run. Contradictions are logged by rank 0, all at once, each with what wins. In a
+    measuring trial ``--max_steps`` is the trial's, which ends once enough steps are timed.
 
     Args:
         args: words behind the script's name, ``sys.argv[1:]``; not changed.
@@ -74,7 +77,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
     world_size = identity.world_size
     if identity.launcher == "none" and info is not None:
         world_size = max(sum(info.container_slot_counts), 1)
-    found = reconcile(args, source, world_size, resumed=_resumed(info))
+    found = reconcile(_lengthened(args, hparams), source, world_size, resumed=_resumed(info))
     path = write_effective_config(found.config, effective_directory(os.environ))
     if identity.is_chief:
         _log(found, path)
@@ -129,6 +132,14 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def _lengthened(args: Sequence[str], hparams: Mapping[str, Any]) -> Sequence[str]:
+    """Return the arguments with the length of a measuring trial, so that enough steps can be timed; others as they are."""
+    num_batches = (hparams.get("_dsat") or {}).get("num_batches") if is_measuring(hparams) else None
+    return (
+        args if num_batches is None else CommandLine.of(args).with_value(_LENGTH_FLAG, str(num_batches)).words
+    )
 
 
 def _is_plain_batch(args: Sequence[str], hparams: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from dstrial.engine.dryrun.values import (
 )
 
 _OPERATIONS_UNKNOWN = 400
+_COUNTED_AT = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +44,12 @@ class PredictInputs:
     is_cpu: bool = False
     described_by: str = "the first measurement"
     notes: tuple[str, ...] = ()
+
+    @property
+    def flops_per_record(self) -> float | None:
+        """The model's FLOPs of one record on one rank, as the first dry run counts them; None without one."""
+        run = next(iter(self.runs.values()), None)
+        return None if run is None else run.flops.model.at(_COUNTED_AT) / _COUNTED_AT
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""

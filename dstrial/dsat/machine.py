@@ -158,13 +158,16 @@ def nominal_machine(
         num_ranks: ranks in all.
         per_machine: devices of one machine.
         bytes_per_value: 2 for half precision, 4 for single precision.
-        network_bytes_per_s: between two machines, for each device, in one direction.
+        network_bytes_per_s: between two machines, for each device, in one direction. A ring crosses from one machine to the
+            next once, so that it has the network of all devices of a machine; the more rings, the less of it each.
 
     Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce and half of that in the others (Patarasuk and Yuan 2009).
     """
     is_spread = num_ranks > per_machine
     rate = _REACHED * (
-        min(device.peer_bytes_per_s, network_bytes_per_s) if is_spread else device.peer_bytes_per_s
+        min(device.peer_bytes_per_s, per_machine * network_bytes_per_s)
+        if is_spread
+        else device.peer_bytes_per_s
     )
     call_s = _NETWORK_CALL_S if is_spread else _CALL_S
     links = {}

@@ -34,9 +34,13 @@ _COMMUNICATION = re.compile(
 )
 _BAD_CONFIG = re.compile(
     r"ConfigError|pydantic[\w.]*ValidationError|ValidationError: \d+ validation error|DeepSpeedConfigError|"
-    r"Check batch related parameters|dstrial\.launch: .*; expected"
+    r"Check batch related parameters|dstrial\.launch: .*; expected|"
+    r"Unable to JIT load the \w+ op|CUDAMismatchException|Ninja is required to load"
 )
 _NUMERIC = re.compile(r"FloatingPointError|loss scale already at minimum|NumericError|[Ll]oss is (nan|inf)")
+_MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
+_FAILED_FIRST = re.compile(r"rank \d+ failed first \(")
+_NO_ROOM = re.compile(r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]")
 _DEEPSPEED_FRAME = re.compile(r'File "[^"]*/deepspeed/[^"]*"')
 
 
@@ -59,6 +63,8 @@ class FailureKind(str, enum.Enum):
     """The loss is not finite, or too many steps were skipped for overflow."""
     CANCELED = "canceled"
     """Somebody else ended it."""
+    NO_ROOM = "no room on the disk"
+    """It is repeated once there is room; a search has no such result."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -155,7 +161,9 @@ def classify(text: str, *, phase: str = "") -> Failure:
     lines = [line for line in text.strip().splitlines() if line.strip()]
     message = next(
         (line.strip() for line in reversed(lines) if _names_an_error(line)),
-        lines[-1].strip() if lines else "",
+        next(
+            (line.strip() for line in lines if _FAILED_FIRST.match(line)), lines[-1].strip() if lines else ""
+        ),
     )
     tried = _TRIED.search(text)
     requested = int(float(tried[1]) * _UNITS[tried[2].lower()]) if tried else _plain_bytes(text)
@@ -166,6 +174,7 @@ def classify(text: str, *, phase: str = "") -> Failure:
         if _DEVICE_OOM.search(where):
             return Failure(FailureKind.DEVICE_OOM, message, phase, requested)
         for kind, pattern in (
+            (FailureKind.NO_ROOM, _NO_ROOM),
             (FailureKind.BAD_CONFIG, _BAD_CONFIG),
             (FailureKind.NUMERIC, _NUMERIC),
             (FailureKind.COMMUNICATION, _COMMUNICATION),
@@ -195,6 +204,7 @@ def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> F
         lines: the output of all ranks, in any order that keeps the lines of one rank.
         exit_code: the launcher's; 137 is a rank that the kernel killed.
     """
+    lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     said: list[Failure] = []
     for line in lines:
         _, mark, rest = line.partition(FAILURE_MARK)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dstrial.dsat.arguments import parsed_defaults
 from dstrial.dsat.machine import DEVICES, nominal_machine
-from dstrial.dsat.memory_model import DeviceMemory, MemoryModel
+from dstrial.dsat.memory_model import DeviceMemory, unmeasured_peak
 from dstrial.dsat.plan import Plan, headline, make_plan, one_device, table_rows
 from dstrial.dsat.prepare import gather_inputs, on_one_device
 from dstrial.dsat.settings import read_settings
@@ -40,9 +40,9 @@ def run_plan(args: argparse.Namespace) -> int:
     plan = make_plan(space, dataclasses.replace(inputs, machine=machine))
     alone: list[str] = []
     if settings.num_slots > 1:
-        memory = MemoryModel(DeviceMemory.cuda(device_bytes))
+        device_memory = DeviceMemory.cuda(device_bytes)
         for kind, run in on_one_device(settings, capacity_bytes=device_bytes):
-            alone.append(one_device(kind, memory.predict(run.device, 1), device_bytes))
+            alone.append(one_device(kind, unmeasured_peak(device_memory, run.device, 1), device_bytes))
     plan = dataclasses.replace(plan, notes=(*alone, *plan.notes))
     title = headline(plan, settings.num_slots, name or "device", device_bytes)
     _print(plan, title, None if name else "times are those of an a100; name the device with --device")

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from dstrial.dsat.description import as_real, script_request, trial_request, why_real, with_notes
+from dstrial.dsat.description import NUM_BATCHES, as_real, script_request, trial_request, why_real, with_notes
 from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.knobs import ZERO
 from dstrial.dsat.settings import SearchSettings
 from dstrial.dsat.space import Space, Structure
 from dstrial.dsat.structures import Structures
-from dstrial.dsat.trial_config import measuring_spec, script_words
+from dstrial.dsat.trial_config import measuring_spec, python_words
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
 
 _DEADLINE_S = 900.0
 _MOST_PARALLEL = 4
+_USUAL_FLOPS_RATIO = 0.5, 2.0
 
 RequestOf = Callable[[Structure, bool], DryRunRequest]
 
@@ -39,16 +41,17 @@ def gather_inputs(
         settings: of the search.
         target: what kind of device its ranks have.
         capacity_bytes: memory of one device; None if unknown.
-        deadline_s: seconds for all dry runs together.
+        deadline_s: seconds for all dry runs together, real batches included.
         tell: prints a line for a person.
     """
     request_of = request_maker(settings, target=target, capacity_bytes=capacity_bytes)
     structures = Structures(settings.space, is_cpu=target == "cpu")
     number = len(structures.representatives())
     tell(f"describe:      {number} kinds of structures at {settings.num_slots} rank(s), with fake tensors")
+    until_s = time.monotonic() + deadline_s
     inputs = dry_run_space(structures, request_of, deadline_s=deadline_s)
-    if not inputs.runs and inputs.failures:
-        inputs = _by_real_batch(structures, request_of, inputs, target, deadline_s)
+    if not inputs.runs and inputs.failures and time.monotonic() < until_s:
+        inputs = _by_real_batch(structures, request_of, inputs, target, until_s)
     lines = list(inputs.notes)
     failed = len(inputs.failures)
     if failed and inputs.runs:
@@ -57,13 +60,42 @@ def gather_inputs(
     bypasses = {bypass.place for run in inputs.runs.values() for bypass in run.bypasses}
     if bypasses:
         lines.append(f"values read while fake, told a constant: {', '.join(sorted(bypasses))}")
-    tell(f"described by:  {inputs.described_by}")
+    described = inputs.described_by
+    if inputs.runs:
+        source = "of a loader's first batches the largest" if settings.trial else "a script's first batch"
+        if isinstance(getattr(settings.args, "sample_batch", None), str):
+            source = f"the batch in {settings.args.sample_batch}"
+        described += f" ({len(inputs.runs)} of {number} kinds of structures; {source})"
+    tell(f"described by:  {described}")
+    lines.insert(0, f"described by {described}")
+    lines += flops_notes(inputs.runs.values(), settings.space.own().batch.micro_batch_size)
     return dataclasses.replace(
         inputs,
         capacity_bytes=None if capacity_bytes is None else float(capacity_bytes),
         is_cpu=target == "cpu",
         notes=tuple(lines),
     )
+
+
+def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
+    """Return how the FLOPs that were counted compare with what is known of transformers; nothing without tokens.
+
+    Args:
+        runs: of one model; the first that tells is believed.
+        micro_batch_size: at which they are compared.
+
+    Source: 6 FLOPs per parameter and token, Kaplan et al. 2020, section 2.1.
+    """
+    ratio = next((found for run in runs if (found := run.flops_ratio(micro_batch_size)) is not None), None)
+    if ratio is None:
+        return []
+    note = f"model FLOPs are {ratio:.3g} x 6 x parameters x tokens"
+    if not _USUAL_FLOPS_RATIO[0] <= ratio <= _USUAL_FLOPS_RATIO[1]:
+        note += (
+            ", far from the 1 of a transformer: convolutions, experts, long sequences, labels that are no tokens, or "
+            "kernels whose FLOPs are not counted"
+        )
+    return [note]
 
 
 def dry_run_space(
@@ -102,6 +134,9 @@ def request_maker(
 ) -> RequestOf:
     """Return what makes the requests of a search's dry runs."""
     space: Space = settings.space
+    asked = getattr(settings.args, "sample_batch", None)
+    sample_batch = Path(asked) if isinstance(asked, str) else None
+    num_batches = asked if isinstance(asked, int) else NUM_BATCHES
 
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
         candidate = space.candidate(structure, 0 if is_accumulating else space.ladder.last)
@@ -112,7 +147,7 @@ def request_maker(
         }
         config = space.config(candidate)
         if settings.trial is None:
-            words = script_words(settings.experiment.entrypoint)
+            words = python_words(settings.experiment.entrypoint)
             return script_request(
                 words,
                 settings.context_dir,
@@ -120,6 +155,8 @@ def request_maker(
                 config,
                 world_size=settings.num_slots,
                 target=target,
+                exp_conf=settings.experiment.raw,
+                sample_batch=sample_batch,
                 device_bytes=capacity_bytes,
             )
         return trial_request(
@@ -130,6 +167,8 @@ def request_maker(
             world_size=settings.num_slots,
             target=target,
             exp_conf=settings.experiment.raw,
+            num_batches=num_batches,
+            sample_batch=sample_batch,
             device_bytes=capacity_bytes,
         )
 
@@ -141,7 +180,7 @@ def _by_real_batch(
     request_of: RequestOf,
     failed: PredictInputs,
     target: Target,
-    deadline_s: float,
+    until_s: float,
 ) -> PredictInputs:
     """Train one real batch of each kind of structure, one after the other; the user's own first."""
     error = DryRunError("unsupported", next(iter(failed.failures.values())))
@@ -149,8 +188,9 @@ def _by_real_batch(
     runs: dict[str, DryRunResult] = {}
     failures: dict[str, str] = {}
     for key, (structure, is_accumulating) in structures.representatives().items():
+        left_s = max(until_s - time.monotonic(), 0.0)
         (found,) = dry_runs(
-            [as_real(request_of(structure, is_accumulating))], deadline_s=deadline_s, num_parallel=0
+            [as_real(request_of(structure, is_accumulating))], deadline_s=left_s, num_parallel=0
         )
         if isinstance(found, DryRunError):
             failures[key] = str(found)

@@ -8,13 +8,15 @@
     snapshot.json        the method's state after the last event, for people and for other tools
     best_ds_config.json  the best DeepSpeed config so far, whole
     best_ds_metrics.json what it measured
+    best_experiment.yaml the experiment config with it, hyperparameters that were found included
     trials.json          every trial of the search
     report.json          what was found; report.md and report.html are renderings of it
     trials/<n>/          config, output and result of trial n, where it was launched on this machine
     workers/<n>/         orders, answers and output of living worker n on this machine
 
-Events are ``submitted`` (trial, handle), ``result`` (trial, outcome, seconds), ``finished`` (reason). A method is pure,
-so that replaying the results in their order asks for the same trials again.
+Events are ``inputs`` (of ``predict``), ``submitted`` (trial, handle), ``result`` (trial, outcome, seconds), ``finished``
+(reason) and ``cleared`` (nothing of the search runs any more). A method is pure, so that replaying the results in their
+order asks for the same trials again.
 """
 
 from __future__ import annotations
@@ -72,6 +74,11 @@ class SearchRecord:
         return self.path / "best_ds_metrics.json"
 
     @property
+    def best_experiment_path(self) -> Path:
+        """The user's experiment config with what is best in it, YAML."""
+        return self.path / "best_experiment.yaml"
+
+    @property
     def trials_path(self) -> Path:
         """Every trial, JSON."""
         return self.path / "trials.json"
@@ -86,7 +93,7 @@ class SearchRecord:
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
-        """Return the search of a directory, a new one if there is none.
+        """Return the newest search of these settings in a directory or those that ``--fresh`` put beside it, else a new one.
 
         Args:
             output: the directory that was asked for.
@@ -97,15 +104,17 @@ class SearchRecord:
         Raises:
             ConfigError: the directory holds another search, or something else.
         """
-        path = output
-        number = 1
-        while is_fresh and path.exists():
+        path, number, newest = output, 1, output
+        while path.exists():
+            if path.is_dir() and (read_json(path / "search.json") or {}).get("fingerprint") == fingerprint:
+                newest = path
             number += 1
             path = output.with_name(f"{output.name}-{number}")
+        path = path if is_fresh else newest
         document_path = path / "search.json"
         known = read_json(document_path) if path.is_dir() else None
         if known is None:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if path.exists() and (not path.is_dir() or any(_is_of_others(one) for one in path.iterdir())):
                 fix = "Pass another directory, or --fresh."
                 problem = ConfigProblem(
                     "--output", f"{path}, which holds something else", "a directory of a search", fix
@@ -167,3 +176,8 @@ class SearchRecord:
     def write_snapshot(self, snapshot: Mapping[str, Any]) -> None:
         """Replace the method's state."""
         write_json_atomically(self.snapshot_path, snapshot, sync=False)
+
+
+def _is_of_others(path: Path) -> bool:
+    """Say whether a file is none that a search leaves which is killed while it begins."""
+    return not (path.name.startswith(".search.json.") and path.name.endswith(".tmp"))

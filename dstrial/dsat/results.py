@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.durations import format_duration
-from dstrial.dsat.outcome import Failure, Measured, Outcome, outcome_to_json, score
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json, score
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.space import Space
 from dstrial.local.json_files import write_json_atomically
 
 TIE = 0.01
 """Share by which another configuration has to be better than the user's own to be called better."""
+
+_RATES = {
+    "end_to_end_throughput": "end to end (all steps, with the data loader)",
+    "throughput": "by the median step",
+    "bare_throughput": "bare (one batch again and again)",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +72,17 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
     return own[1] if own is not None and gain(best_value, own[0]) <= TIE else best
 
 
+def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Measured] | None:
+    """Return what was measured best so far, ties not considered; None before anything was measured."""
+    best: tuple[float, TrialResult, Measured] | None = None
+    for trial in trials:
+        if isinstance(trial.outcome, Measured):
+            value = score(trial.outcome, metric)
+            if value is not None and (best is None or value > best[0]):
+                best = value, trial, trial.outcome
+    return None if best is None else best[1:]
+
+
 def gain(value: float, own: float) -> float:
     """Return by which share a score is better than another one; scores of times are negative."""
     return value / own - 1 if own > 0 else own / value - 1
@@ -102,11 +119,31 @@ def summary(
         value = score(best.outcome, metric) or 0.0
         lines.append(f"best:          trial {best.trial_id}: {best.description}")
         lines.append(f"{metric + ':':<15}{_number(abs(value))}{_over_own(trials, best, metric)}")
+        if isinstance(best.outcome, Measured) and (told := rates(best.outcome.metrics)):
+            lines.append(f"samples/s:     {told}")
         lines.append(f"config:        {record.best_config_path}")
         lines.append(f"metrics:       {record.best_metrics_path}")
+        lines.append(f"experiment:    {record.best_experiment_path}")
     lines.append(f"all trials:    {record.trials_path}")
     lines.append(f"report:        {record.path / 'report.html'}")
+    failed = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
+    is_over = any(kind in (FailureKind.USER_ERROR, FailureKind.CANCELED) for kind in failed)
+    if is_finished and failed and (best is None or is_over):
+        lines.append("to begin anew: correct what failed, and pass --fresh")
+    if not is_finished:
+        lines.append("to go on:      the same command, without --fresh")
     return "\n".join(lines) + "\n"
+
+
+def rates(metrics: Mapping[str, float]) -> str:
+    """Say which of the measured throughputs is which; empty where none was measured.
+
+    Args:
+        metrics: of one configuration.
+    """
+    return ", ".join(
+        f"{_number(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
+    )
 
 
 def trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
@@ -126,6 +163,17 @@ def trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
         for row in rows
     ]
+
+
+def ended_line(trial: TrialResult, metric: str) -> str:
+    """Say in one line how a trial has ended."""
+    if isinstance(trial.outcome, Failure):
+        return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
+    value = None if trial.outcome is None else trial.outcome.value(metric)
+    half_width = None if trial.outcome is None else trial.outcome.value("half_width")
+    shown = "nothing" if value is None else f"{value:.5g}"
+    within = "" if half_width is None else f" ± {half_width:.1%}"
+    return f"trial {trial.trial_id} measured {metric} {shown}{within}"
 
 
 def _shown(trial: TrialResult, metric: str) -> str:

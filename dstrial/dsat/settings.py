@@ -7,19 +7,20 @@ import copy
 import dataclasses
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dstrial.config import ExperimentConfig, load_experiment
-from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.documents import read_yaml
 from dstrial.config.entrypoint import trial_spec
 from dstrial.dsat.methods.method import MethodOptions
 from dstrial.dsat.outcome import smaller_is_better
-from dstrial.dsat.space import Space, read_space
-from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.dsat.own_batch import with_batch_sizes
+from dstrial.dsat.settings_checks import accepted, experiment_problems, flag_problems, values_refused
+from dstrial.dsat.space import Space
+from dstrial.dsat.space_file import read_space
+from dstrial.errors import ConfigError
 
 _FLAGS_OF_A_RUN = (
     "budget",
@@ -32,24 +33,6 @@ _FLAGS_OF_A_RUN = (
     "trial_timeout",
     "no_worker",
 )
-_AT_LEAST = {
-    "max_trials": 1,
-    "slots": 1,
-    "per_machine": 1,
-    "max_slots": 1,
-    "max_concurrent_trials": 1,
-    "end_profile_step": 0,
-    "start_profile_step": 0,
-    "random_seed": 0,
-    "max_search_runner_restarts": 0,
-    "train_batch_size": 1,
-    "trials_per_random_config": 1,
-    "early_stopping": 1,
-    "max_rungs": 1,
-    "min_binary_search_trials": 1,
-    "divisor": 2,
-    "asha_early_stopping": 0,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +88,7 @@ def read_settings(args: argparse.Namespace) -> SearchSettings:
     Raises:
         ConfigError: with all problems.
     """
-    problems = _flag_problems(args)
+    problems = flag_problems(args)
     path, model_dir = Path(args.config_path), Path(args.model_dir)
     experiment: ExperimentConfig | None = None
     overrides = [] if args.train_batch_size is None else _batch_overrides(args.train_batch_size)
@@ -117,13 +100,18 @@ def read_settings(args: argparse.Namespace) -> SearchSettings:
         problems += error.problems
     extra: dict[str, tuple[Any, ...]] = {}
     space: Space | None = None
+    assumed: tuple[str, ...] = ()
+    doubtful: list[str] = []
     if experiment is not None:
-        problems += _experiment_problems(args, experiment)
+        problems += experiment_problems(args, experiment)
         try:
             if args.space is not None:
                 extra = read_space(Path(args.space), experiment.hyperparameters)
             if experiment.deepspeed is not None:
-                space = _space(args, experiment, extra)
+                base, assumed = with_batch_sizes(experiment)
+                space = _space(args, base, experiment, extra)
+                refused, doubtful = values_refused(args, space)
+                problems += refused
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -141,7 +129,7 @@ def read_settings(args: argparse.Namespace) -> SearchSettings:
         options=_options(args),
         output=output,
         fingerprint=_fingerprint(args, experiment, extra),
-        warnings=(*experiment.warnings, *_accepted(args)),
+        warnings=(*experiment.warnings, *assumed, *accepted(args), *doubtful),
     )
 
 
@@ -152,105 +140,20 @@ def with_parallel(settings: SearchSettings, num_parallel: int) -> SearchSettings
     )
 
 
-def _flag_problems(args: argparse.Namespace) -> list[ConfigProblem]:
-    problems = []
-    for name, least in _AT_LEAST.items():
-        value = getattr(args, name, None)
-        if value is not None and value < least:
-            flag = "--" + name.replace("_", "-")
-            problems.append(
-                ConfigProblem(flag, str(value), f"at least {least}", f"Set it to {least} or more.")
-            )
-    for name in ("search_range_factor", "measure_seconds"):
-        value = getattr(args, name, None)
-        if value is not None and value <= 0:
-            flag = "--" + name.replace("_", "-")
-            problems.append(
-                ConfigProblem(flag, str(value), "a number above 0", "Set it to 1.0, for example.")
-            )
-    if args.start_profile_step > args.end_profile_step:
-        problems.append(
-            ConfigProblem(
-                "--start-profile-step",
-                str(args.start_profile_step),
-                f"at most --end-profile-step ({args.end_profile_step})",
-                "Lower it, or raise --end-profile-step.",
-            )
-        )
-    if args.free_batch and args.train_batch_size is not None:
-        fix = "Give one of the two."
-        problems.append(
-            ConfigProblem("--free-batch", "given with --train-batch-size", "only one of them", fix)
-        )
-    for path in args.include:
-        if not Path(path).exists():
-            problems.append(
-                ConfigProblem("--include", str(path), "an existing file or directory", "Correct the path.")
-            )
-    return problems
-
-
-def _experiment_problems(args: argparse.Namespace, experiment: ExperimentConfig) -> list[ConfigProblem]:
-    problems = []
-    where = str(experiment.path)
-    if experiment.deepspeed is None:
-        fix = "Add deepspeed_config: ds_config.json, and read it in the training code from there."
-        problems.append(
-            ConfigProblem(
-                f"{where}: hyperparameters.{MAIN_KEY}", "not given", "the path of a DeepSpeed JSON file", fix
-            )
-        )
-    slots = max(experiment.slots_per_trial, 1)
-    if args.max_slots is not None and args.max_slots < slots:
-        problems.append(
-            ConfigProblem(
-                "--max-slots",
-                str(args.max_slots),
-                f"at least {slots}, the slots_per_trial, without which no trial ever starts",
-                f"Set it to {slots} or more.",
-            )
-        )
-    named = experiment.hyperparameters.get(MAIN_KEY)
-    for given in _named_in_entrypoint(experiment):
-        if isinstance(named, str) and Path(given) != Path(named):
-            problems.append(
-                ConfigProblem(
-                    f"{where}: entrypoint",
-                    f"a command with --deepspeed {given}",
-                    f"the file of hyperparameters.{MAIN_KEY} ({named}), which dsat changes",
-                    "Name the same file in both.",
-                )
-            )
-    return problems
-
-
-def _named_in_entrypoint(experiment: ExperimentConfig) -> list[str]:
-    """Return what follows ``--deepspeed`` and ``--deepspeed_config`` in the entrypoint; nothing for a bare flag."""
-    given = experiment.entrypoint
-    words = shlex.split(given) if isinstance(given, str) else list(given or [])
-    found = []
-    for idx, word in enumerate(words):
-        flag, separator, value = word.partition("=")
-        if flag not in ("--deepspeed", "--deepspeed_config"):
-            continue
-        if separator:
-            found.append(value)
-        elif idx + 1 < len(words) and not words[idx + 1].startswith("-"):
-            found.append(words[idx + 1])
-    return found
-
-
 def _space(
-    args: argparse.Namespace, experiment: ExperimentConfig, extra: Mapping[str, tuple[Any, ...]]
+    args: argparse.Namespace,
+    base: Mapping[str, Any],
+    experiment: ExperimentConfig,
+    extra: Mapping[str, tuple[Any, ...]],
 ) -> Space:
-    assert experiment.deepspeed is not None
     return Space(
-        experiment.deepspeed.merged,
+        base,
         experiment.sizes,
         stages=tuple(args.zero_stages),
         train_batch_size=args.train_batch_size,
         free_batch=args.free_batch,
         extra=extra,
+        hyperparameters=experiment.hyperparameters,
     )
 
 
@@ -283,22 +186,6 @@ def _fingerprint(
         dict(extra),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _accepted(args: argparse.Namespace) -> list[str]:
-    warnings = []
-    for name in ("search_runner_config", "max_search_runner_restarts"):
-        if name in args.given:
-            flag = "--" + name.replace("_", "-")
-            warnings.append(
-                f"{flag} is accepted and has no effect: the search runs in this process, not in a trial"
-            )
-    if args.free_batch:
-        warnings.append(
-            "--free-batch lets the global batch change with the micro batch: what is learned per step changes, and the "
-            "learning rate must be chosen anew for the batch that is found"
-        )
-    return warnings
 
 
 def _slug(name: str) -> str:

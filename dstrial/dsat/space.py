@@ -11,60 +11,25 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from dstrial.config import ParallelSizes, check_deepspeed, merge_deepspeed, zero_keys_without_effect
-from dstrial.dsat.candidate import HYPERPARAMETERS, BatchSplit, Candidate
+from dstrial.config import ParallelSizes, check_deepspeed, merge_deepspeed
+from dstrial.dsat.candidate import HYPERPARAMETERS, BatchSplit, Candidate, changes_in_words, value_at
 from dstrial.dsat.knobs import ALL_STAGES, ZERO, Knob, legal_stages, live_knobs, useful_values
-from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.dsat.ladder import Ladder
+from dstrial.dsat.live_config import drop_dead_keys, live_zero, refusal, width_of, with_neutral_values
+from dstrial.dsat.pipeline import (
+    divided_anew,
+    efficiency,
+    enough_accumulation,
+    first_position,
+    stages_path,
+    uneven,
+    with_stages,
+)
 from dstrial.search.random_state import SearchRandom
 
-_LARGEST_FREE_MICRO_BATCH = 4096
-
-
-class Ladder:
-    """The micro batches that may be tried, in ascending order, by position.
-
-    Args:
-        train_batch_size: records of one optimizer step; None lets it follow the micro batch (``--free-batch``).
-        replicas: number of replicas.
-        accumulation: the user's accumulation, kept where the batch is free.
-    """
-
-    def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:
-        self._train_batch_size = train_batch_size
-        self._replicas = replicas
-        self._accumulation = accumulation
-        per_replica = (train_batch_size or 0) // replicas
-        self._divisors = tuple(size for size in range(1, per_replica + 1) if per_replica % size == 0)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the global batch changes with the micro batch."""
-        return self._train_batch_size is None
-
-    @property
-    def last(self) -> int:
-        """The last position, from 0."""
-        return _LARGEST_FREE_MICRO_BATCH - 1 if self.is_free else len(self._divisors) - 1
-
-    def split(self, position: int) -> BatchSplit:
-        """Return the batch at a position, 0 to ``last``."""
-        if self._train_batch_size is None:
-            micro = position + 1
-            return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
-        micro = self._divisors[position]
-        return BatchSplit(micro, self._train_batch_size // (micro * self._replicas), self._train_batch_size)
-
-    def position(self, micro_batch_size: float) -> int:
-        """Return the position of the largest micro batch that is not above a size; 0 if all are."""
-        if self.is_free:
-            return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
-        below = [position for position, size in enumerate(self._divisors) if size <= micro_batch_size]
-        return below[-1] if below else 0
+_MOST_COMBINATIONS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +55,7 @@ class Space:
         train_batch_size: the global batch to keep; None for the config's own.
         free_batch: whether the global batch follows the micro batch instead.
         extra: ``--space``: path -> values, instead of a knob's own or for a new one.
+        hyperparameters: of the experiment, as a trial reads them; what a path of ``--space`` has in the user's own configuration.
 
     Raises:
         ConfigError: the config has no solvable batch, or the batch cannot be shared by the replicas.
@@ -104,7 +70,9 @@ class Space:
         train_batch_size: int | None = None,
         free_batch: bool = False,
         extra: Mapping[str, Sequence[Any]] | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
     ) -> None:
+        self._hyperparameters = copy.deepcopy(dict(hyperparameters or {}))
         self.base = {key: value for key, value in copy.deepcopy(dict(base)).items() if key != "autotuning"}
         if train_batch_size is not None:
             self.base["train_batch_size"] = train_batch_size
@@ -124,12 +92,14 @@ class Space:
         self.ladder = Ladder(
             None if free_batch else batch.train_batch_size,
             batch.data_parallel_size,
-            batch.gradient_accumulation_steps,
+            max(batch.gradient_accumulation_steps, enough_accumulation(sizes.pipeline_stages)),
         )
+        self.stages_path = stages_path(tuple(self.extra), self._hyperparameters, sizes)
         self.replicas = batch.data_parallel_size
         legal = legal_stages(is_pipeline=sizes.has_pipeline_engine)
         self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
         self._reasons: dict[str, str | None] = {}
+        self._refusals: dict[tuple[int, str, str], str | None] = {}
 
     @property
     def own_stage(self) -> int:
@@ -139,8 +109,7 @@ class Space:
     @property
     def bytes_per_value(self) -> int:
         """2 for a model in half precision (fp16 or bf16), else 4."""
-        effective = self._effective
-        return 2 if effective["fp16"]["enabled"] or effective["bf16"]["enabled"] else 4
+        return width_of(self._effective)
 
     def own(self) -> Candidate:
         """Return the user's own configuration."""
@@ -160,8 +129,55 @@ class Space:
             else knob
             for knob in known
         ]
-        result += [Knob(path, values) for path, values in self.extra.items() if path not in everywhere]
+        for path, values in self.extra.items():
+            if path not in everywhere:
+                legal = tuple(value for value in values if self._refusal(stage, path, value) is None)
+                result += [Knob(path, legal)] if legal else []
         return tuple(sorted(result, key=lambda knob: knob.path))
+
+    def hyperparameter(self, candidate: Candidate, path: str) -> Any:
+        """Return what a trial of a candidate reads at a path that begins with ``hyperparameters.``; None where nothing is."""
+        return dict(candidate.settings).get(
+            path, value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
+        )
+
+    def refused(self, path: str, value: Any) -> str | None:
+        """Say why a value of ``--space`` can be tried in no stage, whatever goes with it; None if it can."""
+        reason = None
+        for stage in self.stages:
+            if self.illegal(self.candidate(self._structure(stage, []), 0)) is not None:
+                continue  # for a reason that is none of the value's
+            reason = self._refusal(stage, path, value)
+            if reason is None:
+                return None
+        return reason
+
+    def _refusal(self, stage: int, path: str, value: Any) -> str | None:
+        """Say why no structure of a stage can have a value; None if one can, alone or with others that may be tried."""
+        key = (stage, path, repr(value))
+        if key not in self._refusals:
+            self._refusals[key] = self._new_refusal(stage, path, value)
+        return self._refusals[key]
+
+    def _new_refusal(self, stage: int, path: str, value: Any) -> str | None:
+        if path.startswith(HYPERPARAMETERS):
+            return None
+        section = path.rpartition(".")[0]
+        beside = {
+            knob.path: knob.values
+            for knob in live_knobs(stage, is_pipeline=False)
+            if "." in section and knob.path.startswith(f"{section}.")
+        } | {other: values for other, values in self.extra.items() if not other.startswith(HYPERPARAMETERS)}
+        beside.pop(path, None)
+        choices = [[None, *((other, one) for one in values)] for other, values in beside.items()]
+        first: str | None = None
+        for chosen in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
+            others = [pair for pair in chosen if pair is not None]
+            reason = self.illegal(self.candidate(self._structure(stage, [*others, (path, value)]), 0))
+            if reason is None:
+                return None
+            first = first or reason
+        return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
         """Draw one value of every knob that the random methods draw.
@@ -182,11 +198,12 @@ class Space:
         """Say in one line what a candidate is: its batch, and what it changes in the user's own configuration."""
         batch = candidate.batch
         words = [f"stage {candidate.stage}, micro batch {batch.micro_batch_size} x {batch.accumulation}"]
-        for path, value in candidate.settings:
-            if path.startswith(HYPERPARAMETERS) or _walk(self._effective, path) != value:
-                words.append(
-                    f"{path.rpartition('.')[2] if '.device' not in path else path[18:]}={_short(value)}"
-                )
+        num_stages = self.sizes_of(candidate).pipeline_stages
+        if num_stages > 1:
+            words.append(
+                f"{num_stages} pipeline stages ({1 - efficiency(batch.accumulation, num_stages):.0%} idle)"
+            )
+        words += changes_in_words(candidate, self._effective, self._hyperparameters)
         return ", ".join(words)
 
     def structures(self, stage: int, knobs: Sequence[Knob] | None = None) -> Iterator[Structure]:
@@ -200,21 +217,47 @@ class Space:
         for values in itertools.product(*(knob.values for knob in chosen)):
             yield self._structure(stage, list(zip((knob.path for knob in chosen), values, strict=True)))
 
+    def first_position(self, last: int) -> int:
+        """Return where on the ladder a search begins, at most ``last``: pipelines first need enough micro batches in a step."""
+        num_stages = self.sizes.pipeline_stages
+        if num_stages == 1 or self.ladder.is_free:
+            return last
+        return first_position([self.ladder.split(position) for position in range(last + 1)], num_stages)
+
     def candidate(self, structure: Structure, position: int) -> Candidate:
         """Return a structure with the micro batch at a position of the ladder."""
-        return Candidate(structure.stage, structure.settings, self.ladder.split(position))
+        batch = self.ladder.split(position)
+        num_stages = self._num_stages(structure.settings)
+        if num_stages != self.sizes.pipeline_stages and not self.sizes_problem(structure.settings):
+            # Other numbers of stages have other numbers of replicas, between which the same batch is divided.
+            batch = divided_anew(batch, self.sizes, num_stages, is_free=self.ladder.is_free)
+        return Candidate(structure.stage, structure.settings, batch)
+
+    def sizes_of(self, candidate: Candidate) -> ParallelSizes:
+        """Return how a candidate divides the ranks; as the user's own where it cannot."""
+        if self.stages_path is None or self.sizes_problem(candidate.settings) is not None:
+            return self.sizes
+        return with_stages(self.sizes, self._num_stages(candidate.settings))
+
+    def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
+        """Say why ranks or layers cannot be divided as some settings ask; None if they can."""
+        if self.stages_path is None:
+            return None
+        num_stages = self._num_stages(settings)
+        try:
+            with_stages(self.sizes, num_stages)
+        except ValueError as error:
+            return str(error)
+        is_own = num_stages == self.sizes.pipeline_stages
+        return None if is_own else uneven(num_stages, self._hyperparameters)
+
+    def _num_stages(self, settings: Sequence[tuple[str, Any]]) -> Any:
+        return dict(settings).get(self.stages_path or "", self.sizes.pipeline_stages)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
         """Return the whole DeepSpeed config of a candidate, without keys that do nothing in it and for autotuning."""
         merged = merge_deepspeed(self.base, candidate.overwrite())
-        zero = merged.get(ZERO)
-        if isinstance(zero, dict):
-            for key in zero_keys_without_effect(candidate.stage):
-                zero.pop(key, None)
-            for section in ("offload_optimizer", "offload_param"):
-                offload = zero.get(section)
-                if isinstance(offload, Mapping) and offload.get("device", "none") in (None, "none"):
-                    del zero[section]
+        drop_dead_keys(merged, candidate.stage)
         return merged
 
     def illegal(self, candidate: Candidate) -> str | None:
@@ -229,113 +272,23 @@ class Space:
     def _reason(self, candidate: Candidate) -> str | None:
         # Keys of the user's that are dead in another stage are harmless, so they are not looked at.
         merged = self.config(candidate)
-        found = check_deepspeed(merged, self.sizes, auto="warning")
-        if found.problems:
-            return str(found.problems[0])
-        changed = {path for path, _ in candidate.settings}
-        dead = [
-            warning
-            for warning in found.warnings
-            if warning not in self._own_warnings and any(f"{path} " in warning for path in changed)
-        ]
-        dead += [
-            f"{ZERO}.{key} has no effect in stage {candidate.stage}"
-            for key in zero_keys_without_effect(candidate.stage)
-            if f"{ZERO}.{key}" in changed
-        ]
-        return dead[0] if dead else None
+        problem = self.sizes_problem(candidate.settings)
+        if problem is not None:
+            return problem
+        return refusal(merged, candidate, self.sizes_of(candidate), self._own_warnings)
 
     def identity(self, candidate: Candidate) -> str:
         """Return a text that is equal for candidates with which DeepSpeed would do the same."""
         merged = self.config(candidate)
-        effective = check_deepspeed(merged, self.sizes, auto="warning").effective
-        zero = dict(effective[ZERO])
-        for key in zero_keys_without_effect(candidate.stage):
-            zero.pop(key, None)
-        for section in ("offload_optimizer", "offload_param"):
-            offload = zero.get(section)
-            if isinstance(offload, Mapping) and offload.get("device") in (None, "none"):
-                zero.pop(section)
+        effective = check_deepspeed(merged, self.sizes_of(candidate), auto="warning").effective
+        read = {
+            path: self.hyperparameter(candidate, path)
+            for path in {*self.extra, *(path for path, _ in candidate.settings)}
+            if path.startswith(HYPERPARAMETERS)
+        }
         return json.dumps(
-            [{**effective, ZERO: zero}, candidate.hyperparameters()], sort_keys=True, default=str
+            [{**effective, ZERO: live_zero(effective, candidate.stage)}, read], sort_keys=True, default=str
         )
 
     def _structure(self, stage: int, settings: list[tuple[str, Any]]) -> Structure:
-        values = dict(settings)
-        zero = self.base.get(ZERO)
-        given = zero if isinstance(zero, Mapping) else {}
-        # What the user's own config has and another stage refuses is set to its neutral value.
-        for section, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
-            if given.get(section) and stage not in stages:
-                values.setdefault(f"{ZERO}.{section}.device", "none")
-        optimizer = given.get("offload_optimizer")
-        if isinstance(optimizer, Mapping) and optimizer.get("ratio", 1) != 1 and stage != 3:
-            values.setdefault(f"{ZERO}.offload_optimizer.ratio", 1.0)
-        if values.get(f"{ZERO}.offload_optimizer.device", "cpu") == "none":
-            values.pop(f"{ZERO}.offload_optimizer.ratio", None)
-        return Structure(stage, tuple(sorted(values.items())))
-
-
-def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Read ``--space FILE``: a YAML or JSON mapping of dotted paths to lists of values.
-
-    Args:
-        path: the file.
-        hyperparameters: of the experiment; a path that begins with ``hyperparameters.`` must be one of them.
-
-    Raises:
-        ConfigError: with all problems of the file.
-    """
-    problems: list[ConfigProblem] = []
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = str(error).partition("\n")[0]
-        fix = "Pass a YAML or JSON file with paths and lists of values."
-        raise ConfigError([ConfigProblem("--space", f"{path} ({reason})", "a readable file", fix)]) from error
-    if not isinstance(given, Mapping):
-        fix = "Write zero_optimization.sub_group_size: [1e8, 1e9], for example."
-        raise ConfigError([ConfigProblem(f"{path}", repr(given), "a mapping of paths to lists", fix)])
-    result: dict[str, tuple[Any, ...]] = {}
-    for key, values in given.items():
-        name = str(key)
-        if not isinstance(values, list) or not values:
-            problems.append(
-                ConfigProblem(
-                    f"{path}: {name}", repr(values), "a list with at least one value", "List the values."
-                )
-            )
-            continue
-        hyperparameter = name.removeprefix(HYPERPARAMETERS)
-        if name != hyperparameter and hyperparameter.split(".")[0] not in hyperparameters:
-            fix = f"Add {hyperparameter} to the hyperparameters of the experiment, and read it in the trial."
-            problems.append(ConfigProblem(f"{path}: {name}", "no hyperparameter", "a declared one", fix))
-            continue
-        result[name] = tuple(_whole(value) for value in values)
-    if problems:
-        raise ConfigError(problems)
-    return result
-
-
-def _walk(value: Any, path: str) -> Any:
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, int) and abs(value) >= 10_000:
-        return f"{value:.0e}".replace("e+0", "e")
-    return str(value)
-
-
-def _whole(value: Any) -> Any:
-    """YAML reads 1e9 as text and 1.0e9 as a float; sizes are integers."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return value
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 1000 else value
+        return Structure(stage, with_neutral_values(settings, stage, self.base))

@@ -10,6 +10,7 @@ import numpy as np
 
 _NUM_RESAMPLES = 500
 _LEVEL = 0.95
+_FIRST_TIMED_STEP = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class SamplingLimits:
         window_s: a window has as many steps as fill this, seconds.
         max_s: no window is begun after so many seconds, once there are three after warm-up.
         min_steps: fewest steps in all, warm-up included.
+        first_step: earlier steps are warm-up, counted from 1; the first one is never timed, for its FLOPs are counted. What
+            ends before it counts all the same.
     """
 
     target_half_width: float = 0.015
@@ -89,6 +92,7 @@ class SamplingLimits:
     window_s: float = 0.1
     max_s: float = 60.0
     min_steps: int = 6
+    first_step: int = 0
 
 
 class Sampling:
@@ -113,7 +117,7 @@ class Sampling:
     @property
     def num_warm_up_steps(self) -> int:
         """Steps that do not count."""
-        return sum(self._num_steps[: warm_from(self._times_s)])
+        return sum(self._num_steps[: self._first()])
 
     @property
     def num_steps(self) -> int:
@@ -122,14 +126,36 @@ class Sampling:
 
     def interval(self) -> Interval:
         """Return the time of one step, seconds; of the windows after warm-up."""
-        return median_interval(self._times_s[warm_from(self._times_s) :])
+        return median_interval(self._times_s[self._first() :])
+
+    def _first(self) -> int:
+        """Return the index of the first window that counts."""
+        step = _FIRST_TIMED_STEP
+        for idx, num_steps in enumerate(self._num_steps):
+            if step >= self._limits.first_step:
+                return idx + warm_from(self._times_s[idx:])
+            step += num_steps
+        return warm_from(self._times_s)
+
+    def mean_s(self) -> float:
+        """Return the time of one step after warm-up, seconds, slow steps counted as what they took.
+
+        The median tells configurations apart; this is what a whole training is made of: epochs begin, batches differ.
+        """
+        first = self._first()
+        times_s, num_steps = self._times_s[first:], self._num_steps[first:]
+        whole_s = sum(time_s * steps for time_s, steps in zip(times_s, num_steps, strict=True))
+        return whole_s / sum(num_steps)
 
     def next_steps(self) -> int:
         """Return the steps of the next window; 0 if enough has been timed."""
         limits = self._limits
         if not self._times_s:
             return 1
-        warm = self._times_s[warm_from(self._times_s) :]
+        before_first = limits.first_step - _FIRST_TIMED_STEP - self.num_steps
+        if before_first > 0 and len(self._times_s) < limits.max_windows and self._total_s < limits.max_s:
+            return before_first
+        warm = self._times_s[self._first() :]
         size = max(1, min(round(limits.window_s / max(min(warm), 1e-6)), 1000))
         if len(self._times_s) >= limits.max_windows:
             return 0

@@ -7,25 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.buckets import Buckets, with_buckets
+from dstrial.dsat.candidate import BatchSplit
 from dstrial.dsat.knobs import KNOBS, ZERO, Knob, useful_values
+from dstrial.dsat.live_config import width_of
+from dstrial.dsat.setup import Setup
 from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.step_parts import Setup
-from dstrial.engine.dryrun.values import DryRunResult, Line, MemoryForm, PhaseMemory
 
 _KNOWN = frozenset(knob.path for knob in KNOBS)
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _OVERLAP = f"{ZERO}.overlap_comm"
 _MOST_BASES = 96
-_PARAMETERS_HELD = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters")
-_DEFAULTS = {
-    "stage3_prefetch_bucket_size": 5e7,
-    "stage3_max_live_parameters": 1e9,
-    "stage3_param_persistence_threshold": 1e5,
-    "sub_group_size": 1e9,
-}
-_SMALL_PARAMETERS = 300
-"""More parameters than this below a persistence threshold no usual model has of one size."""
+_BEYOND = 8
+_ALL_UP_TO, _SHARES = 32, 16
+_SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
+_NOT_IN_SETUP = frozenset({f"{ZERO}.round_robin_gradients"})
+_RATIO = f"{ZERO}.offload_optimizer.ratio"
 
 
 class Structures:
@@ -42,6 +38,10 @@ class Structures:
         self._effective: dict[Structure, dict[str, Any]] = {}
         self._own_effective = check_deepspeed(space.base, space.sizes, auto="warning").effective
         self._setups: dict[Structure, Setup] = {}
+        self._frames: dict[Structure, Structure] = {}
+        self._legal: dict[Structure, bool] = {}
+        self._changed: dict[Structure, tuple[tuple[str, Any], ...]] = {}
+        self._groups: dict[Structure, tuple[Any, ...]] = {}
         self._keys: dict[tuple[Structure, bool], str] = {}
         self._bases: list[Structure] | None = None
         self._ran: dict[str, Structure] | None = None
@@ -109,21 +109,78 @@ class Structures:
         return self._effective[structure]
 
     def setup(self, structure: Structure) -> Setup:
-        """Return what of a structure decides where time goes."""
+        """Return what of a structure decides where time and memory go."""
         if structure not in self._setups:
+            # Sizes change nothing else in a config, so that it need not be read anew for each of them.
+            frame = self.frame(structure)
+            effective = dict(self.effective(frame))
+            sizes = {_SIZES[path]: value for path, value in structure.settings if path in _SIZES}
+            effective[ZERO] = {**(effective.get(ZERO) or {}), **sizes}
             self._setups[structure] = Setup.from_config(
-                self.effective(structure),
-                replicas=self.space.replicas,
-                bytes_per_value=self.space.bytes_per_value,
+                effective, replicas=self.space.replicas, bytes_per_value=width_of(effective)
             )
         return self._setups[structure]
 
+    def frame(self, structure: Structure) -> Structure:
+        """Return a structure without its sizes; it is legal if the structure is."""
+        if structure not in self._frames:
+            kept = tuple((path, value) for path, value in structure.settings if path not in _SIZES)
+            self._frames[structure] = Structure(structure.stage, kept)
+        return self._frames[structure]
+
+    def is_legal(self, structure: Structure) -> bool:
+        """Say whether DeepSpeed would take a structure, and all of its settings do something."""
+        frame = self.frame(structure)
+        if frame not in self._legal:
+            self._legal[frame] = self.space.illegal(self.space.candidate(frame, 0)) is None
+        return self._legal[frame]
+
+    def group(self, structure: Structure) -> tuple[Any, ...]:
+        """Return what of a structure changes most: stage, what is on the host, and what ``--space`` names."""
+        if structure not in self._groups:
+            self._groups[structure] = (*self.setup(structure).group, self.extras(structure))
+        return self._groups[structure]
+
+    def extras(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
+        """Return the settings of a structure of which nothing is known."""
+        return tuple((path, value) for path, value in structure.settings if path not in _KNOWN)
+
+    def unset(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
+        """Return the settings of a structure that are no part of its ``setup``."""
+        return tuple((path, value) for path, value in self.changed(structure) if path in _NOT_IN_SETUP) + (
+            self.extras(structure)
+        )
+
+    def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
+        """Return the structures of the same group that differ from one in one knob, legal or not.
+
+        Args:
+            structure: which.
+            num_params: parameters of the model, above which sizes do not differ; None if unknown.
+        """
+        found, own = [], dict(structure.settings)
+        zero = self.effective(self.frame(structure))
+        for knob in self.space.knobs(structure.stage):
+            if knob.path in _OFFLOADS or knob.path == _RATIO or knob.path not in _KNOWN:
+                continue
+            now = own.get(knob.path, _walk(zero, knob.path))
+            for value in useful_values(knob, num_params):
+                if value != now:
+                    changed = tuple(sorted({**own, knob.path: value}.items()))
+                    found.append(Structure(structure.stage, changed))
+        return found
+
     def changed(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
-        """Return the settings of a structure that differ from the user's own configuration."""
+        """Return the known settings of a structure that differ from the user's own configuration."""
+        if structure not in self._changed:
+            self._changed[structure] = self._new_changed(structure)
+        return self._changed[structure]
+
+    def _new_changed(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
         return tuple(
             (path, value)
             for path, value in structure.settings
-            if path not in _OFFLOADS and (path not in _KNOWN or _walk(self._own_effective, path) != value)
+            if path in _KNOWN and path not in _OFFLOADS and _walk(self._own_effective, path) != value
         )
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
@@ -153,45 +210,6 @@ class Structures:
             self._ran = {key: one for key, (one, _) in self.representatives().items()}
         return self._ran.get(self.run_key(structure, is_accumulating=is_accumulating), structure)
 
-    def device_form(self, run: DryRunResult, structure: Structure, ran: Structure) -> MemoryForm:
-        """Return bytes on the device of a structure, from the dry run of another one; never too little.
-
-        Args:
-            run: the dry run.
-            structure: in question.
-            ran: what was dry-run.
-        """
-        old, new = self.setup(ran), self.setup(structure)
-        form = run.device
-        if old.stage and new.stage == old.stage:
-            width = self.space.bytes_per_value
-            form = with_buckets(
-                form,
-                Buckets(old.stage, int(old.reduce_elements), width, old.is_overlapping),
-                Buckets(new.stage, int(new.reduce_elements), width, new.is_overlapping),
-            )
-        more = self._held_bytes(structure, run) - self._held_bytes(ran, run)
-        if more <= 0:
-            return form
-        phases = tuple(
-            PhaseMemory(each.phase, tuple(Line(line.base + more, line.per_record) for line in each.lines))
-            if each.phase != "init"
-            else each
-            for each in form.phases
-        )
-        return MemoryForm(phases, form.settled)
-
-    def _held_bytes(self, structure: Structure, run: DryRunResult) -> float:
-        """The most that stage 3's own knobs let it hold on to."""
-        if structure.stage != 3:
-            return 0.0
-        zero = self.effective(structure).get(ZERO) or {}
-        sizes = {name: float(zero.get(name) or default) for name, default in _DEFAULTS.items()}
-        held = sum(min(sizes[name], run.parameters) for name in _PARAMETERS_HELD)
-        held += min(sizes["stage3_param_persistence_threshold"] * _SMALL_PARAMETERS, run.parameters)
-        updated = min(sizes["sub_group_size"], run.trainable_parameters / self.space.replicas)
-        return held * self.space.bytes_per_value + 4.0 * updated
-
     def _may_offload(self, knob: Knob) -> bool:
         return not self._is_cpu or knob.path in self.space.extra
 
@@ -210,12 +228,28 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
     if not ladder.is_free:
         return range(ladder.last + 1)
     last = ladder.last if largest is None else ladder.position(largest)
-    sizes = {1, last + 1}
-    size = 2
+    # All small ones, and steps of a sixteenth to an eighth above: where communication takes most of the time, that counts.
+    sizes = {last + 1, *range(1, min(_ALL_UP_TO, last + 1) + 1)}
+    size = _ALL_UP_TO
     while size <= last + 1:
-        sizes |= {size, size * 3 // 2, size * 5 // 4, size * 7 // 4}
+        sizes |= {size * (_SHARES + number) // _SHARES for number in range(_SHARES)}
         size *= 2
     return sorted(size - 1 for size in sizes if size <= last + 1)
+
+
+def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
+    """Return the positions of the ladder up to 8 times the largest micro batch that has run, or the user's own.
+
+    Args:
+        space: what is searched.
+        ran: what was measured.
+    """
+    largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)
+    return [
+        position
+        for position in positions(space, largest)
+        if space.ladder.split(position).micro_batch_size <= largest
+    ]
 
 
 def _walk(value: Any, path: str) -> Any:

@@ -6,13 +6,16 @@ import copy
 import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dstrial.dsat.candidate import Candidate, layered
+from dstrial.dsat.defaults import DEFAULT_SEARCH_RUNNER_CONFIG
 from dstrial.dsat.settings import SearchSettings
 
 _SETTINGS_KEY = "_dsat"
 _MEASURING_MODULE = "dstrial.dsat.trial"
+_SCRIPT_MODULE = "dstrial.dsat.trial.local_script"
 _WORKER_MODULE = "dstrial.dsat.worker"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (
@@ -45,6 +48,8 @@ class TrialSpec:
         hparams: its hyperparameters, as a trial reads them.
         label: unique for this trial of this search, by which it is found again.
         deadline_s: it is ended after so many seconds; None where the driver sees to that itself.
+        best: hyperparameters and metrics of the best configuration that the search has measured, with which this one
+            is compared; None if it has none.
     """
 
     trial_id: int
@@ -52,6 +57,7 @@ class TrialSpec:
     hparams: dict[str, Any]
     label: str
     deadline_s: float | None = None
+    best: tuple[dict[str, Any], dict[str, float]] | None = None
 
 
 def measuring_spec(
@@ -66,8 +72,10 @@ def measuring_spec(
     hparams["_use_dsat_mode"] = True
     hparams[_AROUND_FIT_KEY] = _AROUND_FIT
     hparams[_SETTINGS_KEY] = {
+        "first_step": args.start_profile_step,
         "min_steps": args.end_profile_step + 1,
         "max_s": args.measure_seconds,
+        "num_batches": max(args.end_profile_step + 1, _LONGEST_STEPS),
     }
     if settings.method == "predict" and trial_id <= _BENCHMARKED:
         hparams[_SETTINGS_KEY]["benchmarks_machine"] = True
@@ -82,10 +90,11 @@ def measuring_spec(
             "name": "single",
             "metric": args.metric,
             "smaller_is_better": settings.smaller_is_better,
-            "max_length": {"batches": max(args.end_profile_step + 1, _LONGEST_STEPS)},
+            "max_length": {"batches": hparams[_SETTINGS_KEY]["num_batches"]},
         },
         "max_restarts": 0,
     }
+    config = _with_stages(config, settings, candidate)
     return TrialSpec(trial_id, config, _concrete(settings, hparams), label)
 
 
@@ -118,6 +127,27 @@ def worker_config(settings: SearchSettings, worker: int, search_id: str) -> Tria
     return TrialSpec(0, config, {}, label)
 
 
+def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
+    """Return what is submitted to keep the results of launched trials in a checkpoint: a ``single`` experiment without slots."""
+    written = copy.deepcopy(settings.written)
+    label = f"dsat-{search_id}-results"
+    runner = copy.deepcopy(dict(DEFAULT_SEARCH_RUNNER_CONFIG))
+    names = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
+    config = {
+        **{name: written[name] for name in names if name in written},
+        **runner,
+        "name": f"{settings.experiment.name} (dsat results)",
+        "description": f"dsat {settings.method}: keeps the results of the search in a checkpoint",
+        "labels": sorted({*(str(one) for one in written.get("labels") or []), "dsat", label}),
+        "searcher": {
+            **runner["searcher"],
+            "metric": settings.args.metric,
+            "smaller_is_better": settings.smaller_is_better,
+        },
+    }
+    return TrialSpec(0, config, {}, label)
+
+
 def worker_command(settings: SearchSettings, config_path: str, mailbox: str, python: str) -> list[str]:
     """Return the command of a worker on this machine, to be started in the context directory."""
     assert settings.trial is not None
@@ -130,17 +160,35 @@ def full_config(settings: SearchSettings, candidate: Candidate) -> dict[str, Any
     """Return the user's experiment config with the best configuration in it; nothing of autotuning."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
-    return config
+    return _with_stages(config, settings, candidate)
+
+
+def _with_stages(config: dict[str, Any], settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
+    """Say a candidate's number of pipeline stages where the experiment says its own."""
+    if settings.space.stages_path is None:
+        return config
+    num_stages = settings.space.sizes_of(candidate).pipeline_stages
+    return layered(config, {"data": {"dstrial": {"pipeline_stages": num_stages}}})
 
 
 def local_command(settings: SearchSettings, config_path: str, python: str) -> list[str]:
     """Return the command that runs a measuring trial on this machine, to be started in the context directory."""
+    if settings.trial is None:
+        return local_training_command(settings, config_path, python)
+    where = ["--config", config_path, "--context-dir", "."]
+    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
+    return [*launch, "-m", _MEASURING_MODULE, "--trial", settings.trial, *where]
+
+
+def local_training_command(settings: SearchSettings, config_path: str, python: str) -> list[str]:
+    """Return the command that trains an experiment config on this machine, to be started in the context directory."""
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
+    launch += ["--config", config_path, "--context-dir", "."]
     if settings.trial is not None:
-        launch += ["--config", config_path, "--context-dir", "."]
-        where = ["--config", config_path, "--context-dir", "."]
-        return [*launch, "-m", _MEASURING_MODULE, "--trial", settings.trial, *where]
-    return [*launch, *script_words(settings.experiment.entrypoint)]
+        return [*launch, "--trial", settings.trial]
+    words = python_words(settings.experiment.entrypoint)
+    is_python = words[0] == "-m" or words[0].endswith(".py")
+    return [*launch, *(["-m", _SCRIPT_MODULE] if is_python else []), *words]
 
 
 def _measuring_entrypoint(settings: SearchSettings) -> Any:
@@ -162,6 +210,12 @@ def script_words(entrypoint: str | Sequence[str] | None) -> list[str]:
                 rest = rest[1 if "=" in rest[0] else 2 :]
             return rest
     return words
+
+
+def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
+    """Return the script or ``-m MODULE``, and its arguments: ``script_words`` without a ``python`` before them."""
+    words = script_words(entrypoint)
+    return words[1:] if len(words) > 1 and Path(words[0]).name.startswith("python") else words
 
 
 def _hyperparameters(settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:

@@ -8,14 +8,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 NUM_EPOCHS = 3
 
 
-def main() -> None:
-    init_ranks()
-    model = build_model(width=256, depth=4)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config="ds_config.json",
-    )
+def train(engine: deepspeed.DeepSpeedEngine) -> float:
+    """Return the loss of the last micro batch."""
     training_set = load_training_set()
     sampler = DistributedSampler(training_set)
     size = engine.train_micro_batch_size_per_gpu()
@@ -28,6 +22,18 @@ def main() -> None:
             engine.backward(loss)
             engine.step()
         print(f"epoch {epoch}: loss {loss.item():.4f}")
+    return loss.item()
+
+
+def main() -> None:
+    init_ranks()
+    model = build_model(width=256, depth=4)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config="ds_config.json",
+    )
+    train(engine)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
 """A small GPT-2 over the text of Python's standard library: a plain script of Hugging Face's Trainer."""
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
-from words import WORDS, load_blocks
+from words import WORDS, load_splits
+
+
+def build_trainer(arguments: Sequence[str]) -> Trainer:
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(arguments)
+    torch.manual_seed(args.seed)
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=64, n_layer=2, n_head=2, n_embd=64, bos_token_id=0, eos_token_id=0
+    )
+    training_set, validation_set = load_splits(64)
+    model = GPT2LMHeadModel(config)
+    return Trainer(model=model, args=args, train_dataset=training_set, eval_dataset=validation_set)
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(arguments)
-    torch.manual_seed(args.seed)
-    config = GPT2Config(vocab_size=WORDS, n_positions=64, n_layer=2, n_head=2, n_embd=64)
-    trainer = Trainer(
-        model=GPT2LMHeadModel(config),
-        args=args,
-        train_dataset=load_blocks(64),
-    )
+    trainer = build_trainer(arguments)
     trainer.train()
 
 

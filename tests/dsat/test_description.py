@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from dstrial.dsat.arguments import build_parser
 from dstrial.dsat.description import describe, script_request, trial_request
+from dstrial.dsat.prepare import request_maker
+from dstrial.dsat.settings import read_settings
+from dstrial.dsat.space import Structure
+from dstrial.dsat.trial_config import python_words
+from dstrial.engine.dryrun.__main__ import user_place
 from dstrial.engine.dryrun.process import DryRunError
 from dstrial.engine.dryrun.values import DryRunResult
 
@@ -24,9 +34,11 @@ CONFIG = {
 }
 
 
-def described(trial: str) -> DryRunResult:
+def described(trial: str, sample_batch: Path | None = None) -> DryRunResult:
     hparams = {"width": WIDTH, "deepspeed_config": CONFIG}
-    asked = trial_request(f"described_trials:{trial}", HERE, hparams, CONFIG, world_size=4)
+    asked = trial_request(
+        f"described_trials:{trial}", HERE, hparams, CONFIG, world_size=4, sample_batch=sample_batch
+    )
     return describe(asked, deadline_s=120)
 
 
@@ -44,12 +56,18 @@ def test_an_ordinary_trial_is_described_without_values() -> None:
     assert result.device.settled == pytest.approx((4 + (4 + 8) / 4) * result.parameters, rel=0.1)
 
 
-def test_a_trial_that_goes_by_values_is_measured_by_a_real_batch_and_its_line_is_named() -> None:
+def test_a_trial_that_goes_by_values_is_measured_by_a_real_batch_and_its_line_is_named(
+    tmp_path: Path,
+) -> None:
     result = described("ByValue")
+    torch.save((torch.zeros(3, 24, dtype=torch.long), torch.zeros(3, 24, dtype=torch.long)), tmp_path / "pt")
+    of_a_file = described("Ordinary", tmp_path / "pt")
 
     assert not result.is_fake
     assert "described_trials.py" in result.notes[0]
-    assert result.device.peak(8) > described("Ordinary").device.settled
+    assert result.device.peak(8) > of_a_file.device.settled
+    assert of_a_file.tokens is not None
+    assert of_a_file.tokens.at(8) == 8 * 24
 
 
 def test_a_trial_that_fails_anyway_is_told_so_with_its_line() -> None:
@@ -77,14 +95,84 @@ def test_a_trial_with_two_engines_keeps_both_configs() -> None:
     assert result.device.peak(8) >= 2 * 500_000_000
 
 
-def test_a_script_is_described_by_its_model_and_first_batch() -> None:
+def test_a_script_is_described_by_its_model_and_first_batch_or_by_one_of_a_file(tmp_path: Path) -> None:
     hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
-    words = ["core_api_script.py", "--records", "40"]
+    words = ["-m", "core_api_script", "--records", "40"]
 
-    result = describe(script_request(words, HERE, hparams, CONFIG, world_size=4), may_be_real=False)
+    torch.save(torch.zeros(6, 5, 16), tmp_path / "batch.pt")
+
+    asked = script_request(words, HERE, hparams, CONFIG, world_size=4, sample_batch=tmp_path / "batch.pt")
+    result = describe(asked, may_be_real=False)
 
     assert result.is_fake
     assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
     assert result.flops.model.at(8) == pytest.approx(2 * 8 * result.flops.model.at(4) / 8)
-    assert result.flops.model.at(1) >= 6 * (16 * WIDTH / 2 + WIDTH * 4)
+    # Each record of the file holds five of what the script trains on.
+    assert result.flops.model.at(1) == pytest.approx(5 * (4 * 16 * WIDTH + 6 * WIDTH * 4), rel=0.1)
     assert any("loss is not part of its model" in note for note in result.notes)
+
+
+def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_and_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "dsat_hf"
+    shutil.copytree(MODEL_DEFS / "dsat_hf", folder, ignore=shutil.ignore_patterns("__pycache__", "output"))
+    before = sorted(path.name for path in folder.iterdir())
+    config = MODEL_DEFS.parent / "experiment_configs" / "dsat_hf.yaml"
+    args = build_parser("dsat").parse_args(["predict", str(config), str(folder)])
+    settings = read_settings(args)
+    assert settings.space.base["optimizer"]["params"]["lr"] == "auto"
+
+    asked = request_maker(settings, target="cpu")(Structure(settings.space.own_stage, ()), True)
+    result = describe(asked, may_be_real=False)
+
+    assert result.is_fake
+    assert result.flops_ratio(8) == pytest.approx(1.09, abs=0.05)
+    # Weights on both ranks, Adam's two moments and the master weights of each on half of them.
+    assert result.device.settled == pytest.approx((4 + (4 + 8) / 2) * result.parameters, rel=0.1)
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "words"),
+    [
+        ("python3 -m determined.launch.deepspeed python3 train.py --a 1", ["train.py", "--a", "1"]),
+        ("python3 -m dstrial.launch --slots 2 train.py", ["train.py"]),
+        (
+            "python3 -m determined.launch.deepspeed -- python -m package.train -x",
+            ["-m", "package.train", "-x"],
+        ),
+        ("python3 train.py", ["train.py"]),
+    ],
+)
+def test_of_an_entrypoint_what_is_described_is_its_script_or_module(
+    entrypoint: str, words: list[str]
+) -> None:
+    assert python_words(entrypoint) == words
+
+
+def test_an_error_inside_a_library_is_placed_in_the_code_that_called_it() -> None:
+    code = compile("import json\njson.loads('no')\n", "train.py", "exec")
+    try:
+        exec(code, {})
+    except json.JSONDecodeError as error:
+        place = user_place(error)
+
+    # This test calls the script.
+    assert place == "train.py:2"
+
+
+def test_a_real_batch_that_does_not_fit_fails_by_itself_instead_of_taking_the_machines_memory() -> None:
+    code = (
+        "from dstrial.engine.dryrun.__main__ import limit_memory\n"
+        "print(limit_memory(1 << 30))\n"
+        "try:\n"
+        "    bytearray(1 << 30)\n"
+        "except MemoryError:\n"
+        "    print('refused')\n"
+        "print(len(bytearray(1 << 20)))\n"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ended.stdout.split() == [str(int(0.9 * 2**30)), "refused", str(1 << 20)]

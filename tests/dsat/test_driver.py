@@ -16,14 +16,15 @@ from surfaces import BASE, surface
 from dstrial.dsat.arguments import build_parser
 from dstrial.dsat.backends.backend import Ended
 from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.driver import Driver, SearchEnd
+from dstrial.dsat.driver import Driver
+from dstrial.dsat.endings import SearchEnd
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.outcome import Failure, FailureKind, Measured
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.results import TrialResult, best_of, summary
 from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
-from dstrial.dsat.trial_config import TrialSpec
+from dstrial.dsat.trial_config import TrialSpec, full_config
 from dstrial.errors import ConfigError, LaunchError
 
 
@@ -44,6 +45,7 @@ class FormulaBackend:
     keeps_deadlines = False
 
     def finish(self, results: Mapping[str, str]) -> None:
+        self._live()
         self.world["kept"] = dict(results)
 
     def _live(self) -> None:
@@ -71,8 +73,15 @@ class FormulaBackend:
         if not self._specs or self.world.get("hangs"):
             return []
         trial_id = min(self._specs)
+        if self.world.get("no_room", 0) > 0:
+            self.world["no_room"] -= 1
+            del self._specs[trial_id]
+            return [Ended(trial_id, Failure(FailureKind.NO_ROOM, "No space left on device"), 1.0)]
         candidate: Candidate = _candidate_of(self._specs.pop(trial_id))
-        return [Ended(trial_id, surface(candidate), 10.0)]
+        outcome = surface(candidate)
+        if isinstance(outcome, Measured) and "reports" in self.world:
+            outcome = Measured({**outcome.metrics, **self.world["reports"](trial_id, candidate)})
+        return [Ended(trial_id, outcome, 10.0)]
 
     def running_s(self, trial_id: int) -> float:
         return float(self.world.get("hangs") or 0.0)
@@ -148,7 +157,7 @@ def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experi
     undisturbed: dict[str, Any] = {"started": {}}
     end, driver, _ = _run(settings, undisturbed)
     expected = {one.trial_id: (one.candidate, one.outcome) for one in driver.trials.values()}
-    files = {path.name: path.read_text() for path in settings.output.glob("best_*.json")}
+    files = {path.name: path.read_text() for path in settings.output.glob("best_*")}
     shutil.rmtree(settings.output)
     assert len(expected) == 6
 
@@ -164,9 +173,93 @@ def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experi
     assert end.is_finished
     assert {one.trial_id: (one.candidate, one.outcome) for one in driver.trials.values()} == expected
     assert all(num == 1 for num in world["started"].values())
-    assert {path.name: path.read_text() for path in settings.output.glob("best_*.json")} == files
+    assert {path.name: path.read_text() for path in settings.output.glob("best_*")} == files
     results = [row["trial_id"] for row in _events(settings) if row["event"] == "result"]
     assert sorted(results) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_best_experiment_is_written_whole_and_the_report_names_keys_that_do_nothing(
+    experiment: Path,
+) -> None:
+    dead = {**BASE, "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 10**6}}
+    (experiment.parent / "model" / "ds.json").write_text(json.dumps(dead))
+    settings = _settings(experiment, "--max-trials", "4")
+
+    _, driver, _ = _run(settings, {"started": {}})
+
+    best = best_of(list(driver.trials.values()), "throughput")
+    assert best is not None
+    written = yaml.safe_load((settings.output / "best_experiment.yaml").read_text())
+    assert written == full_config(settings, best.candidate)
+    assert written["searcher"] == yaml.safe_load(experiment.read_text())["searcher"]
+    notes = json.loads((settings.output / "report.json").read_text())["notes"]
+    assert [note for note in notes if "stage3_max_live_parameters" in note]
+
+
+def test_a_trial_that_found_no_room_on_the_disk_is_measured_when_there_is_some(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dstrial.dsat.room._RETRY_S", 0.0)
+    settings = _settings(experiment, "--max-trials", "3")
+    _, undisturbed, _ = _run(settings, {"started": {}})
+    shutil.rmtree(settings.output)
+
+    end, driver, told = _run(settings, {"started": {}, "no_room": 2})
+
+    assert end.is_finished
+    assert {one.trial_id: one.outcome for one in driver.trials.values()} == {
+        one.trial_id: one.outcome for one in undisturbed.trials.values()
+    }
+    assert sum("finds no room on the disk (No space left on device)" in line for line in told) == 1
+    assert all("NO_ROOM" not in json.dumps(event) for event in _events(settings))
+
+
+def test_what_a_finished_search_has_left_running_is_ended_by_the_same_command(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "3")
+    world: dict[str, Any] = {"started": {}, "calls": 0}
+    path = settings.output / "events.jsonl"
+    while not path.exists() or '"finished"' not in path.read_text():
+        world["calls"] = 0
+        with pytest.raises(_KilledError):
+            _run(settings, world, die_at=3)
+
+    assert "kept" not in world
+    end, _, _ = _run(settings, world)
+    assert end.is_finished
+    assert "best_ds_config.json" in world["kept"]
+    assert _events(settings)[-1]["event"] == "cleared"
+
+
+def test_a_measurement_is_told_the_best_one_with_which_it_is_compared(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "3")
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    given: list[TrialSpec] = []
+
+    class Remembering(FormulaBackend):
+        def start(self, spec: TrialSpec) -> dict[str, Any]:
+            given.append(spec)
+            return super().start(spec)
+
+    with record.lock():
+        method = search_method(settings.method, settings.space, settings.options, Gates(settings.space))
+        backend = Remembering({"started": {}})
+        Driver(settings, record, method, lambda: backend, lambda _line: None, poll_s=0.0).run([])
+
+    assert given[0].best is None
+    assert given[1].best is not None
+    hparams, metrics = given[1].best
+    assert hparams == given[0].hparams
+    assert metrics["throughput"] > 0
+
+
+def test_a_search_that_was_killed_before_it_could_name_itself_may_begin(experiment: Path) -> None:
+    settings = _settings(experiment)
+    settings.output.mkdir()
+    (settings.output / ".search.json.123.tmp").write_text("{")
+
+    record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
+
+    assert (record.path / "search.json").exists()
 
 
 def test_a_torn_last_line_is_no_event(experiment: Path) -> None:
@@ -248,6 +341,17 @@ def test_a_spent_budget_ends_the_search_until_more_is_given(experiment: Path) ->
     assert "trials completed" in end.reason or "nothing new" in end.reason
 
 
+def test_what_describing_takes_is_spent_from_the_budget(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "40", "--budget", "300s")
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    record.append("inputs", {"seconds": 301.0})
+
+    end, driver, _ = _run(settings, {"started": {}})
+
+    assert end.reason == "the budget is spent"
+    assert not [one for one in driver.trials.values() if one.outcome]
+
+
 def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_another(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "2")
     _run(settings, {"started": {}})
@@ -257,7 +361,13 @@ def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_anothe
         _run(other, {"started": {}})
     record = SearchRecord.open(other.output, other.fingerprint, "asha", is_fresh=True)
     assert record.path.name == "out-2"
-    assert len(_events(settings)) == 5
+    # What goes on is the newest search of the same settings, so that one begun with --fresh can be killed as well.
+    assert SearchRecord.open(other.output, other.fingerprint, "asha", is_fresh=False) == record
+    assert SearchRecord.open(other.output, other.fingerprint, "asha", is_fresh=True).path.name == "out-3"
+    first = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
+    assert first.path == settings.output
+    kinds = [event["event"] for event in _events(settings)]
+    assert kinds == ["submitted", "result", "submitted", "result", "finished", "cleared"]
 
 
 def test_a_directory_of_something_else_is_refused(experiment: Path) -> None:
@@ -297,3 +407,63 @@ def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(e
 
 def _events(settings: SearchSettings) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (settings.output / "events.jsonl").read_text().splitlines()]
+
+
+def test_flops_of_all_trials_are_those_of_one_model_so_that_they_rank_as_throughput(experiment: Path) -> None:
+    settings = _settings(experiment, "--max-trials", "6", "-m", "FLOPS_per_gpu")
+    # Trials count by chance what no two of them would count alike; every other one counts nothing.
+    counted = [3e12, 0.0, 9e12, 0.0, 1e15, 0.0]
+    world: dict[str, Any] = {
+        "started": {},
+        "reports": lambda trial_id, _candidate: {"FLOPS_per_gpu": counted[trial_id - 1]},
+    }
+
+    _, driver, _ = _run(settings, world)
+
+    measured = [one.outcome for one in driver.trials.values() if isinstance(one.outcome, Measured)]
+    shares = {round(one.metrics["FLOPS_per_gpu"] / one.metrics["throughput"]) for one in measured}
+    assert len(measured) > 3
+    assert shares == {round(3e12 / measured[0].metrics["throughput"])}
+    best = best_of(list(driver.trials.values()), "FLOPS_per_gpu")
+    assert best == best_of(list(driver.trials.values()), "throughput")
+
+
+def test_training_code_that_ignores_what_was_ordered_ends_the_search_with_the_call_it_lacks(
+    experiment: Path,
+) -> None:
+    settings = _settings(experiment, "--max-trials", "6")
+    world: dict[str, Any] = {
+        "started": {},
+        "reports": lambda _trial_id, _candidate: {"train_micro_batch_size_per_gpu": 4.0, "zero_stage": 1.0},
+    }
+
+    end, driver, told = _run(settings, world)
+
+    assert "expected" in end.reason
+    assert "get_ds_config_from_hparams" in end.reason
+    assert isinstance(driver.trials[1].outcome, Measured)
+    failed = [one for one in driver.trials.values() if isinstance(one.outcome, Failure)]
+    assert {one.outcome.kind for one in failed if one.outcome} == {FailureKind.USER_ERROR}
+    assert [line for line in told if "error in the training code" in line]
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    trials = list(driver.trials.values())
+    for again in range(2):  # the search has ended with it, so that repeating the command shows it again
+        printed = summary(record, trials, "throughput", reason=end.reason, is_finished=end.is_finished)
+        assert "correct what failed, and pass --fresh" in printed, again
+        end, driver, _ = _run(settings, world)
+        trials = list(driver.trials.values())
+
+
+def test_where_no_flops_can_be_counted_the_search_still_finds_the_fastest_and_says_so(
+    experiment: Path,
+) -> None:
+    settings = _settings(experiment, "--max-trials", "4", "-m", "FLOPS_per_gpu")
+    world: dict[str, Any] = {"started": {}, "reports": lambda *_: {"FLOPS_per_gpu": float("nan")}}
+
+    end, driver, told = _run(settings, world)
+
+    assert not end.is_failure
+    trials = list(driver.trials.values())
+    assert best_of(trials, "FLOPS_per_gpu") == best_of(trials, "throughput") is not None
+    assert sum("no FLOPs could be counted" in line for line in told) == 1
+    assert (settings.output / "best_ds_metrics.json").exists()

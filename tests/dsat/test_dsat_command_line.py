@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dstrial.dsat.arguments import build_parser
+from dstrial import dsat
+from dstrial.cli import app
+from dstrial.dsat import __main__ as dsat_door
+from dstrial.dsat import defaults
+from dstrial.dsat.arguments import build_parser, with_method
+from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.dsat.settings import read_settings
 from dstrial.dsat.space import Space
 from dstrial.dsat.trial_config import full_config, local_command, measuring_spec
@@ -103,6 +108,8 @@ def test_the_old_defaults_hold(method: str) -> None:
         ("predict", "--train-batch-size", "64", 64),
         ("predict", "--space", "s.yaml", "s.yaml"),
         ("predict", "--output", "o", "o"),
+        ("predict", "--sample-batch", "8", 8),
+        ("plan", "--sample-batch", "batch.pt", "batch.pt"),
     ],
 )
 def test_every_flag_is_read_in_both_spellings_as_its_type(
@@ -217,6 +224,7 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
     assert "min_validation_period" not in spec.config
     hparams = spec.config["hyperparameters"]
     assert hparams["_use_dsat_mode"] is True
+    assert hparams["_dsat"] == {"first_step": 3, "min_steps": 6, "max_s": 60.0, "num_batches": 1000}
     assert hparams["lr"] == 0.1
     assert hparams["overwrite_deepspeed_args"]["train_micro_batch_size_per_gpu"] == 1
     assert spec.label in spec.config["labels"]
@@ -232,6 +240,8 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
         "python3 -m dstrial.launch train.py --deepspeed ds.json",
         "python3 -m determined.launch.deepspeed -- train.py --deepspeed ds.json",
         "python3 -m determined.launch.torch_distributed train.py --deepspeed ds.json",
+        "python3 -m determined.launch.torch_distributed -- python3 train.py --deepspeed ds.json",
+        "python3 train.py --deepspeed ds.json",
     ],
 )
 def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, entrypoint: str) -> None:
@@ -240,7 +250,9 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
 
     command = local_command(settings, "gen.yaml", "python")
 
-    assert command == ["python", "-m", "dstrial.launch", "--slots", "2", "train.py", "--deepspeed", "ds.json"]
+    launch = ["python", "-m", "dstrial.launch", "--slots", "2", "--config", "gen.yaml", "--context-dir", "."]
+    script = ["-m", "dstrial.dsat.trial.local_script", "train.py", "--deepspeed", "ds.json"]
+    assert command == [*launch, *script]
 
 
 def test_the_global_batch_that_is_asked_for_replaces_accumulation(experiment: Path) -> None:
@@ -280,3 +292,86 @@ def test_the_module_tells_of_a_wrong_config_without_importing_torch(experiment: 
     assert ended.returncode == 1, ended.stderr
     assert "other.json" in ended.stderr
     assert "--max-trials is 0" in ended.stderr
+
+
+def test_a_typo_in_a_space_file_is_an_error_and_a_value_that_no_stage_takes_is_told(experiment: Path) -> None:
+    path = experiment.parent / "space.yaml"
+    words = ("predict", str(experiment), str(experiment.parent / "model"), "--space", str(path))
+    path.write_text("zero_optimization.sub_grup_size: [1e8]\noptimiser.params.lr: [0.1, 0.2]\n")
+
+    with pytest.raises(ConfigError) as error:
+        read_settings(_parse(*words))
+
+    places = [problem.where.removeprefix(f"{path}: ") for problem in error.value.problems]
+    assert places == ["zero_optimization.sub_grup_size", "optimiser.params.lr"]
+    path.write_text("zero_optimization.offload_optimizer.device: [cpu, cpuu]\n")
+    told = [line for line in read_settings(_parse(*words)).warnings if "is never tried" in line]
+    assert len(told) == 1
+    assert "'cpuu'" in told[0]
+
+
+@pytest.mark.parametrize("door", ["dstrial dsat", "python3 -m dstrial.dsat"])
+@pytest.mark.parametrize("words", [["CONFIG", "DIR"], ["--budget", "5m", "CONFIG", "DIR"]])
+def test_without_a_method_both_doors_predict(
+    door: str, words: list[str], experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"CONFIG": str(experiment), "DIR": str(experiment.parent / "model")}
+    named = [given.get(word, word) for word in words]
+    # It is read and refused by the method that it stands for; nothing is started.
+    refused = ["--measure-seconds", "0"]
+
+    status = (
+        app.main(["dsat", *named, *refused]) if door == "dstrial dsat" else dsat_door.main([*named, *refused])
+    )
+
+    assert status == 1
+    assert "--measure-seconds is 0.0; expected a number above 0" in capsys.readouterr().err
+    assert with_method(named)[0] == "predict"
+    assert with_method(["asha", *named])[0] == "asha"
+    assert with_method(["--help"]) == ["--help"]
+
+
+def test_the_constants_of_the_old_tool_are_there_under_their_names() -> None:
+    assert set(dsat.__all__) <= set(dir(dsat))
+    assert (dsat.CONFIG_KEY, dsat.OVERWRITE_KEY) == ("deepspeed_config", "overwrite_deepspeed_args")
+    assert (dsat.USE_DSAT_MODE_KEY, dsat.GAS_DEFAULT) == ("_use_dsat_mode", 1)
+    assert dsat.ALL_SEARCH_METHOD_NAMES == METHOD_NAMES
+    assert {*dsat.SMALLER_IS_BETTER_METRICS, *dsat.LARGER_IS_BETTER_METRICS} == set(dsat.METRIC_NAMES)
+    old = {name.replace("_", "-"): value for name, value in OLD_DEFAULTS.items()}
+    known = {name: value for name, value in old.items() if name != "zero-stages"}
+    assert {name: dsat.AUTOTUNING_ARG_DEFAULTS[name] for name in known} == known
+    assert dsat.DEFAULT_ZERO_SEARCH_SPACE[2]["overlap_comm"] == (False, True)
+    assert "allgather_bucket_size" not in dsat.DEFAULT_ZERO_SEARCH_SPACE[3]
+    for name in ("ARGS_PKL_PATH", "MODEL_INFO_PROFILING_PATH", "AUTOTUNING_RESULTS_PATH"):
+        assert getattr(defaults, name).endswith((".pkl", ".json"))
+    assert defaults.SMALLER_IS_BETTER is True
+    assert defaults.DEFAULT_SEARCH_RUNNER_CONFIG["resources"] == {"slots_per_trial": 0}
+
+
+def test_only_agents_of_the_experiments_pool_count_unless_none_says_to_be_in_it() -> None:
+    from determined.common.api import bindings
+
+    from dstrial.dsat.backends.master import of_pool
+
+    stats = bindings.v1SlotStats(brandStats={}, typeStats={})
+    agents = [bindings.v1Agent(id=pool, resourcePools=[pool], slotStats=stats) for pool in ("gpus", "cpus")]
+
+    assert [agent.id for agent in of_pool(agents, "cpus")] == ["cpus"]
+    assert of_pool(agents, "") == of_pool(agents, "other") == agents
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "value", "problem"),
+    [
+        ("model_def:MyTrial", "none.pt", "none.pt; expected a number of batches, or the file of one"),
+        ("model_def:MyTrial", "0", "0; expected at least 1"),
+        ("python3 train.py --deepspeed ds.json", "8", "a script has no loader"),
+    ],
+)
+def test_a_sample_batch_that_cannot_be_had_is_refused(
+    entrypoint: str, value: str, problem: str, experiment: Path
+) -> None:
+    path = _write(experiment.parent, entrypoint=entrypoint)
+
+    with pytest.raises(ConfigError, match=f"--sample-batch is .*{problem}"):
+        read_settings(_parse("predict", str(path), str(experiment.parent / "model"), "--sample-batch", value))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,41 +50,57 @@ def _events(output: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def test_a_search_whose_driver_and_then_whose_worker_is_killed_ends_with_a_config_that_trains(
+def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_ends_with_a_config_that_trains(
     tmp_path: Path,
 ) -> None:
     output = tmp_path / "out"
     command = _command(output, "3", "--local", "--run-full-experiment")
-    first = subprocess.Popen(
-        command, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while not _events(output, "submitted"):
-        assert time.monotonic() < give_up_at_s
-        assert first.poll() is None
-        time.sleep(0.05)
+    first = _begun(command, tmp_path / "first.log")
+    _wait_for(lambda: _events(output, "submitted"), first)
     first.send_signal(signal.SIGKILL)
     first.wait()
     launcher = (output / "workers" / "1" / "launcher.pid").read_text()
 
-    second = subprocess.Popen(
-        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    while not _events(output, "result"):
-        assert time.monotonic() < give_up_at_s
-        assert second.poll() is None
-        time.sleep(0.01)
+    second = _begun(command, tmp_path / "second.log")
+    _wait_for(lambda: _events(output, "result"), second)
     os.kill(int(launcher), signal.SIGKILL)
-    told, _ = second.communicate(timeout=DEADLINE_S)
+    _wait_for(lambda: len(_events(output, "result")) == 2, second)
+    second.send_signal(signal.SIGINT)
 
-    assert second.returncode == 0, told
+    assert second.wait(60) == 128 + signal.SIGINT
+    told = (tmp_path / "second.log").read_text()
     assert "trial 1 goes on" in told
     assert (output / "workers" / "1.1" / "launcher.pid").read_text() == launcher
+    assert "search:        not finished (SIGINT)" in told
+    assert "best:          trial " in told
+    assert json.loads((output / "best_ds_config.json").read_text())["train_batch_size"] == 64
+    assert "interrupted by SIGINT" in (output / "report.md").read_text()
+    assert not _is_running(int((output / "workers" / "1" / "launcher.pid").read_text()))
+
+    third = _begun(command, tmp_path / "third.log")
+    _wait_for(lambda: [event["trial_id"] for event in _events(output, "submitted")][-2:] == [3, 3], third)
+    # From here on the record cannot grow, as on a full disk or at a quota, until there is room again.
+    size_bytes, no_limit = (output / "events.jsonl").stat().st_size, resource.RLIM_INFINITY
+    resource.prlimit(third.pid, resource.RLIMIT_FSIZE, (size_bytes, no_limit))
+    _wait_for(
+        lambda: "cannot be written (File too large); waiting" in (tmp_path / "third.log").read_text(), third
+    )
+    resource.prlimit(third.pid, resource.RLIMIT_FSIZE, (no_limit, no_limit))
+
+    assert third.wait(DEADLINE_S) == 0
     assert [event["trial_id"] for event in _events(output, "result")] == [1, 2, 3]
-    answers = (output / "workers" / "1" / "answers.jsonl").read_text().splitlines()
-    assert {json.loads(line)["generation"] for line in answers} == {1}
+    (answer,) = (output / "workers" / "1" / "answers.jsonl").read_text().splitlines()
+    assert json.loads(answer)["generation"] == 1
     metrics = json.loads((output / "best_ds_metrics.json").read_text())
-    for name in ("throughput", "latency", "forward", "backward", "FLOPS_per_gpu", "bare_throughput"):
+    for name in (
+        "throughput",
+        "latency",
+        "forward",
+        "backward",
+        "FLOPS_per_gpu",
+        "end_to_end_throughput",
+        "bare_throughput",
+    ):
         assert metrics[name] > 0
     assert metrics["num_params"] == 64 * 256 + 256 + 3 * (256 * 256 + 256) + 256 * 10 + 10
     # Kept for backward per record: the image, and input and output of every GELU, in fp32.
@@ -94,7 +111,31 @@ def test_a_search_whose_driver_and_then_whose_worker_is_killed_ends_with_a_confi
     trained = (record_path.parent / "experiment.yaml").read_text()
     assert "_use_dsat_mode" not in trained
     assert "autotuning" not in trained
-    assert _run(_command(output, "3", "--local")).stdout.count("begins") == 0
+    again = _run(command)
+    assert again.stdout.count("begins") == 0
+    assert f"full run:      {record_path.parent}" in again.stdout
+    assert len([*(output / "runs").glob("*/*")]) == 1
+
+
+def _begun(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(command, env=_environment(env), stdout=file, stderr=subprocess.STDOUT)
+
+
+def _wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up_at_s
+        assert process.poll() is None, process.args
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("where", ["here", "master"])
@@ -117,19 +158,36 @@ def test_an_error_in_the_training_code_ends_a_search_with_its_message(
     assert len(_events(tmp_path / "out", "result")) == 1
 
 
-def test_a_search_on_a_master_has_one_experiment_measure_everything_and_keep_the_result(
+def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_what_its_budget_allowed(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:
     output = tmp_path / "out"
     config = yaml.safe_load(CONFIG.read_text())
     config["name"] = "dsat on a master"
-    path = tmp_path / "exp.yaml"
+    path, log = tmp_path / "exp.yaml", tmp_path / "first.log"
     path.write_text(yaml.safe_dump(config))
+    command = _command(output, "6", "--search-runner-config", "none.yaml", config=path)
 
-    ended = _run(_command(output, "2", config=path), shared_master.env)
+    first = _begun(command, log, shared_master.env)
+    _wait_for(lambda: len(_events(output, "submitted")) == 2, first)
+    number = _events(output, "submitted")[0]["handle"]["experiment_id"]
+    shared_master.client().post(f"/api/v1/experiments/{number}/pause", {})
+    _wait_for(lambda: f"experiment {number} is paused; `det experiment activate" in log.read_text(), first)
+    shared_master.kill()
+    shared_master.up()
+    num_before = len(_events(output, "result"))
+    shared_master.client().post(f"/api/v1/experiments/{number}/activate", {})
+    _wait_for(lambda: len(_events(output, "result")) > num_before, first)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    ended = _run([*command, "--budget", "1s"], shared_master.env)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (number,) = {event["handle"]["experiment_id"] for event in _events(output, "submitted")}
+    assert "--search-runner-config is accepted and has no effect" in ended.stderr
+    assert "finished (the budget is spent)" in ended.stdout
+    results = [event["trial_id"] for event in _events(output, "result")]
+    assert results == list(range(1, len(results) + 1))
+    assert {event["handle"]["experiment_id"] for event in _events(output, "submitted")} == {number}
     experiment = shared_master.client().get(f"/api/v1/experiments/{number}")
     assert experiment["experiment"]["state"] == "STATE_COMPLETED"
     assert experiment["config"]["searcher"]["name"] == "single"
@@ -140,4 +198,5 @@ def test_a_search_on_a_master_has_one_experiment_measure_everything_and_keep_the
     assert kept <= checkpoint["resources"].keys()
     metrics = json.loads((output / "best_ds_metrics.json").read_text())
     assert metrics["throughput"] > 0
-    assert _run(_command(output, "2", config=path)).stdout.count("begins") == 0
+    # Nothing is left to do, so the master is not asked any more.
+    assert _run([*command, "--budget", "1s"]).stdout.count("begins") == 0

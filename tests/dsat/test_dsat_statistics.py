@@ -24,6 +24,16 @@ def test_a_hiccup_later_on_is_no_warm_up_and_does_not_move_the_median() -> None:
     assert median_interval(times).median == pytest.approx(0.145, rel=0.02)
 
 
+def test_a_training_pays_for_every_step_after_warm_up_so_their_mean_counts_slow_ones() -> None:
+    sampling = Sampling(SamplingLimits())
+    for num_steps, seconds in ((1, 9.0), (1, 5.0), (2, 2.0), (2, 2.0), (1, 1.0), (1, 4.0), (2, 2.0)):
+        sampling.add(num_steps, seconds)
+
+    assert sampling.num_warm_up_steps == 2
+    assert sampling.interval().median == 1.0
+    assert sampling.mean_s() == pytest.approx(11.0 / 8)
+
+
 @given(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=60))
 def test_warm_up_takes_at_most_half_and_the_median_lies_in_its_interval(times: list[float]) -> None:
     start = warm_from(times)
@@ -88,3 +98,15 @@ def test_what_is_no_length_of_time_is_refused(text: str) -> None:
 
 def test_lengths_of_time_are_written() -> None:
     assert [format_duration(value) for value in (12, 200, 3900)] == ["12s", "3m20s", "1h05m"]
+
+
+def test_steps_before_the_first_one_that_may_be_measured_never_count() -> None:
+    # Step 1 is not timed; windows of 1 and 7 steps until step 10 are slightly slower, which no change point would show.
+    times = np.concatenate([np.full(2, 1.01), np.full(200, 1.0)])
+
+    late = _play(times, SamplingLimits(first_step=10, window_s=0.0, max_s=1e9))
+    ended = _play(times[:2], SamplingLimits(first_step=10, window_s=0.0, max_s=1e9))
+
+    assert late.num_warm_up_steps == 8
+    assert late.interval().high == late.mean_s() == 1.0
+    assert ended.interval().median == pytest.approx(1.01)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -30,31 +31,99 @@ def test_an_examples_readme_shows_its_whole_difference_to_a_plain_script(name: s
 
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["dsat_core_api", "dsat_hf"])
-def test_an_example_script_is_measured_and_reported(
-    name: str, tmp_path: Path, shared_master: MasterForTest
+def test_a_core_api_script_is_measured_and_then_trained_without_a_master(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+
+    flags = ("--local", "--run-full-experiment", "-z", "1")
+    ended = _search("dsat_core_api", output, "2", {}, *flags, method="predict")
+
+    # With and without accumulation.
+    assert "described by:  fake tensors (2 of 2 kinds of structures; a script's first batch)" in ended
+    _require_measured(output, num_trials=len(json.loads((output / "trials.json").read_text())))
+    (record,) = (output / "runs").glob("*/*/run.json")
+    assert json.loads(record.read_text())["state"] == "completed", ended
+    reports = [json.loads(line) for line in (record.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [(report["group"], report["steps_completed"]) for report in reports] == [("validation", 84)]
+    assert f"full run:      {record.parent}" in ended
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_a_script_of_the_trainer_whose_batch_is_auto_is_measured_and_then_trained_by_a_master(
+    tmp_path: Path, shared_master: MasterForTest
 ) -> None:
+    output = tmp_path / "out"
+
+    ended = _search("dsat_hf", output, "1", shared_master.env, "--run-full-experiment")
+
+    _require_measured(output, num_trials=1)
+    best = json.loads((output / "best_ds_config.json").read_text())
+    assert best["train_batch_size"] == 32  # as the arguments in the entrypoint say
+    assert "autotuning" not in best
+    number = int((output / "full_experiment_id.txt").read_text())
+    assert f"Created experiment {number}" in ended
+    waited = shared_master.det("experiment", "wait", "--polling-interval", "1", str(number))
+    assert waited.returncode == 0, waited.stdout + waited.stderr
+    client = shared_master.client()
+    (trial,) = client.get(f"/api/v1/experiments/{number}/trials")["trials"]
+    assert trial["totalBatchesProcessed"] == 40
+    assert 0 < trial["bestValidation"]["metrics"]["avgMetrics"]["eval_loss"] < 5.5
+    assert len(client.get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]) >= 4
+    # Where steps are timed nothing is saved between them, whatever the arguments say.
+    (measured,) = json.loads((output / "trials.json").read_text())
+    (trial,) = client.get(f"/api/v1/experiments/{measured['handle']['experiment_id']}/trials")["trials"]
+    assert measured["metrics"]["num_steps"] >= 4
+    assert not client.get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]
+    # Trials that were launched one by one leave nobody who could keep what was found, so that an experiment without slots does.
+    label = f"dsat-{json.loads((output / 'search.json').read_text())['search_id']}-results"
+    (keeper,) = client.get(f"/api/v1/experiments?labels={label}")["experiments"]
+    waited = shared_master.det("experiment", "wait", "--polling-interval", "1", str(keeper["id"]))
+    assert waited.returncode == 0, waited.stdout + waited.stderr
+    (trial,) = client.get(f"/api/v1/experiments/{keeper['id']}/trials")["trials"]
+    (checkpoint,) = client.get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]
+    kept = {
+        "best_ds_config.json",
+        "best_ds_metrics.json",
+        "best_experiment.yaml",
+        "trials.json",
+        "report.html",
+    }
+    assert kept <= checkpoint["resources"].keys()
+
+
+def _search(
+    name: str, output: Path, max_trials: str, env: Mapping[str, str], *flags: str, method: str = "asha"
+) -> str:
     config = yaml.safe_load((ROOT / "experiment_configs" / f"{name}.yaml").read_text())
     config["name"] = f"{name} measured"
-    path = tmp_path / "experiment.yaml"
+    config["entrypoint"] = config["entrypoint"].replace(
+        "--save_strategy no", "--save_strategy steps --save_steps 4"
+    )
+    path = output.parent / "experiment.yaml"
     path.write_text(yaml.safe_dump(config))
-    output = tmp_path / "out"
     command = [
-        *(sys.executable, "-m", "dstrial.dsat", "asha", str(path), str(ROOT / "model_defs" / name)),
-        *("--output", str(output), "--metric", "throughput", "--max-trials", "1", "--measure-seconds", "0.1"),
-        *(["--local"] if name == "dsat_hf" else []),
+        *(sys.executable, "-m", "dstrial.dsat", method, str(path), str(ROOT / "model_defs" / name)),
+        *("--output", str(output), "--metric", "throughput", "--max-trials", max_trials),
+        *("--measure-seconds", "0.1", *flags),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **shared_master.env}
-
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **env}
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
     )
-
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def _require_measured(output: Path, num_trials: int) -> None:
+    """Require that every trial has measured the configuration that it was to measure, and that the report says so."""
+    trials = json.loads((output / "trials.json").read_text())
+    assert len(trials) == num_trials
+    for trial in trials:
+        batch = trial["candidate"]["batch"]
+        assert trial["metrics"]["train_micro_batch_size_per_gpu"] == batch["micro_batch_size"]
+        assert trial["metrics"]["gradient_accumulation_steps"] == batch["accumulation"]
+        assert trial["metrics"]["throughput"] > 0
     report = json.loads((output / "report.json").read_text())
-    (row,) = report["trials"]
-    assert row["state"] == "measured"
-    assert row["throughput"] > 0
-    assert report["best"] == report["own"] == 1
-    assert report["best_config"]["train_batch_size"] == row["train_batch_size"]
-    assert "Your own configuration is the best" in (output / "report.html").read_text()
+    assert [row["state"] for row in report["trials"]] == ["measured"] * num_trials
+    assert report["own"] == 1
+    assert "Where the time of a step goes" in (output / "report.html").read_text()

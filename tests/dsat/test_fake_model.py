@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import deepspeed
 import torch
 from torch import nn
 
@@ -46,3 +47,13 @@ def test_renewed_parameters_have_memory_and_tied_ones_stay_tied() -> None:
     assert renewed[id(old)] is model[0].weight is model[1].weight
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert model[2].running_mean.shape == (3,)
+
+
+def test_models_that_would_be_divided_while_they_are_built_are_shapes_too() -> None:
+    with shapes_only(), deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 1}):
+        layer = nn.Linear(4, 2)
+        deepspeed.zero.Init(module=layer)
+
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (2, 4)
+    assert not hasattr(layer.weight, "ds_id")

@@ -63,6 +63,25 @@ def test_the_arguments_name_an_effective_copy_and_the_file_stays_as_it_is(direct
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize(("is_measured", "num_steps"), [(True, "1000"), (False, "40")])
+def test_a_measuring_trial_is_as_long_as_the_search_wants_it(
+    directory: Path, is_measured: bool, num_steps: str
+) -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 40}}
+    hparams = {
+        "deepspeed_config": "ds_config.json",
+        "overwrite_deepspeed_args": {"scheduler": schedule},
+        "_use_dsat_mode": is_measured,
+        "_dsat": {"num_batches": 1000},
+    }
+
+    returned = dsat.get_hf_args_with_overwrites(["--max_steps=40"], hparams)
+
+    assert returned[0] == f"--max_steps={num_steps}"
+    effective = json.loads(Path(returned[-1]).read_text())
+    assert effective["scheduler"]["params"]["total_num_steps"] == ("auto" if is_measured else 40)
+
+
 def test_overwrites_alone_change_the_config_that_the_arguments_name(directory: Path) -> None:
     returned = dsat.get_hf_args_with_overwrites(
         ["--deepspeed=ds_config.json"], {"overwrite_deepspeed_args": {"train_micro_batch_size_per_gpu": 2}}

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from dstrial.dsat.outcome import Failure, FailureKind, Measured
+from dstrial.dsat.proof import PROBES
 from dstrial.dsat.worker.drift import Incumbent, drift_between, without_drift
 from dstrial.dsat.worker.mailbox import (
     ANSWERS_NAME,
@@ -62,6 +63,9 @@ def _hparams(zero: dict[str, Any], fault: str = "") -> dict[str, Any]:
     }
 
 
+KNOBS = ("recomputes", "compiles", "read by nobody")
+
+
 class RunningWorker:
     """A worker of two ranks, and its files."""
 
@@ -94,6 +98,12 @@ class RunningWorker:
     def tell(self, book: OrderBook) -> None:
         write_json_atomically(self.directory / ORDERS_NAME, book.to_json(), sync=False)
 
+    def wait_for_output(self, text: str) -> None:
+        give_up_at_s = time.monotonic() + DEADLINE_S
+        while text not in (self.directory / "output.log").read_text():
+            assert time.monotonic() < give_up_at_s
+            time.sleep(0.05)
+
     def answers(self, num: int) -> list[Answer]:
         give_up_at_s = time.monotonic() + DEADLINE_S
         path = self.directory / ANSWERS_NAME
@@ -124,19 +134,29 @@ def worker(tmp_path: Path) -> Iterator[RunningWorker]:
 def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
     worker: RunningWorker,
 ) -> None:
-    wanted = [_hparams(X), *(_hparams(zero) for zero in OTHERS), _hparams(X)]
-    faults = ["keeps memory", "out of memory", "", "hangs", "killed"]
+    knobs = [{**_hparams(X), "knob": knob} for knob in KNOBS]
+    wanted = [_hparams(X), *(_hparams(zero) for zero in OTHERS), *knobs, _hparams(X)]
+    told = ["user error", "bad config", "numeric", "disk full"]
+    faults = [*told, "keeps memory", "out of memory", "", "hangs", "host out of memory", "killed", "dies"]
     wanted += [_hparams(X, fault) for fault in faults]
     orders = [
         Order(number, number, hparams, 15.0 if hparams["fault"] == "hangs" else DEADLINE_S, "latency")
         for number, hparams in enumerate(wanted, 1)
     ]
+    # What an earlier worker of the search has measured as its best.
+    best = {"hparams": _hparams(OTHERS[0]), "metrics": {"latency": 1e9, "half_width": 0.01}}
+    orders[0] = dataclasses.replace(orders[0], best=best)
     worker.tell(OrderBook(tuple(orders)))
 
     answers = {answer.number: answer for answer in worker.answers(len(orders))}
-    worker.tell(OrderBook(results={}))
+    # A search that ends while something is being measured does not wait for it.
+    hangs_on = Order(len(orders) + 1, len(orders) + 1, _hparams(X, "hangs"), DEADLINE_S, "latency")
+    worker.tell(OrderBook((hangs_on,)))
+    worker.wait_for_output(f"order {hangs_on.number} begins")
+    worker.tell(OrderBook((hangs_on,), results={}))
 
     assert worker.process.wait(60) == 0
+    assert len(worker.answers(0)) == len(orders)
     num_sound = len(wanted) - len(faults)
     assert num_sound >= 22
     sound = [answers[number] for number in range(1, num_sound + 1)]
@@ -148,7 +168,32 @@ def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
     for name in ("num_params", "train_batch_size", "activation_bytes_per_record"):
         assert _value(after_all, name) == _value(alone, name)
 
-    keeps, oom, again, hangs, killed = (answers[num_sound + idx] for idx in range(1, len(faults) + 1))
+    recomputed, compiled, ignored = sound[-1 - len(KNOBS) : -1]
+    assert _value(recomputed, "activation_bytes_per_record") == 4 * 32
+    for name in ("probe_operations", "probe_flops_per_record"):
+        assert _value(recomputed, name) > _value(alone, name)
+    assert (_value(alone, "probe_compiled"), _value(compiled, "probe_compiled")) == (0, 1)
+    for name in PROBES:
+        assert ignored.outcome.value(name) == alone.outcome.value(name), name
+
+    assert _value(alone, "drift") is not None
+    by_fault = {fault: answers[num_sound + idx] for idx, fault in enumerate(faults, 1)}
+    kinds = {fault: _failure(by_fault[fault]).kind for fault in (*told, "host out of memory", "dies")}
+    assert kinds == {
+        "user error": FailureKind.USER_ERROR,
+        "bad config": FailureKind.BAD_CONFIG,
+        "numeric": FailureKind.NUMERIC,
+        "disk full": FailureKind.NO_ROOM,
+        "host out of memory": FailureKind.HOST_OOM,
+        "dies": FailureKind.COMMUNICATION,
+    }
+    assert {by_fault[fault].generation for fault in told} == {1}
+    assert "no such metric" in _failure(by_fault["user error"]).message
+    assert "exit code 3" in _failure(by_fault["dies"]).message
+    assert _failure(by_fault["host out of memory"]).requested_bytes == 4 * 2**50
+    keeps, oom, again, hangs, killed = (
+        by_fault[fault] for fault in ("keeps memory", "out of memory", "", "hangs", "killed")
+    )
     assert isinstance(keeps.outcome, Measured)
     assert keeps.respawned.startswith("rank 1 does not come back to what it was: ")
     assert "tensor_bytes" in keeps.respawned
@@ -159,7 +204,9 @@ def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
     assert _failure(hangs).kind is FailureKind.TIMEOUT
     assert _failure(killed).kind is FailureKind.HOST_OOM
     assert _failure(killed).rank == 1
-    assert [one.generation for one in (keeps, oom, again, hangs, killed)] == [1, 2, 3, 3, 4]
+    assert [answers[number].generation for number in range(num_sound + 5, len(orders) + 1)] == [
+        *(1, 2, 3, 3, 4, 5, 6)
+    ]
 
 
 def _value(answer: Answer, name: str) -> float | None:
@@ -192,7 +239,8 @@ def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration(
     first = Measured({"latency": 100.0, "throughput": 10.0, "half_width": 0.01})
     best.consider({"name": "first"}, first, "throughput")
     now = Measured({"latency": 110.0, "throughput": 9.1, "half_width": 0.01})
-    challenger = Measured({"latency": 104.5, "throughput": 9.57, "half_width": 0.01, "num_params": 5.0})
+    times = {"latency": 104.5, "throughput": 9.57, "end_to_end_throughput": 9.5, "half_width": 0.01}
+    challenger = Measured({**times, "num_params": 5.0})
     assert best.is_worth_measuring_again(challenger, "throughput")
     assert not best.is_worth_measuring_again(Measured({"throughput": 5.0}), "throughput")
     assert not best.is_worth_measuring_again(Failure(FailureKind.TIMEOUT, ""), "throughput")
@@ -203,6 +251,7 @@ def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration(
     assert drift == pytest.approx(1.1)
     assert corrected.metrics["latency"] == pytest.approx(95.0)
     assert corrected.metrics["throughput"] == pytest.approx(10.527)
+    assert corrected.metrics["end_to_end_throughput"] == 9.5
     assert (corrected.metrics["num_params"], corrected.metrics["drift"]) == (5.0, pytest.approx(1.1))
     best.consider({"name": "second"}, corrected, "throughput")
     assert best.hparams == {"name": "second"}

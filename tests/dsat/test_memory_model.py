@@ -1,8 +1,8 @@
-"""Peaks as quantiles: what is known beforehand, what measurements change, and how outliers and out-of-memory errors count."""
+"""Peaks as quantiles: what they are made of, what is known beforehand, and what measurements and out-of-memory errors change."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import random
 
@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.dsat.buckets import Buckets, with_buckets
-from dstrial.dsat.memory_model import DeviceMemory, MemoryModel, Observation
-from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
+from dstrial.dsat.buckets import Buckets
+from dstrial.dsat.memory_learning import MemoryLearner, MemoryPoint
+from dstrial.dsat.memory_model import DeviceMemory, unmeasured_peak
+from dstrial.dsat.memory_parts import MEMORY_PARTS, PeakParts, peak_parts
+from dstrial.dsat.setup import Setup
+from dstrial.engine.dryrun.values import DryRunResult, Flops, Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30
 FORM = MemoryForm(
@@ -22,127 +25,73 @@ FORM = MemoryForm(
     ),
     settled=2 * GIB,
 )
-DEVICE = DeviceMemory(
-    40 * GIB, context_bytes=GIB, context_spread_bytes=0.2 * GIB, waste=0.04, spread=0.05, noise=0.01
-)
+DEVICE = DeviceMemory(40 * GIB, context_bytes=GIB, context_spread_bytes=0.2 * GIB, waste=0.04, spread=0.05)
+SETUP = Setup(2, 8, 1e8, 1e8, False, 0.0, False, 2)
 
 
-def learned(*observations: Observation) -> MemoryModel:
-    model = MemoryModel(DEVICE)
-    for observation in observations:
-        model = model.observe(observation)
-    return model
-
-
-def seen(ratio: float, structure: str = "a", predicted: float = 10 * GIB) -> Observation:
-    return Observation(structure, predicted, predicted * ratio + DEVICE.context_bytes)
-
-
-def test_the_peak_is_that_of_the_greatest_phase() -> None:
-    model = MemoryModel(DeviceMemory(None))
-
-    small, large = model.predict(FORM, 2), model.predict(FORM, 10)
-
-    assert (small.phase, small.tensor_bytes) == ("step", 8 * GIB)
-    assert (large.phase, large.tensor_bytes) == ("backward", 12 * GIB)
-    assert dict(large.phase_bytes) == {"backward": 12 * GIB, "step": 8 * GIB}
-
-
-def test_context_and_waste_come_on_top() -> None:
-    prediction = MemoryModel(DEVICE).predict(FORM, 2)
-
-    assert prediction.median_bytes == pytest.approx(8 * GIB * math.exp(0.04) + GIB)
-
-
-@given(st.floats(0.01, 0.99), st.floats(0.01, 0.99))
-def test_quantiles_grow_and_undo_probabilities(one: float, other: float) -> None:
-    prediction = MemoryModel(DEVICE).predict(FORM, 4)
-
-    assert (prediction.quantile(one) < prediction.quantile(other)) == (one < other)
-    assert prediction.probability_to_fit(prediction.quantile(one)) == pytest.approx(one, abs=1e-6)
-
-
-def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
-    model = MemoryModel(DEVICE)
-
-    size = model.largest_micro_batch(FORM)
-
-    assert model.margin_bytes(FORM, size) >= 0 > model.margin_bytes(FORM, size + 1)
-    assert model.predict(FORM, size).probability_to_fit(40 * GIB) >= 0.98
-
-
-def test_nothing_fits_where_the_state_alone_is_too_large() -> None:
-    assert MemoryModel(DeviceMemory(7 * GIB)).largest_micro_batch(FORM) == 0
-
-
-def test_without_a_limit_everything_fits() -> None:
-    assert MemoryModel(DeviceMemory(None)).largest_micro_batch(FORM, limit=99) == 99
-
-
-def test_measurements_move_and_narrow_the_prediction() -> None:
-    before, after = (
-        MemoryModel(DEVICE).predict(FORM, 4, "a"),
-        learned(seen(1.10), seen(1.11)).predict(FORM, 4, "a"),
+def dry_run(*phases: PhaseMemory, settled: float) -> DryRunResult:
+    line = Line(0.0, 1e13)
+    return DryRunResult(
+        device=MemoryForm(phases, settled),
+        host=MemoryForm((), 0.0),
+        parameters=10**9,
+        trainable_parameters=10**9,
+        inner_collectives=(),
+        last_collectives=(),
+        flops=Flops(line, line),
+        tokens=None,
+        is_fake=True,
+        is_linear=True,
     )
 
-    assert abs(after.median_bytes - (8 * GIB * 1.105 + GIB)) < abs(
-        before.median_bytes - (8 * GIB * 1.105 + GIB)
+
+def point(micro: float, group: int = 1, state: float = 4.0) -> MemoryPoint:
+    """Forward and backward of a model whose records need 1 and 1.2 GiB."""
+    backward = (state * GIB, GIB, 0.0, 0.0, 0.0, 1.2 * micro * GIB, 0.0, 0.0, 0.0)
+    forward = (state * GIB, GIB, 0.0, 0.0, micro * GIB, 0.0, 0.0, 0.0, 0.0)
+    peaks = (PeakParts("backward", backward), PeakParts("forward", forward))
+    return MemoryPoint(peaks, (group, False, False, ()), (), micro_batch_size=int(micro))
+
+
+def tell(learner: MemoryLearner, micro: float, *, grown: float = 1.0, error: float = 0.0) -> None:
+    truths = {
+        peak.phase: (peak.total_bytes + (grown - 1) * (peak.num_bytes[4] + peak.num_bytes[5]))
+        * math.exp(error)
+        for peak in point(micro).peaks
+    }
+    learner.measured(point(micro), truths | {"all": max(truths.values())}, max(truths.values()) * 1.05)
+
+
+# ---- what peaks are made of --------------------------------------------------------------------
+
+
+def test_a_peak_is_the_sum_of_its_parts_and_bucket_sizes_need_no_dry_run_of_their_own() -> None:
+    width, old = 2, 2e8
+    run = dry_run(
+        PhaseMemory("forward", (Line(3e9, 1e9),)),
+        PhaseMemory("backward", (Line(3e9 + width * 1e8, 1.1e9),)),
+        settled=3e9,
     )
-    assert after.spread < before.spread
+
+    same = {one.phase: one for one in peak_parts(run, SETUP, SETUP, 4)}
+    larger = {
+        one.phase: one for one in peak_parts(run, dataclasses.replace(SETUP, reduce_elements=old), SETUP, 4)
+    }
+
+    assert same["backward"].total_bytes == pytest.approx(3e9 + width * 1e8 + 4.4e9)
+    assert same["forward"].total_bytes == pytest.approx(7e9)
+    assert larger["backward"].total_bytes - same["backward"].total_bytes == pytest.approx(width * 1e8)
+    assert larger["forward"].total_bytes == same["forward"].total_bytes
 
 
-def test_one_structure_teaches_another_less_than_itself() -> None:
-    model = learned(seen(1.12, "a"), seen(1.12, "a"), seen(1.12, "a"))
+def test_the_greatest_peak_comes_first_and_those_far_below_it_are_left_out() -> None:
+    run = dry_run(*FORM.phases, PhaseMemory("init", (Line(1 * GIB, 0.0),)), settled=FORM.settled)
 
-    prior, other, own = (
-        MemoryModel(DEVICE).correction("b")[0],
-        model.correction("b")[0],
-        model.correction("a")[0],
-    )
+    small, large = (peak_parts(run, SETUP, SETUP, size) for size in (2, 20))
 
-    assert prior < other < own < math.log(1.121)
-    assert model.correction("a")[1] < model.correction("b")[1]
-
-
-def test_an_outlier_moves_little() -> None:
-    steady = [seen(1.05)] * 6
-
-    shift = learned(*steady).correction("a")[0]
-    disturbed = learned(*steady, seen(2.0)).correction("a")[0]
-
-    assert abs(disturbed - shift) < 0.01
-
-
-def test_an_out_of_memory_error_below_the_prediction_raises_it_and_one_above_is_no_news() -> None:
-    expected = MemoryModel(DEVICE).correction("a")[0]
-    surprising = Observation("a", 20 * GIB, 20 * GIB * 1.2 + GIB, is_out_of_memory=True)
-    unsurprising = Observation("a", 60 * GIB, 40 * GIB, is_out_of_memory=True)
-
-    assert learned(surprising).correction("a")[0] > expected + 0.05
-    assert learned(unsurprising).correction("a")[0] == pytest.approx(expected)
-
-
-def test_the_quantile_keeps_its_promise_on_hidden_errors() -> None:
-    generator = random.Random(7)
-    kept = total = 0
-    for _ in range(400):
-        shift = generator.gauss(DEVICE.waste, DEVICE.spread)
-        model = MemoryModel(DEVICE)
-        for _ in range(3):
-            ratio = math.exp(shift + generator.gauss(0, DEVICE.noise))
-            if generator.random() < 0.02:
-                ratio *= 1.3
-            model = model.observe(seen(ratio))
-        needed = 8 * GIB * math.exp(shift + generator.gauss(0, DEVICE.noise)) + GIB
-        kept += needed <= model.predict(FORM, 4, "a").quantile(0.98)
-        total += 1
-    assert kept / total >= 0.97
-
-
-def test_a_model_survives_json() -> None:
-    model = learned(seen(1.1), Observation("b", 1.0, 2.0, is_out_of_memory=True))
-
-    assert MemoryModel.from_json(json.loads(json.dumps(model.to_json()))) == model
+    assert small[0].phase == "step"
+    assert [one.phase for one in large] == ["backward"]
+    assert all(len(one.num_bytes) == len(MEMORY_PARTS) for one in (*small, *large))
 
 
 def test_buckets_are_counted_as_the_engine_allocates_them() -> None:
@@ -152,9 +101,89 @@ def test_buckets_are_counted_as_the_engine_allocates_them() -> None:
     assert Buckets(3, 10, 2, is_overlapping=True).num_bytes == 20
 
 
-def test_other_buckets_change_the_phases_that_hold_them() -> None:
-    changed = with_buckets(FORM, Buckets(2, 0, 2), Buckets(2, 1000, 2, is_overlapping=True))
+# ---- before anything is measured ---------------------------------------------------------------
 
-    assert changed.in_phase("backward", 5) - FORM.in_phase("backward", 5) == 4000
-    assert changed.in_phase("step", 5) == FORM.in_phase("step", 5)
-    assert with_buckets(FORM, Buckets(3, 0, 2), Buckets(3, 1000, 2)).settled == FORM.settled + 2000
+
+def test_the_peak_is_that_of_the_greatest_phase_and_context_and_waste_come_on_top() -> None:
+    small, large = unmeasured_peak(DEVICE, FORM, 2), unmeasured_peak(DEVICE, FORM, 10)
+
+    assert (small.phase, small.tensor_bytes) == ("step", 8 * GIB)
+    assert (large.phase, large.tensor_bytes) == ("backward", 12 * GIB)
+    assert dict(large.phase_bytes) == {"backward": 12 * GIB, "step": 8 * GIB}
+    assert small.median_bytes == pytest.approx(8 * GIB * math.exp(0.04) + GIB)
+
+
+@given(st.floats(0.01, 0.99), st.floats(0.01, 0.99))
+def test_quantiles_grow_and_undo_probabilities(one: float, other: float) -> None:
+    prediction = unmeasured_peak(DEVICE, FORM, 4)
+
+    assert (prediction.quantile(one) < prediction.quantile(other)) == (one < other)
+    assert prediction.probability_to_fit(prediction.quantile(one)) == pytest.approx(one, abs=1e-6)
+
+
+# ---- learning ----------------------------------------------------------------------------------
+
+
+def predicted(learner: MemoryLearner, micro: float, group: int = 1) -> tuple[float, float]:
+    found = learner.predict(point(micro, group))
+    assert found is not None
+    return found.median_bytes, found.spread
+
+
+def test_one_measurement_tells_the_state_from_what_grows_with_the_micro_batch() -> None:
+    learner = MemoryLearner(DEVICE)
+    before, spread_before = predicted(learner, 16)
+
+    tell(learner, 8, grown=1.2)
+
+    truth = (5 + 1.2 * 1.2 * 16) * GIB * 1.05 + GIB
+    after, spread_after = predicted(learner, 16)
+    assert abs(after - truth) < 0.4 * abs(before - truth)
+    assert spread_after < spread_before
+    assert abs(after - truth) < 3 * spread_after * after
+
+
+def test_a_group_learns_more_from_itself_than_from_another() -> None:
+    learner = MemoryLearner(DEVICE)
+    tell(learner, 8, error=0.08)
+
+    own, other = predicted(learner, 8), predicted(learner, 8, group=2)
+
+    assert predicted(MemoryLearner(DEVICE), 8)[0] < other[0] < own[0]
+    assert own[1] < other[1] < predicted(MemoryLearner(DEVICE), 8)[1]
+
+
+def test_an_out_of_memory_error_below_the_prediction_raises_it_and_one_above_is_no_news() -> None:
+    surprised, warned = MemoryLearner(DEVICE), MemoryLearner(DEVICE)
+    before = predicted(surprised, 8)
+
+    surprised.ran_out(point(8), "backward", 1.2 * before[0])
+    warned.ran_out(point(8), "backward", 0.5 * before[0])
+
+    assert predicted(surprised, 8)[0] > 1.1 * before[0]
+    assert predicted(warned, 8) == before
+
+
+def test_what_ran_out_of_memory_is_not_expected_to_fit() -> None:
+    learner = MemoryLearner(DEVICE)
+    tell(learner, 8)
+
+    learner.ran_out(point(24), "backward", DEVICE.capacity_bytes or 0.0)
+
+    found = learner.predict(point(24))
+    assert found is not None
+    assert found.probability_to_fit(DEVICE.capacity_bytes or 0.0) < 0.5
+
+
+def test_the_quantile_keeps_its_promise_on_hidden_errors() -> None:
+    generator = random.Random(7)
+    kept = 0
+    for _ in range(200):
+        grown, error = math.exp(generator.gauss(0, 0.1)), generator.gauss(0, 0.03)
+        learner = MemoryLearner(DEVICE)
+        tell(learner, 8, grown=grown, error=error)
+        needed = (5 + 1.2 * 16 * grown) * GIB * math.exp(error) * 1.05 + GIB
+        found = learner.predict(point(16))
+        assert found is not None
+        kept += needed <= found.quantile(0.98)
+    assert kept / 200 >= 0.96

@@ -50,6 +50,11 @@ _FRAME = (
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig",
             FailureKind.BAD_CONFIG,
         ),
+        (
+            _FRAME + "RuntimeError: Unable to JIT load the async_io op due to it not being compatible due to "
+            "hardware/software issue. None",
+            FailureKind.BAD_CONFIG,
+        ),
         ("ModuleNotFoundError: No module named 'mine'", FailureKind.USER_ERROR),
         ('  File "/home/me/model_def.py", line 3\nAssertionError: my own', FailureKind.USER_ERROR),
         (
@@ -94,6 +99,19 @@ def test_the_rank_that_failed_by_itself_is_believed_before_those_that_lost_it() 
     lines = ["[rank=0] " + failure_line(lost), "noise", "2026-01-01 [rank=1] || " + failure_line(cause)]
 
     assert failure_from_log(lines, exit_code=1) == cause
+
+
+def test_a_masters_log_is_read_without_what_the_master_puts_before_and_behind_each_line() -> None:
+    before = "[2026-01-01T00:00:00.000000Z] 1a2b3c4d"
+    log = [
+        f"{before} [rank=1] || ValueError: mine",
+        f"{before} || ERROR: Trial 1 (Experiment 1) crashed: resources failed with non-zero exit code",
+        f"{before} || ERROR: trial 1 has failed: max_restarts is 0",
+    ]
+    native = [f"{before} || rank 0 failed first (killed by SIGABRT, host vm):", *log[1:]]
+
+    assert failure_from_log(log) == Failure(FailureKind.USER_ERROR, "ValueError: mine")
+    assert failure_from_log(native).message == "rank 0 failed first (killed by SIGABRT, host vm):"
 
 
 def test_a_killed_rank_means_that_the_hosts_memory_ran_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -12,9 +13,10 @@ from surfaces import BASE, DEVICE_BYTES, SIZES, play, space, surface
 from dstrial.config import check_deepspeed
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.ceilings import ModelInfo
-from dstrial.dsat.gates import Gates
+from dstrial.dsat.forecast import structure_of
+from dstrial.dsat.gates import Gates, needs_no_less_memory
 from dstrial.dsat.inputs import PredictInputs, closed_form
-from dstrial.dsat.machine import DEVICES, nominal_machine
+from dstrial.dsat.machine import DEVICES, METRIC_PREFIX, nominal_machine
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.method import MethodOptions, measures
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
@@ -74,7 +76,7 @@ def test_it_comes_within_three_percent_in_a_few_trials_and_never_runs_out_of_mem
         outcome.metrics["throughput"] if isinstance(outcome, Measured) else 0.0
         for _, outcome in played.outcomes.values()
     ]
-    assert max(rates[:4]) > 0.97 * exhaustive
+    assert max(rates[:6]) > 0.97 * exhaustive
     assert max(rates) > 0.99 * exhaustive
     assert played.oom_share == 0
     assert len(rates) < 20
@@ -97,6 +99,30 @@ def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> Non
     assert sum(second["parts"].values()) == pytest.approx(second["median_s"])
     assert second["memory_phase"] in ("forward", "backward", "step")
     assert snapshot["left"][0]["gain"] > 0.01
+
+
+def test_where_the_time_of_the_own_configuration_goes_is_told_after_the_machine_was_measured_not_before() -> (
+    None
+):
+    searched = space()
+    given = dataclasses.replace(inputs(), machine=None)
+    method = search_method("predict", searched, MethodOptions("throughput"), Gates(searched), given)
+    (own,) = measures(method.start())
+    guessed = method.snapshot()
+    measured = surface(own.candidate)
+    assert isinstance(measured, Measured)
+    speeds = {"flops_per_s": 1e14, "operation_s": 5e-6, "copy_bytes_per_s": 1e12}
+    machine = {METRIC_PREFIX + name: value for name, value in speeds.items()}
+    method.on_result(own.trial_id, Measured({**measured.metrics, **machine}))
+
+    snapshot = method.snapshot()
+
+    assert guessed["forecasts"]["1"]["is_guess"]
+    assert not guessed["explained"]
+    assert not snapshot["forecasts"]["2"]["is_guess"]
+    parts = snapshot["explained"]["1"]
+    assert parts != guessed["forecasts"]["1"]["parts"]
+    assert sum(parts.values()) == pytest.approx(measured.metrics["latency"] / 1e6, rel=0.05)
 
 
 def test_where_nothing_can_be_better_the_users_own_configuration_is_enough() -> None:
@@ -134,9 +160,48 @@ def test_own_configuration_out_of_memory_is_followed_by_what_is_predicted_to_fit
     (second,) = measures(method.on_result(own.trial_id, small_device(own.candidate)))
 
     assert second.why == "predicted to fit"
+    needs = method.snapshot()["margins"]
+    assert [need["micro_batch_size"] for need in needs] == [4, 8, 16]
+    assert 0 < needs[0]["missing_bytes"] < needs[1]["missing_bytes"] < needs[2]["missing_bytes"]
+    assert {need["trial_id"] for need in needs} == {own.trial_id}
     plain = play("predict", outcome_of=small_device, max_trials=4)
     assert plain.measured[1].candidate == searched.smallest()
     assert not plain.finish.is_failure
+
+
+def test_nothing_is_tried_that_needs_no_less_than_what_ran_out_of_memory() -> None:
+    def small_device(candidate: Candidate) -> Outcome:
+        if candidate.batch.micro_batch_size > 4:
+            return Failure(FailureKind.DEVICE_OOM, "out of memory", "backward", 10**9, int(DEVICE_BYTES))
+        return surface(candidate)
+
+    searched = space()
+    played = play("predict", searched, outcome_of=small_device, max_trials=14)
+
+    failed: list[Candidate] = []
+    for measure, outcome in played.outcomes.values():
+        assert not any(needs_no_less_memory(measure.candidate, one, searched) for one in failed)
+        if isinstance(outcome, Failure):
+            failed.append(measure.candidate)
+    groups = [Structures(searched).setup(structure_of(one)).group for one in failed]
+    assert all(groups.count(group) <= 2 for group in groups)
+
+
+def test_a_group_that_refuses_is_left_alone_and_knobs_are_changed_many_at_once() -> None:
+    def refuses(candidate: Candidate) -> Outcome:
+        if candidate.stage == 3:
+            return Failure(FailureKind.BAD_CONFIG, "no stage 3 today", "init")
+        return surface(candidate)
+
+    searched = space()
+    structures = Structures(searched)
+    played = play("predict", searched, outcome_of=refuses, max_trials=20)
+
+    refused = [one.candidate for one in played.measured if one.candidate.stage == 3]
+    tried = {structures.group(structure_of(one)) for one in refused}
+    assert len(refused) <= 2 * len(tried)
+    second = structure_of(played.measured[1].candidate)
+    assert len(structures.changed(second)) >= 2
 
 
 def test_a_refused_structure_is_not_tried_with_other_micro_batches() -> None:

@@ -50,7 +50,15 @@ def test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_star
     first = run(*words, *flags, more=shared_master.env)
 
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "described by:  fake tensors" in first.stdout
+    described = (
+        "described by fake tensors (4 of 4 kinds of structures; of a loader's first batches the largest)"
+    )
+    assert described.replace("by ", "by:  ", 1) in first.stdout
+    notes = json.loads((output / "report.json").read_text())["notes"]
+    assert described in notes
+    assert [
+        note for note in notes if note.startswith("model FLOPs are ") and " x 6 x parameters x tokens" in note
+    ]
     (inputs,) = events(output, "inputs")
     assert inputs["is_cpu"]
     assert not inputs["failures"]

@@ -31,7 +31,11 @@ def test_a_script_is_measured_on_two_ranks_and_left_by_all_at_the_same_step(tmp_
     # Forward, both gradients of the second layer, and that of the first one's weights: its input needs none.
     counted = NUM_FORWARD_FLOPS + 2 * 4 * (2 * 64 + 32 * 64)
     assert metrics["hardware_FLOPS_per_gpu"] * step_s / 2 == pytest.approx(counted)
-    assert metrics["FLOPS_per_gpu"] <= metrics["hardware_FLOPS_per_gpu"]
+    assert metrics["FLOPS_per_gpu"] == metrics["hardware_FLOPS_per_gpu"]
+    assert metrics["recomputed_share"] == 0
+    # What the search compares with what it has ordered.
+    assert (metrics["zero_stage"], metrics["num_engines"]) == (2, 1)
+    assert (metrics["train_micro_batch_size_per_gpu"], metrics["gradient_accumulation_steps"]) == (4, 2)
     # The input of the first layer, and the output of the ReLU, which is that of the second.
     assert 4 * (32 + 64) <= metrics["activation_bytes_per_record"] <= 4 * (32 + 2 * 64 + 2)
 
@@ -47,7 +51,7 @@ def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
     told = [line for line in result.stderr.splitlines() if "DSTRIAL_DSAT_FAILURE" in line]
     assert {case: one["left"] for case, one in result.value.items()} == {
         "off": "by its end",
-        "short": "by its end",
+        "short": "by exit 0",
         "fit": "by exit 0",
         **{case: left for case, (left, _) in failures.items()},
     }

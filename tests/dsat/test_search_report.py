@@ -17,8 +17,8 @@ from surfaces import play, space, surface
 
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.methods.method import Measure
-from dstrial.dsat.outcome import Failure, Measured, Outcome
-from dstrial.dsat.report import SearchFacts, report_document, write_report
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.report import SearchFacts, numbers, report_document, write_report
 from dstrial.dsat.report.live import LiveTable
 from dstrial.dsat.results import TrialResult
 
@@ -33,6 +33,9 @@ def _outcome(candidate: Candidate) -> Outcome:
     step_us = found.metrics["latency"]
     more = {name: share * step_us for name, share in _PHASES.items()}
     peak = 10e9 + 1.1e9 * candidate.batch.micro_batch_size + 1e9 * candidate.stage
+    rate = found.metrics["throughput"]
+    more |= {"end_to_end_throughput": 0.5 * rate, "bare_throughput": 2 * rate}
+    more |= {"FLOPS_per_gpu": 2e12 * rate, "hardware_FLOPS_per_gpu": 3e12 * rate}
     return Measured({**found.metrics, **more, "half_width": 0.01, "peak_memory_bytes": peak})
 
 
@@ -117,8 +120,14 @@ def test_shares_of_a_step_add_up_to_it_and_idle_time_is_what_no_prediction_expla
         "host_copies": 0.0,
     }
     trials = _played()
-    forecasts = {str(trial.trial_id): {"median_s": 1.0, "parts": parts} for trial in trials}
-    document = report_document(_facts(snapshot={"forecasts": forecasts}), space(), trials)
+    forecasts = {str(trial.trial_id): {"median_s": 1.0, "parts": {}} for trial in trials}
+    forecasts["1"]["is_guess"] = True
+    explained = {str(trial.trial_id): parts for trial in trials}
+    snapshot = {"forecasts": forecasts, "explained": explained}
+    document = report_document(_facts(snapshot=snapshot), space(), trials)
+
+    rows = {row["trial_id"]: row for row in document["trials"]}
+    assert [rows[trial_id]["predicted"]["step_s"] for trial_id in (1, 2)] == [None, 1.0]
 
     assert {one["trial_id"] for one in document["step_time"]} == {document["own"], document["best"]}
     for one in document["step_time"]:
@@ -148,9 +157,29 @@ def test_what_is_missing_for_a_larger_micro_batch_is_told_in_bytes() -> None:
     assert need["missing_bytes"] == pytest.approx(best["memory_bytes"] + more * 1.1e9 - 40e9)
 
 
+def test_what_the_method_predicts_is_missing_is_told_also_of_an_own_configuration_that_ran_out_of_memory(
+    tmp_path: Path,
+) -> None:
+    def too_large(candidate: Candidate) -> Outcome:
+        found = _outcome(candidate)
+        return Failure(FailureKind.DEVICE_OOM, "out of memory") if candidate.is_own else found
+
+    margins = [
+        {"trial_id": 1, "micro_batch_size": 4, "missing_bytes": 11 * 2**30, "phase": "backward"},
+        {"trial_id": 99, "micro_batch_size": 4, "missing_bytes": 1, "phase": "step"},
+    ]
+
+    write_report(tmp_path, _facts(snapshot={"margins": margins}), space(), _played(too_large))
+
+    sentence = "your own configuration needs 11 GiB more for micro batch 4, at the peak of its backward phase"
+    for name in ("report.html", "report.md"):
+        assert f"{sentence} (tried: out of memory)" in (tmp_path / name).read_text()
+
+
 def test_the_page_loads_nothing_and_both_renderings_say_the_same(tmp_path: Path) -> None:
     document = write_report(tmp_path, _facts(), space(), _played())
 
+    best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     links = _Links()
     links.feed(page)
@@ -163,12 +192,16 @@ def test_the_page_loads_nothing_and_both_renderings_say_the_same(tmp_path: Path)
     for rendered in (page, text):
         assert f"{document['gain']:+.1%} over your own" in rendered
         assert "device out of memory" in rendered
+        assert re.search(
+            r"end to end \(all steps, with the data loader\), [\d.e+]+ by the median step, ", rendered
+        )
+        assert "bare (one batch again and again)" in rendered
+        flops = [numbers.amount(factor * best["throughput"]) for factor in (2e12, 3e12)]
+        assert f"{flops[0]} of the model, {flops[1]} with recomputation" in rendered
     assert json.loads((tmp_path / "report.json").read_text()) == document
 
 
 def test_a_search_in_which_nothing_was_measured_has_a_report_too(tmp_path: Path) -> None:
-    from dstrial.dsat.outcome import FailureKind
-
     trials = _played(lambda _candidate: Failure(FailureKind.DEVICE_OOM, "out of memory"))
     document = write_report(tmp_path, _facts(reason="nothing fits"), space(), trials)
 

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from surfaces import BASE, space
+from surfaces import BASE, play, space
 
 from dstrial.config import ParallelSizes, zero_keys_without_effect
 from dstrial.dsat.candidate import BatchSplit, Candidate, layered
-from dstrial.dsat.space import Ladder, Space, Structure, read_space
+from dstrial.dsat.ladder import Ladder
+from dstrial.dsat.space import Space, Structure
+from dstrial.dsat.space_file import read_space
+from dstrial.dsat.structures import Structures
 from dstrial.errors import ConfigError
 from dstrial.search.random_state import SearchRandom
 
@@ -153,3 +156,89 @@ def test_layering_overwrites_keeps_the_none_that_deletes_a_key() -> None:
 
     assert layered(below, {"a": {"y": 2}, "b": {"c": 3}}) == {"a": {"x": None, "y": 2}, "b": {"c": 3}}
     assert below == {"a": {"x": None, "y": 1}, "b": 1}
+
+
+def test_a_declared_hyperparameter_that_is_written_down_is_the_users_own_configuration() -> None:
+    searched = space(extra={"hyperparameters.width": (8, 16)}, hyperparameters={"width": 8, "depth": 2})
+    own = searched.own()
+
+    written, other = (
+        searched.candidate(Structure(1, (("hyperparameters.width", width),)), 2) for width in (8, 16)
+    )
+
+    assert searched.identity(written) == searched.identity(own) != searched.identity(other)
+    assert searched.describe(written) == searched.describe(own)
+    assert searched.describe(other).endswith("width=16")
+    measured = [action.candidate for action in play("asha", searched, max_trials=40).measured]
+    assert len({searched.identity(candidate) for candidate in measured}) == len(measured)
+    bases = [searched.candidate(structure, 2) for structure in Structures(searched).bases()]
+    assert len({searched.identity(candidate) for candidate in bases}) == len(bases)
+
+
+def test_a_space_file_cannot_name_what_dsat_chooses_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    names = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        f"{ZERO}.stage",
+    )
+    path.write_text("".join(f"{name}: [1, 2]\n" for name in names))
+
+    with pytest.raises(ConfigError) as error:
+        read_space(path, {})
+
+    assert len(error.value.problems) == 4
+    assert "--zero-stages" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "is_refused"),
+    [
+        (f"{ZERO}.sub_grup_size", 10**8, True),
+        ("optimiser.params.lr", 1e-3, True),
+        (f"{ZERO}.allgather_partitions", True, True),
+        (f"{ZERO}.sub_group_size", 10**8, False),
+        (f"{ZERO}.offload_optimizer.ratio", 0.3, False),
+        (f"{ZERO}.offload_optimizer.device", "cpuu", True),
+        ("hyperparameters.width", 3, False),
+    ],
+)
+def test_a_value_that_no_stage_can_have_is_told_from_one_that_some_can(
+    path: str, value: object, is_refused: bool
+) -> None:
+    searched = space(stages=(1, 2, 3), extra={path: (value,)})
+
+    assert (searched.refused(path, value) is not None) == is_refused
+
+
+def test_a_value_that_is_legal_only_with_another_one_of_the_file_is_tried_with_it() -> None:
+    searched = space(
+        extra={"fp16.enabled": (True,), "zero_optimization.nothing": (1,), "bf16.enabled": (True, False)}
+    )
+
+    assert searched.refused("fp16.enabled", True) is None
+    assert searched.refused("zero_optimization.nothing", 1) is not None
+    assert space(extra={"fp16.enabled": (True,)}).refused("fp16.enabled", True) is not None
+
+
+def test_a_path_that_only_one_stage_reads_takes_nothing_from_the_others() -> None:
+    path = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+    searched = space(stages=(1, 2, 3), extra={path: (True, False)})
+
+    named = {stage: path in {knob.path for knob in searched.knobs(stage)} for stage in (1, 2, 3)}
+
+    assert named == {1: False, 2: False, 3: True}
+    assert {structure.stage for structure in Structures(searched).bases()} == {1, 2, 3}
+
+
+def test_precision_that_a_space_file_names_counts_for_the_structures_that_have_it() -> None:
+    searched = space(extra={"bf16.enabled": (True, False)})
+    structures = Structures(searched)
+
+    widths = {
+        dict(one.settings).get("bf16.enabled"): structures.setup(one).bytes_per_value
+        for one in structures.bases()
+    }
+
+    assert widths == {None: 2, True: 2, False: 4}

@@ -46,6 +46,8 @@ class Backend(Protocol):
 
         Raises:
             DstrialError: it cannot be started, and no other one could.
+            OSError: the disk is full; it may be tried again.
+            KeyboardInterrupt: the process was asked to stop while it waited for a master that is away.
         """
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
@@ -61,7 +63,7 @@ class Backend(Protocol):
         """End a trial at once and forget it."""
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Take that the search is over.
+        """Take that the search is over; what still runs is ended, here or by :meth:`close`.
 
         Args:
             results: its files, name -> text, to be kept beside the trials where there is a place for them.

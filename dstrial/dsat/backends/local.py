@@ -16,7 +16,14 @@ import yaml
 from dstrial.dsat.backends.backend import Ended
 from dstrial.dsat.backends.processes import Launched, found, launch, log_lines
 from dstrial.dsat.backends.worker import Gone
-from dstrial.dsat.outcome import Failure, FailureKind, Outcome, failure_from_log, outcome_from_json
+from dstrial.dsat.outcome import (
+    FAILURE_MARK,
+    Failure,
+    FailureKind,
+    Outcome,
+    failure_from_log,
+    outcome_from_json,
+)
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.settings import SearchSettings
 from dstrial.dsat.trial_config import TrialSpec, local_command, worker_command, worker_config
@@ -29,6 +36,12 @@ from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 
 _RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"
 _WORKER_VARIABLE = "DSTRIAL_DSAT_WORKER"
+_REPEATABLE = (
+    FailureKind.DEVICE_OOM,
+    FailureKind.HOST_OOM,
+    FailureKind.BAD_CONFIG,
+    FailureKind.NUMERIC,
+)
 
 
 class LocalBackend:
@@ -81,11 +94,13 @@ class LocalBackend:
         return {"pid": running.pid}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take back a launcher that still runs, or one that has left a result."""
+        """Take back a launcher that still runs, or one that has left a result or an error that another try would have too."""
         del handle
         directory = self._record.trial_path(spec.trial_id)
         running = found(directory, f"{_RESULT_VARIABLE}={_result_path(directory)}")
-        if running is None or (running.exit_code is not None and _result(directory) is None):
+        if running is None:
+            return False
+        if running.exit_code is not None and _result(directory) is None and not _has_failed(directory):
             return False
         self._running[spec.trial_id] = running
         return True
@@ -99,16 +114,22 @@ class LocalBackend:
                 continue
             del self._running[trial_id]
             outcome = _outcome(self._record.trial_path(trial_id), exit_code)
-            ended.append(Ended(trial_id, outcome, time.time() - running.started_s))
+            # One that another process of this search has started may have ended long before it was looked at.
+            directory = self._record.trial_path(trial_id)
+            ended_s = time.time() if running.process is not None else _last_written_s(directory)
+            ended.append(Ended(trial_id, outcome, max(ended_s - running.started_s, 0.0)))
         return ended
 
     def running_s(self, trial_id: int) -> float:
         """Return how long a launcher has been running."""
-        return time.time() - self._running[trial_id].started_s
+        running = self._running.get(trial_id)
+        return 0.0 if running is None else time.time() - running.started_s
 
     def kill(self, trial_id: int) -> None:
         """End a launcher and its ranks."""
-        self._running.pop(trial_id).end()
+        running = self._running.pop(trial_id, None)
+        if running is not None:
+            running.end()
 
     def finish(self, results: Mapping[str, str]) -> None:
         """Do nothing: the search's directory is on this machine."""
@@ -143,18 +164,18 @@ class LocalPlace:
         """Name this machine."""
         return f"this machine, {self._settings.num_slots} rank(s), without a master"
 
-    def find(self, worker: int) -> bool:
+    def find(self, worker: int) -> dict[str, Any] | None:
         """Find the launcher of a worker that lives, or that has left answers."""
         directory = self._record.worker_path(worker)
         running = found(directory, f"{_WORKER_VARIABLE}={directory}")
         if running is None:
-            return False
+            return None
         open_numbers = {order.number for order in self.book(worker).orders}
         has_news = any(answer.number in open_numbers for answer in self.answers(worker))
         if running.exit_code is not None and not has_news:
-            return False
+            return None
         self._running[worker] = running
-        return True
+        return {"pid": running.pid}
 
     def begin(self, worker: int) -> dict[str, Any]:
         """Start a launcher of guardians; what an earlier worker of this number has left is moved aside."""
@@ -194,10 +215,10 @@ class LocalPlace:
         path = self._record.worker_path(worker) / ANSWERS_NAME
         return [Answer.from_json(line) for line in read_json_lines(path)] if path.exists() else []
 
-    def is_waiting(self, worker: int) -> bool:
+    def waits(self, worker: int) -> str:
         """Nobody else has this machine's slots."""
         del worker
-        return False
+        return ""
 
     def gone(self, worker: int) -> Gone | None:
         """Return how the launcher has ended."""
@@ -227,6 +248,18 @@ def _outcome(directory: Path, exit_code: int) -> Outcome:
     if exit_code == 130:
         return Failure(FailureKind.CANCELED, "it was interrupted")
     return failure_from_log(log_lines(directory), exit_code=exit_code)
+
+
+def _has_failed(directory: Path) -> bool:
+    """Say whether the ranks of a trial told an error that lies in its configuration."""
+    lines = [line for line in log_lines(directory) if FAILURE_MARK in line]
+    return bool(lines) and failure_from_log(lines).kind in _REPEATABLE
+
+
+def _last_written_s(directory: Path) -> float:
+    """Return when a trial has last written its output or its result, seconds since the epoch."""
+    paths = (directory / "output.log", _result_path(directory))
+    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def _result_path(directory: Path) -> Path:

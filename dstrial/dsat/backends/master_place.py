@@ -8,7 +8,8 @@ from typing import Any
 
 from determined.experimental.client import Experiment, ExperimentState
 
-from dstrial.dsat.backends.master import RUNS, MasterBackend
+from dstrial.dsat.backends.experiments import RUNS, why_waiting
+from dstrial.dsat.backends.master import MasterBackend
 from dstrial.dsat.backends.worker import Gone
 from dstrial.dsat.settings import SearchSettings
 from dstrial.dsat.trial_config import worker_config
@@ -17,7 +18,6 @@ from dstrial.dsat.worker.orders import Answer, OrderBook
 
 _POLL_PERIOD_S = 0.5
 _NUM_LOG_LINES = 400
-_NEED_ANSWER_S = 5.0
 _CANCELED = (ExperimentState.CANCELED, ExperimentState.DELETED)
 _ENDED = (*_CANCELED, ExperimentState.COMPLETED, ExperimentState.ERROR)
 
@@ -57,22 +57,24 @@ class MasterPlace:
         """Name the master."""
         return self._master.describe()
 
-    def find(self, worker: int) -> bool:
+    def find(self, worker: int) -> dict[str, Any] | None:
         """Find the worker's experiment by its label, if it has not ended, or has answers."""
         label = worker_config(self._settings, worker, self._search_id).label
-        experiment = self._master.find(label)
+        experiment = self._master.insist(lambda: self._master.find(label))
         if experiment is None:
-            return False
-        experiment.reload()
+            return None
+        self._master.insist(experiment.reload)
         self._seen[worker] = _Seen(experiment)
         self._poll(worker)
         open_numbers = {order.number for order in self.book(worker).orders}
         has_news = bool(open_numbers & self._seen[worker].answers.keys())
-        return has_news or not self._seen[worker].is_ended
+        is_alive = not self._seen[worker].is_ended
+        return {"experiment_id": experiment.id} if has_news or is_alive else None
 
     def begin(self, worker: int) -> dict[str, Any]:
         """Submit an experiment."""
-        experiment = self._master.create(worker_config(self._settings, worker, self._search_id).config)
+        spec = worker_config(self._settings, worker, self._search_id)
+        experiment = self._master.create(spec.config, spec.label)
         self._seen[worker] = _Seen(experiment)
         return {"experiment_id": experiment.id}
 
@@ -81,26 +83,25 @@ class MasterPlace:
         return book_from_notes(self._seen[worker].experiment.notes or "")
 
     def tell(self, worker: int, book: OrderBook) -> None:
-        """Replace the experiment's notes; waits for a master that is away."""
+        """Replace the experiment's notes; waits for a master that is away.
+
+        Raises:
+            KeyboardInterrupt: the process was asked to stop meanwhile.
+        """
         experiment = self._seen[worker].experiment
         notes = notes_of(book)
-        is_told = False
-        while not is_told:
-            with self._master.patient():
-                experiment.set_notes(notes)
-                is_told = True
-            if not is_told:
-                time.sleep(_NEED_ANSWER_S)
+        self._master.insist(lambda: experiment.set_notes(notes))
 
     def answers(self, worker: int) -> list[Answer]:
         """Return the rows of metrics that have been read."""
         self._poll(worker)
         return list(self._seen[worker].answers.values())
 
-    def is_waiting(self, worker: int) -> bool:
+    def waits(self, worker: int) -> str:
         """Say whether the experiment is queued or paused, because others have its slots."""
         self._poll(worker)
-        return not self._seen[worker].is_running
+        seen = self._seen[worker]
+        return "" if seen.is_running else why_waiting(seen.experiment, self._settings.num_slots)
 
     def gone(self, worker: int) -> Gone | None:
         """Return how the experiment has ended."""
@@ -120,8 +121,7 @@ class MasterPlace:
         """Kill the experiment."""
         seen = self._seen.pop(worker, None)
         if seen is not None:
-            with self._master.patient():
-                seen.experiment.kill()
+            self._master.kill_experiment(seen.experiment)
 
     def _poll(self, worker: int) -> None:
         """Ask for state and answers, at most twice a second; the state first, so that no answer is missed."""

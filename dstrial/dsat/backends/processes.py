@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _END_S = 20.0
+_ROOM_BYTES = 2**16
 
 # The launcher's shell writes its own id before it becomes the launcher, so that a search which is killed between the
 # two finds it again.
@@ -72,8 +73,17 @@ def launch(
         cwd: where it starts.
         variables: its whole environment.
         mark: the name of that one among them which tells it from other processes.
+
+    Raises:
+        OSError: the disk is full, for example; nothing was started.
     """
-    with (directory / "output.log").open("ab") as output:
+    room = directory / ".room"
+    try:
+        # Of a launcher that cannot write its process id nothing would be heard again.
+        room.write_bytes(b"\0" * _ROOM_BYTES)
+    finally:
+        room.unlink(missing_ok=True)
+    with (directory / "output.log").open("wb") as output:
         process = subprocess.Popen(
             ["/bin/sh", "-c", _WRITE_PID, str(directory / "launcher.pid"), *words],
             cwd=cwd,

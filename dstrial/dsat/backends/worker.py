@@ -20,6 +20,8 @@ from dstrial.dsat.worker.orders import Answer, Order, OrderBook
 logger = logging.getLogger("dstrial.dsat")
 
 _KEEP_S = 60.0
+# A worker that is new is given so long to get its slots before a person is told that it waits.
+_TELL_WAITING_S = 15.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Place(Protocol):
     def num_parallel(self) -> int:
         """How many workers do not disturb each other."""
 
-    def find(self, worker: int) -> bool:
-        """Find a worker that an earlier process of this search has started and that lives; False if there is none."""
+    def find(self, worker: int) -> dict[str, Any] | None:
+        """Return what names a worker that an earlier process of this search has started and that lives; None without."""
 
     def begin(self, worker: int) -> dict[str, Any]:
         """Start a worker; returns what names it, JSON values."""
@@ -65,8 +67,8 @@ class Place(Protocol):
     def answers(self, worker: int) -> list[Answer]:
         """Return all its answers so far."""
 
-    def is_waiting(self, worker: int) -> bool:
-        """Say whether it has no slots now."""
+    def waits(self, worker: int) -> str:
+        """Say why it has no slots now; empty if it has."""
 
     def gone(self, worker: int) -> Gone | None:
         """Return how it has ended; None while it lives, or while that cannot be found out."""
@@ -87,6 +89,9 @@ class _Worker:
     orders: dict[int, Order] = dataclasses.field(default_factory=dict)
     next_order: int = 1
     since_s: float = 0.0
+    has_had_slots: bool = False
+    waiting_since_s: float | None = None
+    told_waiting: str = ""
 
 
 class WorkerBackend:
@@ -123,13 +128,18 @@ class WorkerBackend:
             worker = self._free_worker()
             args = self._settings.args
             number = worker.next_order
-            worker.next_order += 1
             order = Order(
-                number, spec.trial_id, spec.hparams, spec.deadline_s or float(args.trial_timeout), args.metric
+                number,
+                spec.trial_id,
+                spec.hparams,
+                spec.deadline_s or float(args.trial_timeout),
+                args.metric,
+                None if spec.best is None else {"hparams": spec.best[0], "metrics": spec.best[1]},
             )
+            self._place.tell(worker.number, self._book(worker, order))
+            worker.next_order += 1
             worker.orders[number] = order
             worker.since_s = time.time()
-            self._place.tell(worker.number, self._book(worker))
         return {"worker": worker.number, **worker.handle}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
@@ -143,8 +153,7 @@ class WorkerBackend:
         for worker in list(self._workers.values()):
             if not worker.orders:
                 continue
-            if self._place.is_waiting(worker.number):
-                worker.since_s = time.time()
+            self._note_slots(worker)
             # Asked before the answers, so that none that came in between is lost.
             gone = self._place.gone(worker.number)
             for answer in self._place.answers(worker.number):
@@ -172,13 +181,18 @@ class WorkerBackend:
         # A search that goes on and finds itself finished may have a worker that waits.
         self._look()
         for worker in list(self._workers.values()):
-            if not worker.orders:
-                self._place.tell(worker.number, OrderBook(results=results))
-                results = {}
+            if why := self._place.waits(worker.number):
+                logger.warning("worker %d is ended, for it has no slots (%s)", worker.number, why)
+                self._forget(worker, is_alive=True)
+                continue
+            # What it is measuring, it gives up.
+            worker.orders.clear()
+            self._place.tell(worker.number, OrderBook(results=results))
+            results = {}
         give_up_at_s = time.monotonic() + _KEEP_S
         while self._workers and time.monotonic() < give_up_at_s:
             for worker in list(self._workers.values()):
-                if worker.orders or self._place.gone(worker.number) is not None:
+                if self._place.gone(worker.number) is not None:
                     self._forget(worker)
             time.sleep(0.1)
 
@@ -212,13 +226,30 @@ class WorkerBackend:
             self._place.tell(fresh.number, self._book(fresh))
         return ended
 
-    def _forget(self, worker: _Worker) -> None:
+    def _note_slots(self, worker: _Worker) -> None:
+        """Stop a worker's clock while others have its slots, and say why."""
+        why = self._place.waits(worker.number)
+        now_s = time.time()
+        if not why:
+            if worker.told_waiting:
+                logger.warning("worker %d has its slots", worker.number)
+            worker.has_had_slots, worker.waiting_since_s, worker.told_waiting = True, None, ""
+            return
+        worker.since_s = now_s
+        if worker.waiting_since_s is None:
+            worker.waiting_since_s = now_s
+        is_long = worker.has_had_slots or now_s - worker.waiting_since_s > _TELL_WAITING_S
+        if is_long and worker.told_waiting != why:
+            logger.warning("worker %d waits for slots: %s", worker.number, why)
+            worker.told_waiting = why
+
+    def _forget(self, worker: _Worker, *, is_alive: bool = False) -> None:
         del self._workers[worker.number]
-        if worker.orders:
+        if is_alive:
             self._place.kill(worker.number)
 
-    def _book(self, worker: _Worker) -> OrderBook:
-        return OrderBook(tuple(worker.orders[number] for number in sorted(worker.orders)))
+    def _book(self, worker: _Worker, *more: Order) -> OrderBook:
+        return OrderBook((*(worker.orders[number] for number in sorted(worker.orders)), *more))
 
     def _look(self) -> None:
         """Find the workers that an earlier process of this search has left, once."""
@@ -226,8 +257,9 @@ class WorkerBackend:
             return
         self._has_looked = True
         for number in range(1, max(self._settings.options.num_parallel, 1) + 1):
-            if self._place.find(number):
-                worker = self._workers[number] = _Worker(number, {})
+            handle = self._place.find(number)
+            if handle is not None:
+                worker = self._workers[number] = _Worker(number, handle)
                 book = self._place.book(number)
                 worker.orders = {order.number: order for order in book.orders}
                 answered = [answer.number for answer in self._place.answers(number)]
@@ -246,7 +278,9 @@ class WorkerBackend:
 
     def _free_worker(self) -> _Worker:
         for worker in list(self._workers.values()):
-            if not worker.orders:
+            # Of a worker that was found again the last order may be answered and on record already.
+            answered = {answer.number for answer in self._place.answers(worker.number)}
+            if worker.orders.keys() <= answered:
                 if self._place.gone(worker.number) is None:
                     return worker
                 del self._workers[worker.number]

@@ -7,7 +7,7 @@ documentation, "DeepSpeed Autotune", method ``asha``.
 from __future__ import annotations
 
 from dstrial.dsat.methods.binary import BinarySearch
-from dstrial.dsat.methods.lineages import Lineage
+from dstrial.dsat.methods.lineage import Lineage
 
 
 class AshaSearch(BinarySearch):

@@ -5,7 +5,8 @@ Source: Determined 0.37 documentation, "DeepSpeed Autotune", method ``binary``.
 
 from __future__ import annotations
 
-from dstrial.dsat.methods.lineages import Lineage, LineageMethod
+from dstrial.dsat.methods.lineage import Lineage
+from dstrial.dsat.methods.lineages import LineageMethod
 
 
 class BinarySearch(LineageMethod):

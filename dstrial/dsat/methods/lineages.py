@@ -1,7 +1,4 @@
-"""What asha, binary and random share: the user's own configuration first, then lineages of random structures.
-
-A lineage is one random structure with a range of micro batches that narrows with every trial. Pure.
-"""
+"""What asha, binary and random share: the user's own configuration first, then lineages of random structures. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any, Literal
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.ceilings import ModelInfo, largest_micro_batch, log_lines
 from dstrial.dsat.gates import Gates, Known
+from dstrial.dsat.methods.lineage import Lineage
 from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, Note, Skip
 from dstrial.dsat.outcome import (
     Failure,
@@ -23,52 +21,12 @@ from dstrial.dsat.outcome import (
     outcome_to_json,
     score,
 )
+from dstrial.dsat.proof import best_proofs, trials_of_proof
 from dstrial.dsat.space import Space, Structure
 from dstrial.search.random_state import SearchRandom
 
 _MOST_SKIPPED = 2000
 _NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
-
-
-@dataclasses.dataclass(slots=True)
-class Lineage:
-    """A structure and the range of micro batches that is still in question.
-
-    Attributes:
-        idx: its number, from 0.
-        structure: what all its trials share.
-        low: lowest position of the ladder that is in question.
-        high: highest one; the range is exhausted when it is below ``low``.
-        first_high: ``high`` as it was at first.
-        history: (position, score, rung) of every step; the score is None for a failure.
-        rung: the rung that it is in (asha).
-        is_closed: whether nothing more is tried.
-        is_open: whether one of its trials is being measured.
-    """
-
-    idx: int
-    structure: Structure
-    low: int
-    high: int
-    first_high: int
-    history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
-    rung: int = 0
-    is_closed: bool = False
-    is_open: bool = False
-
-    @property
-    def num_failed(self) -> int:
-        """How many of its steps failed."""
-        return sum(1 for _, value, _ in self.history if value is None)
-
-    def best(self, last_rung: int | None = None) -> float | None:
-        """Return the best score, of the rungs up to one if given."""
-        scores = [
-            value
-            for _, value, rung in self.history
-            if value is not None and (last_rung is None or rung <= last_rung)
-        ]
-        return max(scores, default=None)
 
 
 class LineageMethod(abc.ABC):
@@ -89,6 +47,7 @@ class LineageMethod(abc.ABC):
         self.info: ModelInfo | None = None
         self.known: dict[int, Known] = {}
         self._lineage_of: dict[int, tuple[int, int]] = {}
+        self._unproven: list[Candidate] = []
         self._phase: Literal["own", "smallest", "search", "finished"] = "own"
         self._best_score: float | None = None
         self._num_since_best = 0
@@ -139,6 +98,8 @@ class LineageMethod(abc.ABC):
             )
         if self._phase in ("own", "smallest"):
             return self._first(outcome)
+        if trial_id not in self._lineage_of:
+            return [*self._proved(known.candidate), *self._fill()]
         lineage_idx, position = self._lineage_of[trial_id]
         lineage = self.lineages[lineage_idx]
         lineage.is_open = False
@@ -156,6 +117,7 @@ class LineageMethod(abc.ABC):
             "info": None if self.info is None else self.info.to_json(),
             "best_score": self._best_score,
             "num_since_best": self._num_since_best,
+            "unproven": [candidate.to_json() for candidate in self._unproven],
             "lineages": [dataclasses.asdict(lineage) for lineage in self.lineages],
             "known": [
                 {
@@ -175,6 +137,7 @@ class LineageMethod(abc.ABC):
         self.info = None if snapshot["info"] is None else ModelInfo.from_json(snapshot["info"])
         self._best_score = snapshot["best_score"]
         self._num_since_best = snapshot["num_since_best"]
+        self._unproven = [Candidate.from_json(fields) for fields in snapshot["unproven"]]
         self.lineages = []
         for fields in snapshot["lineages"]:
             structure = Structure(
@@ -200,9 +163,10 @@ class LineageMethod(abc.ABC):
             guess = largest_micro_batch(self.info, stage, self.space.replicas, self.space.bytes_per_value)
         if guess is None:
             if not ladder.is_free:
-                return ladder.last
+                return self.space.first_position(ladder.last)
             guess = 2 * self.space.own().batch.micro_batch_size
-        return max(0, min(ladder.position(max(guess * self.options.range_factor, 1)), ladder.last))
+        highest = max(0, min(ladder.position(max(guess * self.options.range_factor, 1)), ladder.last))
+        return self.space.first_position(highest)
 
     def new_lineage(self, stage: int) -> Lineage:
         """Draw a structure of a stage."""
@@ -252,6 +216,8 @@ class LineageMethod(abc.ABC):
                 )
                 notes = [Note(line) for line in lines]
             self._phase = "search"
+            if not self.gates.is_open:
+                self._unproven = trials_of_proof(self.space)
             return [*notes, *self._fill()]
         smallest = self.space.smallest()
         is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
@@ -273,6 +239,12 @@ class LineageMethod(abc.ABC):
         for _ in range(_MOST_SKIPPED):
             if num_open >= self.options.num_parallel or len(self.known) >= self.options.max_trials:
                 break
+            if self._unproven:
+                candidate = self._unproven.pop(0)
+                if self.gates.check(candidate, list(self.known.values())) is None:
+                    actions.append(self._measure(candidate, "to prove that a knob does something"))
+                    num_open += 1
+                continue
             lineage = self.choose()
             position = self.position(lineage)
             candidate = self.space.candidate(lineage.structure, position)
@@ -302,6 +274,12 @@ class LineageMethod(abc.ABC):
             lineage.is_closed = True
         else:
             self.learn(lineage, position, value)
+
+    def _proved(self, candidate: Candidate) -> list[Action]:
+        """Tell what the user's own configuration with one knob changed has shown of that knob."""
+        found = best_proofs(self.space, [(one.candidate, one.outcome) for one in self.known.values()])
+        paths = {path for path, _ in candidate.settings}
+        return [Note(str(proof)) for proof in found if proof.path in paths]
 
     def _finish(self, reason: str, *, is_failure: bool | None = None) -> list[Action]:
         self._phase = "finished"

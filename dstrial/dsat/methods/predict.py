@@ -8,34 +8,33 @@ from typing import Any
 
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.ceilings import log_lines
-from dstrial.dsat.forecast import Forecast, Forecaster
+from dstrial.dsat.forecast import Forecast, Forecaster, structure_of
 from dstrial.dsat.gates import Gates, Known
 from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, Note, Skip
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_from_json, outcome_to_json
+from dstrial.dsat.proposals import Proposal, Proposals
 from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.structures import Structures, positions
+from dstrial.dsat.standing import incumbent, incumbent_smoothed, num_disappointed
+from dstrial.dsat.structures import Structures, positions, positions_near
+from dstrial.dsat.telling import explained, margins
+from dstrial.dsat.time_model import TimeModel
 
-_TIE = 1.01
-"""What cannot be better than the incumbent by this is not measured."""
-_BOUND_SPREADS = 1.28
-"""The bound lies so many spreads below the median cost: nine in ten are above it."""
-_PATIENCE = 14
-"""Bounds that have so often promised more than was measured are no longer believed; fewer disappointments count in part."""
+_LEAST_GAIN = 0.0008
+"""The search ends when no measurement is expected to gain more than this; what is worse than the best is not taken."""
+_PATIENCE = 12
+"""After so many measurements in a row without progress, predictions of it are no longer believed; fewer count in part."""
+_BOUND_SPREADS = 1.0
+"""Within a group, configurations compete by bounds that lie so many spreads below their median cost."""
 _FITS = 0.98
 """Least probability to fit of what is measured."""
-_NEIGHBOURS_WITHIN = 1.05
-"""One knob more is changed in structures that are within this of the incumbent."""
-_BEYOND = 8
+_MOST_REFUSED = 2
 _LONGEST_STEPS, _LEAST_S, _BUILD_S = 70, 6.0, 30.0
 _NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
 
 
 class PredictSearch:
-    """Measures what has the best bound, learns, and stops when no bound left is better than the incumbent by 1 %.
-
-    Structures that differ in what changes most (stage, offload, overlap, ``--space``) are there from the beginning, those
-    that differ in one more knob once a structure has proved to be about the best.
+    """Measures what is expected to gain most over the best so far, learns, and stops when nothing is expected to gain much.
 
     Args:
         space: what is searched.
@@ -59,7 +58,9 @@ class PredictSearch:
         self._left: list[tuple[Candidate, float]] = []
         self._barred: set[Structure] = set()
         self._skipped: set[Candidate] = set()
-        self._neighbours: dict[Structure, list[Structure]] = {}
+        self._barred_groups: set[tuple[Any, ...]] = set()
+        self._tried: set[tuple[Any, ...]] = set()
+        self._proposals = Proposals(self.structures, self.forecaster, self._may_measure)
         self._host_limit_bytes: float | None = None
         self._is_finished = False
 
@@ -104,7 +105,10 @@ class PredictSearch:
                 for trial_id, known in self.known.items()
             ],
             "skipped": [candidate.to_json() for candidate in self._sorted_skipped()],
+            "starts": [self.space.candidate(one, 0).to_json() for one in self._proposals.starts()],
             "forecasts": {str(trial_id): forecast for trial_id, forecast in self._forecasts.items()},
+            "explained": explained(self.known, self.incumbent(), self.forecaster),
+            "margins": margins(self.known, self.incumbent(), self.forecaster),
             "factors": dict(self.forecaster.time.factors()),
             "left": [
                 {"description": self.space.describe(one), "candidate": one.to_json(), "gain": gain}
@@ -124,6 +128,9 @@ class PredictSearch:
         self._forecasts = {int(trial_id): dict(one) for trial_id, one in snapshot["forecasts"].items()}
         for trial_id in snapshot["order"]:
             self._learn(trial_id, outcomes[trial_id])
+        self._proposals.restore(
+            [structure_of(Candidate.from_json(fields)) for fields in snapshot.get("starts", ())]
+        )
         self._is_finished = bool(snapshot["is_finished"])
 
     # ---- learning --------------------------------------------------------------------------------
@@ -146,42 +153,22 @@ class PredictSearch:
         if not outcome.kind.is_out_of_memory and (
             outcome.kind is not FailureKind.COMMUNICATION or len(repeated) > 1
         ):
-            self._barred.add(_structure(candidate))
+            self._barred.add(structure_of(candidate))
+            group = self.structures.group(structure_of(candidate))
+            of_group = [one for one in self._barred if self.structures.group(one) == group]
+            if len(of_group) >= _MOST_REFUSED and not self._has_run(group):
+                self._barred_groups.add(group)
+
+    def _has_run(self, group: tuple[Any, ...]) -> bool:
+        return any(
+            isinstance(known.outcome, Measured)
+            and self.structures.group(structure_of(known.candidate)) == group
+            for known in self.known.values()
+        )
 
     def incumbent(self) -> tuple[Candidate, float] | None:
-        """Return the best measured configuration and its cost; the user's own unless another is better by more than 1 %."""
-        best: tuple[Candidate, float] | None = None
-        for known in self.known.values():
-            cost = None if known.outcome is None else self.forecaster.cost(known.candidate, known.outcome)
-            if cost is not None and (best is None or cost < best[1]):
-                best = known.candidate, cost
-        return best
-
-    def _incumbent_smoothed(self) -> tuple[Candidate, float] | None:
-        """Return the best measured configuration and its cost as all measurements together have it.
-
-        The best of many measurements is in part the luckiest one.
-        """
-        best = self.incumbent()
-        if best is None:
-            return None
-        known = self.forecaster.forecasts([best[0]])
-        return best[0], max(best[1], known[0].cost) if known else best[1]
-
-    def _num_disappointed(self) -> int:
-        """Return how many of the last measurements in a row were not better than all before them by more than 1 %."""
-        number, best = 0, None
-        for trial_id in self._order:
-            known = self.known[trial_id]
-            assert known.outcome is not None
-            cost = self.forecaster.cost(known.candidate, known.outcome)
-            if cost is not None and (best is None or cost * _TIE < best):
-                number = 0
-            elif best is not None:
-                number += 1
-            if cost is not None:
-                best = cost if best is None else min(best, cost)
-        return number
+        """Return the best measured configuration and its cost; None before anything ran."""
+        return incumbent(self.known, self.forecaster)
 
     # ---- choosing --------------------------------------------------------------------------------
 
@@ -204,83 +191,68 @@ class PredictSearch:
 
     def _choose(self, is_open: Sequence[Candidate], actions: list[Action]) -> Measure | None:
         """Return what is measured next; what a gate keeps out is added to ``actions``."""
-        best = self._incumbent_smoothed()
-        num_spreads = _BOUND_SPREADS * max(0.0, 1 - self._num_disappointed() / _PATIENCE)
-        forecasts = self._candidates(is_open)
-        if not forecasts:
-            return self._without_forecast(best, is_open)
-        fitting = [one for one in forecasts if one.probability_to_fit >= _FITS]
-        if best is None:
-            # Nothing ran so far: what most probably fits, and of those what is fastest.
-            ranked = sorted(fitting, key=lambda one: one.cost) or sorted(
-                forecasts, key=lambda one: -one.probability_to_fit
-            )
-        else:
-            ranked = sorted(fitting, key=lambda one: one.bound(num_spreads))
-            self._left = [(one.candidate, best[1] / one.bound(num_spreads) - 1) for one in ranked[:10]]
-        for forecast in ranked:
-            if best is not None and forecast.bound(num_spreads) * _TIE >= best[1]:
+        best = incumbent_smoothed(self.known, self.forecaster)
+        time = self.forecaster.supposing(is_open)
+        self._tried = {
+            self._sameness(known.candidate) for known in self.known.values() if self._is_tried(known)
+        }
+        while True:
+            ranked = self._ranked(best, time)
+            if not ranked:
+                return self._without_forecast(best, is_open)
+            forecast, gain = ranked[0]
+            if best is not None and gain < _LEAST_GAIN:
                 return None
             verdict = self.gates.check(forecast.candidate, list(self.known.values()))
             if verdict is None:
-                return self._measure(forecast.candidate, self._why(forecast, best, num_spreads), forecast)
+                return self._measure(forecast.candidate, self._why(forecast, best), forecast)
             self._skipped.add(forecast.candidate)
             if verdict.kind in ("illegal", "hopeless"):
                 actions.append(Skip(forecast.candidate, verdict.reason))
-        return None
 
-    def _candidates(self, is_open: Sequence[Candidate]) -> list[Forecast]:
-        """Return forecasts of everything that could be measured next."""
-        time = self.forecaster.supposing(is_open)
-        structures = [one for one in self._structures() if one not in self._barred]
-        reachable = self._positions()
-        tried = {self._sameness(known.candidate) for known in self.known.values() if self._is_tried(known)}
-        candidates = [
-            candidate
-            for structure in structures
-            for position in reachable
-            if (candidate := self.space.candidate(structure, position)) not in self._skipped
-            and self._sameness(candidate) not in tried
-            and not self._is_too_large_for_host(candidate)
-        ]
-        return self.forecaster.forecasts(candidates, time)
+    def _ranked(self, best: tuple[Candidate, float] | None, time: TimeModel) -> list[tuple[Forecast, float]]:
+        """Return what could be measured next and what it is expected to gain, the most promising first."""
+        measured = [known.candidate for known in self.known.values() if isinstance(known.outcome, Measured)]
 
-    def _structures(self) -> list[Structure]:
-        """Return the bases, and the neighbours of what is about the best of the measured structures."""
-        found = list(self.structures.bases())
-        best = self.incumbent()
+        def found(fits: float, num_spreads: float) -> list[Proposal]:
+            return self._proposals.find(
+                self._positions(),
+                fits=fits,
+                num_spreads=num_spreads,
+                time=time,
+                measured=measured,
+                cost=None if best is None else best[1],
+            )
+
         if best is None:
-            return found
-        near = {}
-        for known in self.known.values():
-            cost = None if known.outcome is None else self.forecaster.cost(known.candidate, known.outcome)
-            if cost is not None and cost <= best[1] * _NEIGHBOURS_WITHIN:
-                near[_structure(known.candidate)] = cost
-        for structure in sorted(near, key=lambda one: near[one])[:3]:
-            if structure not in self._neighbours:
-                self._neighbours[structure] = self.structures.neighbours(
-                    structure, self.forecaster.num_params
-                )
-            found += self._neighbours[structure]
-        return list(dict.fromkeys(found))
+            # Nothing ran so far: what most probably fits, and of those what is fastest.
+            fitting = [(one.forecast, -one.forecast.cost) for one in found(_FITS, 0.0)] or [
+                (one.forecast, one.forecast.probability_to_fit) for one in found(0.0, 0.0)
+            ]
+            return sorted(fitting, key=lambda pair: -pair[1])
+        # Predictions that were often disappointed are believed less.
+        believed = max(0.0, 1 - num_disappointed(self._order, self.known, self.forecaster) / _PATIENCE)
+        ranked = [(one.forecast, believed * one.gain(best[1])) for one in found(_FITS, _BOUND_SPREADS)]
+        ranked.sort(key=lambda pair: -pair[1])
+        self._left = [(one.candidate, best[1] / one.bound(_BOUND_SPREADS) - 1) for one, _ in ranked[:10]]
+        return ranked
+
+    def _may_measure(self, candidate: Candidate) -> bool:
+        structure = structure_of(candidate)
+        return (
+            candidate not in self._skipped
+            and structure not in self._barred
+            and self.structures.group(structure) not in self._barred_groups
+            and self._sameness(candidate) not in self._tried
+            and not self._is_too_large_for_host(candidate)
+        )
 
     def _positions(self) -> Sequence[int]:
-        """Return the positions of the ladder; up to 8 times what has run, where dry runs or the memory's size are not known."""
+        """Return the positions of the ladder that are considered."""
         is_known = bool(self.forecaster.inputs.runs)
-        is_limited = not self.space.ladder.is_free or self.forecaster.memory.device.capacity_bytes is not None
-        if is_known and is_limited:
-            return positions(self.space)
-        ran = [
-            known.candidate.batch.micro_batch_size
-            for known in self.known.values()
-            if isinstance(known.outcome, Measured)
-        ]
-        largest = _BEYOND * max(ran, default=self.space.own().batch.micro_batch_size)
-        return [
-            position
-            for position in positions(self.space, largest)
-            if self.space.ladder.split(position).micro_batch_size <= largest
-        ]
+        is_limited = not self.space.ladder.is_free or self.forecaster.capacity_bytes is not None
+        ran = [one.candidate.batch for one in self.known.values() if isinstance(one.outcome, Measured)]
+        return positions(self.space) if is_known and is_limited else positions_near(self.space, ran)
 
     def _without_forecast(
         self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]
@@ -293,7 +265,8 @@ class PredictSearch:
         return self._measure(smallest, "your structure with the smallest micro batch")
 
     def _sameness(self, candidate: Candidate) -> tuple[Any, ...]:
-        return candidate.stage, candidate.settings, candidate.batch.micro_batch_size
+        structure = structure_of(candidate)
+        return self.structures.setup(structure), self.structures.unset(structure), candidate.batch
 
     @staticmethod
     def _is_tried(known: Known) -> bool:
@@ -303,10 +276,11 @@ class PredictSearch:
         limit = self._host_limit_bytes
         return limit is not None and limit > 0 and self.forecaster.host_bytes(candidate) >= limit
 
-    def _why(self, forecast: Forecast, best: tuple[Candidate, float] | None, num_spreads: float) -> str:
+    @staticmethod
+    def _why(forecast: Forecast, best: tuple[Candidate, float] | None) -> str:
         if best is None:
             return "predicted to fit" if forecast.probability_to_fit >= _FITS else "the smallest prediction"
-        likely, bound = best[1] / forecast.cost - 1, best[1] / forecast.bound(num_spreads) - 1
+        likely, bound = best[1] / forecast.cost - 1, best[1] / forecast.bound(2.0) - 1
         return f"predicted {likely:+.1%}, at best {bound:+.1%}"
 
     def _measure(self, candidate: Candidate, why: str, forecast: Forecast | None = None) -> Measure:
@@ -316,7 +290,8 @@ class PredictSearch:
         self.known[trial_id] = Known(candidate, None)
         predicted_s = None
         if forecast is not None:
-            self._forecasts[trial_id] = self.forecaster.explain(forecast)
+            is_guess = self.forecaster.machine is None and self.incumbent() is None
+            self._forecasts[trial_id] = {**self.forecaster.explain(forecast), "is_guess": is_guess}
             if self.incumbent() is not None:
                 predicted_s = _BUILD_S + max(_LONGEST_STEPS * forecast.time.quantile(2.0), _LEAST_S)
         return Measure(trial_id, candidate, why, predicted_s)
@@ -326,7 +301,7 @@ class PredictSearch:
             failed = [one.outcome for one in self.known.values() if isinstance(one.outcome, Failure)]
             last = failed[-1].kind.value if failed else "nothing was measured"
             return f"nothing could be measured ({last}). {_NEED_SMALLEST}"
-        return "nothing left can be better by more than 1 %"
+        return "nothing left is expected to be better by much"
 
     def _finish(self, reason: str) -> list[Action]:
         self._is_finished = True
@@ -334,7 +309,3 @@ class PredictSearch:
 
     def _sorted_skipped(self) -> list[Candidate]:
         return sorted(self._skipped, key=lambda one: repr(dataclasses.astuple(one)))
-
-
-def _structure(candidate: Candidate) -> Structure:
-    return Structure(candidate.stage, candidate.settings)

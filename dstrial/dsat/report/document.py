@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.outcome import Failure, Measured, outcome_to_json, score, smaller_is_better
+from dstrial.dsat.proof import best_proofs
 from dstrial.dsat.report.explain import (
     device_needs,
     model_facts,
@@ -64,6 +65,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
     """
     metric = facts.metric
     forecasts = facts.snapshot.get("forecasts", {})
+    explained = facts.snapshot.get("explained", {})
     rows = [_row(trial, metric, forecasts.get(str(trial.trial_id))) for trial in trials]
     best = best_of(trials, metric)
     own = next((trial for trial in trials if trial.candidate.is_own), None)
@@ -81,7 +83,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "reason": facts.reason,
         "is_finished": facts.is_finished,
         "num_slots": facts.num_slots,
-        "notes": list(facts.notes),
+        "notes": _notes(facts, space, trials),
         "model": model_facts(trials),
         "best": None if best is None else best.trial_id,
         "own": None if own is None else own.trial_id,
@@ -95,13 +97,19 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "step_time": [
             {"trial_id": trial.trial_id, **shares}
             for trial in own_and_best(trials, metric)
-            if (shares := step_shares(trial.outcome, forecasts.get(str(trial.trial_id)))) is not None
+            if (shares := step_shares(trial.outcome, explained.get(str(trial.trial_id)))) is not None
         ],
         "sensitivity": sensitivity(trials, space, metric),
         "needs": device_needs(trials, space, metric, facts.snapshot),
         "left": [dict(one) for one in facts.snapshot.get("left", [])][:5],
         "trials": rows,
     }
+
+
+def _notes(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> list[str]:
+    """Return what a person should know, with what the knobs of ``--space`` were proved to do."""
+    proved = [str(proof) for proof in best_proofs(space, [(one.candidate, one.outcome) for one in trials])]
+    return [*facts.notes, *(line for line in proved if line not in facts.notes)]
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -146,8 +154,9 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
     }
     if forecast is not None:
         row["predicted"] = {
-            "step_s": forecast.get("median_s"),
-            "spread": forecast.get("spread"),
+            # Before anything is measured, nothing is known of the machine; that was no prediction.
+            "step_s": None if forecast.get("is_guess") else forecast.get("median_s"),
+            "spread": None if forecast.get("is_guess") else forecast.get("spread"),
             "memory_bytes": forecast.get("memory_median_bytes"),
             "probability_to_fit": forecast.get("probability_to_fit"),
         }

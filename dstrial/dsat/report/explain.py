@@ -12,8 +12,8 @@ from dstrial.dsat.results import TrialResult, best_of, gain
 from dstrial.dsat.space import Space
 
 _PREDICTED = (
-    ("compute", ("compute", "overhead")),
-    ("exposed communication", ("transfer", "calls")),
+    ("compute", ("compute", "unfilled", "overhead")),
+    ("exposed communication", ("transfer", "reduce", "calls", "unhidden", "gradient_copies")),
     ("host copies", ("host_copies",)),
     ("optimizer", ("optimizer", "host_optimizer")),
 )
@@ -36,12 +36,12 @@ def own_and_best(trials: Sequence[TrialResult], metric: str) -> list[TrialResult
     return [*([] if own is None or own is best else [own]), *([] if best is None else [best])]
 
 
-def step_shares(outcome: Outcome | None, forecast: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def step_shares(outcome: Outcome | None, parts: Mapping[str, float] | None) -> dict[str, Any] | None:
     """Return where the time of a step goes, seconds; None if nothing was measured.
 
     Args:
         outcome: of the trial.
-        forecast: what was predicted of it, with its parts; None if there was no prediction.
+        parts: where its time goes, seconds, as all that was measured has it; None if that is not known.
 
     Returns:
         ``step_s``; ``measured``: forward, backward, optimizer step, and what is between them (loading data, logging);
@@ -64,7 +64,6 @@ def step_shares(outcome: Outcome | None, forecast: Mapping[str, Any] | None) -> 
         result["measured"] = _completed(
             {name: seconds * factor for name, seconds in named.items()}, step_s, "between"
         )
-    parts = (forecast or {}).get("parts")
     if parts:
         sums = {name: sum(float(parts.get(one, 0.0)) for one in group) for name, group in _PREDICTED}
         factor = min(1.0, step_s / sum(sums.values())) if sum(sums.values()) else 1.0
@@ -109,7 +108,7 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
         effective = check_deepspeed(config, space.sizes, auto="warning").effective
         for knob in space.knobs(candidate.stage):
             if knob.path.startswith(HYPERPARAMETERS):
-                settings[knob.path] = dict(candidate.settings).get(knob.path)
+                settings[knob.path] = space.hyperparameter(candidate, knob.path)
             else:
                 settings[knob.path] = _given(effective, knob.path)
             if knob.path.endswith(".device") and settings[knob.path] is None:
@@ -146,15 +145,22 @@ def device_needs(
 ) -> list[dict[str, Any]]:
     """Return what the next larger micro batches of the best and of the user's own structure would need.
 
-    From the peak that was measured there, and what one record keeps for backward; nothing where a device tells no memory.
+    As the method predicts it from all phases, else from the peak that was measured there and what one record keeps for
+    backward; nothing where a device tells no memory.
 
     Args:
         trials: every trial.
         space: what was searched.
         metric: searched for.
-        snapshot: of the method; unused where it holds no capacity.
+        snapshot: of the method; ``margins`` are what it predicts.
     """
-    del snapshot
+    of_trials = {trial.trial_id: trial for trial in trials}
+    predicted = [one for one in snapshot.get("margins", []) if one["trial_id"] in of_trials]
+    if predicted:
+        return [
+            {**one, "was_tried": _tried(trials, of_trials[one["trial_id"]], one["micro_batch_size"])}
+            for one in sorted(predicted, key=lambda one: of_trials[one["trial_id"]].candidate.is_own)
+        ]
     found = []
     for trial in reversed(own_and_best(trials, metric)):
         if not isinstance(trial.outcome, Measured):

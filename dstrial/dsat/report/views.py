@@ -7,6 +7,7 @@ from typing import Any
 
 from dstrial.dsat.report import numbers
 from dstrial.dsat.report.charts import Point, scatter, stacks
+from dstrial.dsat.results import rates
 
 Document = Mapping[str, Any]
 
@@ -49,6 +50,18 @@ def facts(document: Document) -> list[tuple[str, str]]:
     spent = sum(row["seconds"] or 0.0 for row in document["trials"])
     if spent:
         found.append(("time in trials", numbers.seconds(spent) if spent < 120 else f"{spent / 60:.0f} min"))
+    best = trial(document, document["best"])
+    if best is not None and (told := rates(best.get("metrics") or {})):
+        found.append(("samples/s of the best", told))
+    own = trial(document, document["own"])
+    if own is not None and own is not best and (told := rates(own.get("metrics") or {})):
+        found.append(("samples/s of your own", told))
+    for whose, row in (("the best", best), ("your own", None if own is best else own)):
+        done = {} if row is None else row.get("metrics") or {}
+        model, hardware = done.get("FLOPS_per_gpu"), done.get("hardware_FLOPS_per_gpu")
+        if model and hardware:
+            told = f"{numbers.amount(model)} of the model, {numbers.amount(hardware)} with recomputation"
+            found.append((f"FLOP/s of {whose}, per device", told))
     model = document["model"]
     if "num_params" in model:
         found.append(("model", f"{numbers.amount(model['num_params'])} parameters"))
@@ -112,7 +125,10 @@ def needs(document: Document) -> list[str]:
         size, missing = one["micro_batch_size"], one["missing_bytes"]
         tried = "" if one["was_tried"] is None else f" (tried: {one['was_tried']})"
         if missing > 0:
-            found.append(f"{whose} needs {numbers.gibibytes(missing)} more for micro batch {size}{tried}")
+            phase = f", at the peak of its {one['phase']} phase" if one.get("phase") else ""
+            found.append(
+                f"{whose} needs {numbers.gibibytes(missing)} more for micro batch {size}{phase}{tried}"
+            )
         else:
             found.append(f"{whose} has {numbers.gibibytes(-missing)} to spare with micro batch {size}{tried}")
     return found

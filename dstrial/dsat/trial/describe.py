@@ -43,6 +43,7 @@ class TrialWorkload:
         exp_conf: experiment config, if the trial asks for it.
         micro_batch_size: what the context says while the trial and its loader are built.
         num_batches: of so many first batches of the loader the largest is taken.
+        sample_batch: file with a batch to take instead, by ``torch.save``.
         is_real: build and train with real tensors.
 
     Raises:
@@ -60,6 +61,7 @@ class TrialWorkload:
         exp_conf: Mapping[str, Any] | None = None,
         micro_batch_size: int = 2,
         num_batches: int = 4,
+        sample_batch: str | None = None,
         is_real: bool = False,
     ) -> None:
         self._is_real = is_real
@@ -76,8 +78,14 @@ class TrialWorkload:
                 raise TrialContractError(
                     f"{trial} is built without deepspeed.initialize; expected at least one engine. Call it in __init__."
                 )
-            loader = self._trial.build_training_data_loader()
-            self._batch, self._num_records = _largest_batch(loader, self._trial.get_batch_length, num_batches)
+            if sample_batch is not None:
+                self._batch = torch.load(sample_batch, map_location="cpu", weights_only=False)
+                self._num_records = self._trial.get_batch_length(self._batch)
+            else:
+                loader = self._trial.build_training_data_loader()
+                self._batch, self._num_records = _largest_batch(
+                    loader, self._trial.get_batch_length, num_batches
+                )
 
     def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         """Stand in for ``deepspeed.initialize``."""
@@ -143,6 +151,8 @@ class _StandIn:
             "train_micro_batch_size_per_gpu": lambda: micro_batch_size,
             "gradient_accumulation_steps": lambda: 1,
             "train_batch_size": lambda: micro_batch_size,
+            # What is compiled computes the same; the dry run sees it before anything is fused.
+            "compile": lambda *_, **__: None,
         }
 
     def stand_for(self, engine: Any) -> None:

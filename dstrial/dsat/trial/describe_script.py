@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import runpy
 import sys
-import types
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,17 @@ import torch
 from determined import core
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dstrial import surroundings
 from dstrial.dsat.trial.describe import AloneContext
 from dstrial.dsat.trial.fake_model import make_fake, shapes_only
 from dstrial.errors import TrialContractError
+from dstrial.local.run_directory import RUN_DIR_VARIABLE
+from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
+from dstrial.ranks.identity import LOOPBACK_ADDR
 
 _ARGUMENTS = inspect.signature(deepspeed.initialize)
+_AUTO = "auto"
+_NO_CLUSTER, _NO_MASTER = "dry run", "http://localhost:1"
 
 
 class ScriptWorkload:
@@ -33,8 +40,10 @@ class ScriptWorkload:
     ``loss``, or the mean of all numbers of the output.
 
     Args:
-        words: the script's path and its arguments.
+        words: the script's path, or ``-m`` and a module, and its arguments.
         hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
+        exp_conf: experiment config, if the script asks for it.
+        sample_batch: file with what the engine is called with instead, by ``torch.save``.
         is_real: build and train with real tensors.
 
     Attributes:
@@ -46,24 +55,34 @@ class ScriptWorkload:
     Ranks: this one is the only one that exists.
     """
 
-    def __init__(self, words: Sequence[str], hparams: Mapping[str, Any], is_real: bool = False) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None = None,
+        sample_batch: str | None = None,
+        is_real: bool = False,
+    ) -> None:
         self.notes: list[str] = []
         self._is_real = is_real
         self._arguments: dict[str, Any] = {}
+        self._config: Mapping[str, Any] = {}
         self._engine: Any = None
         self._device = torch.device("cpu")
         size = torch.distributed.get_world_size()
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
-            stack.enter_context(_off_cluster(size, hparams))
-            stack.enter_context(mock.patch.object(sys, "argv", list(words)))
+            stack.enter_context(_off_cluster(size, hparams, exp_conf or {}))
             if not is_real:
                 stack.enter_context(shapes_only())
-            batch = _first_batch(words[0])
+            batch = _first_batch(words)
         if batch is None:
             raise TrialContractError(
-                f"{words[0]} ends without a batch for an engine of deepspeed.initialize; expected one. Call the engine."
+                f"{' '.join(words[:2])} ends without a batch for an engine of deepspeed.initialize; expected one. "
+                "Call the engine."
             )
+        if sample_batch is not None:
+            batch = _arguments(torch.load(sample_batch, map_location="cpu", weights_only=False))
         self._args, self._kwargs = batch
         first = next(
             (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
@@ -81,13 +100,14 @@ class ScriptWorkload:
         if given is not None:
             self._arguments["model_parameters"] = list(given)
         config = self._arguments.get("config") or self._arguments.get("config_params") or {}
-        stand_in = _CapturingEngine(self._arguments["model"], config)
+        self._config = deepspeed.runtime.config.load_ds_config(config) if isinstance(config, str) else config
+        stand_in = _CapturingEngine(self._arguments["model"], self._config)
         return stand_in, self._arguments.get("optimizer"), None, self._arguments.get("lr_scheduler")
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the engine of the script's model, with this config."""
+        """Return the engine of the script's model, with this config; what it leaves ``"auto"`` is as the script has filled it."""
         self._device = device
-        arguments = {**self._arguments, "config": copy.deepcopy(dict(deepspeed_config))}
+        arguments = {**self._arguments, "config": _filled(deepspeed_config, self._config)}
         arguments.pop("config_params", None)
         if not self._is_real:
             make_fake(arguments)
@@ -128,6 +148,13 @@ class ScriptWorkload:
         return torch.stack([leaf.float().mean() for leaf in leaves if leaf.requires_grad]).sum()
 
 
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as positional and keyword arguments of an engine."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
 class _Captured(BaseException):
     """Ends the script at its first batch; no ``except Exception`` of the script's stops it."""
 
@@ -164,27 +191,80 @@ class _CapturingEngine:
         return getattr(self.module, name)
 
 
-def _first_batch(script: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Run a script until it calls its engine; returns the arguments of that call, None if it ends before."""
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except _Captured as captured:
-        return captured.batch
-    finally:
-        sys.path.pop(0)
+def _filled(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose ``"auto"`` values are those of ``captured``; left out where that has none either."""
+    filled: dict[str, Any] = {}
+    for key, value in config.items():
+        known = captured.get(key)
+        if isinstance(value, Mapping):
+            filled[key] = _filled(value, known if isinstance(known, Mapping) else {})
+        elif value != _AUTO:
+            filled[key] = copy.deepcopy(value)
+        elif known is not None and known != _AUTO:
+            filled[key] = copy.deepcopy(known)
+    return filled
+
+
+def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Run a script, or ``-m MODULE``, until it calls its engine; returns the arguments of that call, None if it ends before."""
+    is_module = words[0] == "-m"
+    directory = Path.cwd() if is_module else Path(words[0]).resolve().parent
+    argv = list(words[1:] if is_module else words)
+    show_ranks_to_accelerate()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", argv))
+        stack.enter_context(mock.patch.object(sys, "path", [str(directory), *sys.path]))
+        stack.enter_context(_stand_in_directory())
+        try:
+            if is_module:
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+        except _Captured as captured:
+            return captured.batch
     return None
 
 
 @contextlib.contextmanager
-def _off_cluster(size: int, hparams: Mapping[str, Any]) -> Iterator[None]:
-    """Let Determined's Core API answer a script as rank 0 of a trial with these hyperparameters, without a master."""
+def _stand_in_directory() -> Iterator[None]:
+    """Be in a directory that shows what this one holds, so that files which the script makes are not left in it."""
+    real = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="dstrial-described-") as made:
+        for path in real.iterdir():
+            (Path(made) / path.name).symlink_to(path)
+        os.chdir(made)
+        try:
+            yield
+        finally:
+            os.chdir(real)
+
+
+@contextlib.contextmanager
+def _off_cluster(size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]) -> Iterator[None]:
+    """Let Determined's Core API, and ours, answer a script as rank 0 of a trial with these hyperparameters, without a master."""
     distributed = AloneContext(size)
-    trial = types.SimpleNamespace(
-        hparams=copy.deepcopy(dict(hparams)), trial_seed=0, trial_id=0, experiment_id=0, _config={}
+    trial = det.TrialInfo(
+        trial_id=0,
+        experiment_id=0,
+        trial_seed=0,
+        hparams=copy.deepcopy(dict(hparams)),
+        config=copy.deepcopy(dict(exp_conf)),
+        steps_completed=0,
+        trial_run_id=0,
+        debug=False,
+        inter_node_network_interface=None,
     )
-    info = types.SimpleNamespace(
-        task_type="TRIAL", trial=trial, latest_checkpoint=None, slot_ids=list(range(size)), user_data={}
+    info = det.ClusterInfo(
+        master_url=_NO_MASTER,
+        cluster_id=_NO_CLUSTER,
+        agent_id="",
+        slot_ids=list(range(size)),
+        task_id="0",
+        allocation_id="0",
+        session_token="",
+        task_type="TRIAL",
+        trial_info=trial,
+        rendezvous_info=det.RendezvousInfo([LOOPBACK_ADDR], 0, [size]),
     )
 
     def told() -> Any:
@@ -198,7 +278,12 @@ def _off_cluster(size: int, hparams: Mapping[str, Any]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(det, "get_cluster_info", told))
+        stack.enter_context(mock.patch.object(det._info, "_info", info))
         stack.enter_context(mock.patch.object(core, "init", answer))
+        stack.enter_context(mock.patch.object(surroundings, "ControlChannel", alone))
+        # Under ``dstrial run`` it would be opened, and written into.
+        stack.enter_context(mock.patch.dict(os.environ))
+        os.environ.pop(RUN_DIR_VARIABLE, None)
         for name in ("from_deepspeed", "from_torch_distributed", "from_horovod"):
             stack.enter_context(mock.patch.object(core.DistributedContext, name, alone))
         yield

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -53,7 +54,8 @@ def _renewed(parameters: Any, renewed: Mapping[int, nn.Parameter]) -> Any:
 def shapes_only() -> Iterator[None]:
     """Let modules built in the block keep shapes and types of their parameters, without initial values.
 
-    The memory of a parameter is given back as soon as its module has it, before it is ever written.
+    The memory of a parameter is given back as soon as its module has it, before it is ever written. ``deepspeed.zero.Init``,
+    with which transformers builds models for ZeRO 3, does nothing: there is nothing to divide, and the engine divides all of it.
     """
     register = nn.Module.register_parameter
 
@@ -81,9 +83,15 @@ def shapes_only() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register_shape))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", convert_shapes))
+        for name in ("__init__", "__enter__", "__exit__"):
+            stack.enter_context(mock.patch.object(Init, name, _not_yet))
         for name in fillers:
             stack.enter_context(mock.patch.object(nn.init, name, _unfilled))
         yield
+
+
+def _not_yet(_init: Init, *_args: object, **_kwargs: object) -> None:
+    """Stand in for each method of ``deepspeed.zero.Init``."""
 
 
 def _unfilled(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:

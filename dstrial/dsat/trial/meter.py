@@ -7,7 +7,6 @@ timed apart; where the caller can repeat a batch, a few without reading data. Ra
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import re
 import resource
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
-from torch.utils.flop_counter import FlopCounterMode
 
 from dstrial.dsat.outcome import Measured
 from dstrial.dsat.statistics import Sampling, SamplingLimits
+from dstrial.dsat.trial.first_batch import FirstMicroBatch
+from dstrial.dsat.trial.traits import traits_of
 
 _NUM_PHASE_STEPS = 3
 _NUM_BARE_WINDOWS = 3
@@ -67,10 +67,7 @@ class Meter:
         self._accelerator = get_accelerator()
         self._steps_left = 1
         self._started_s = 0.0
-        self._has_profiled: set[int] = set()
-        self._flops_forward = 0.0
-        self._flops_all = 0.0
-        self._activation_bytes = 0.0
+        self._first = FirstMicroBatch()
         self._phase_s: dict[str, float] = {}
         self._phase_peak_bytes: dict[str, float] = {}
         self._peak_bytes = (0.0, 0.0)
@@ -91,6 +88,11 @@ class Meter:
     def has_result(self) -> bool:
         """Whether there is something to report."""
         return self._sampling.num_steps > 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the first engine has made; 0 without one."""
+        return int(self._engines[0].global_steps) if self._engines else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,7 +116,7 @@ class Meter:
         self._depth += 1
         try:
             if self.mode is Mode.PROFILE and phase != "step":
-                result = self._profiled(phase, engine, call)
+                result = self._first.run(phase, engine, call, is_outermost=self._depth == 1)
             elif self.mode is Mode.PHASES:
                 result = self._timed(phase, call)
             else:
@@ -151,6 +153,7 @@ class Meter:
         records = micro * accumulation * engine.dp_world_size
         metrics: dict[str, float] = {
             "throughput": records / interval.median,
+            "end_to_end_throughput": records / self._sampling.mean_s(),
             "latency": interval.median * 1e6,
             "latency_low": interval.low * 1e6,
             "latency_high": interval.high * 1e6,
@@ -161,12 +164,15 @@ class Meter:
             "train_batch_size": records,
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": accumulation,
+            "zero_stage": float(int(engine.zero_optimization_stage())),
+            "num_engines": float(len(self._engines)),
         }
-        if self._flops_all:
-            # Three times forward is the model's work; more than that was computed a second time.
-            model = min(self._flops_all, 3 * self._flops_forward) if self._flops_forward else self._flops_all
+        first = self._first
+        if first.flops:
+            model = first.flops - first.flops_recomputed
             metrics["FLOPS_per_gpu"] = model * accumulation / interval.median
-            metrics["hardware_FLOPS_per_gpu"] = self._flops_all * accumulation / interval.median
+            metrics["hardware_FLOPS_per_gpu"] = first.flops * accumulation / interval.median
+            metrics["recomputed_share"] = first.flops_recomputed / first.flops
         for phase, seconds in self._phase_s.items():
             if phase != "train_batch":
                 metrics[phase] = seconds / _NUM_PHASE_STEPS * 1e6
@@ -185,8 +191,11 @@ class Meter:
                 size for size, param in zip(sizes, params, strict=True) if param.requires_grad
             ),
         }
-        if self._activation_bytes:
-            metrics["activation_bytes_per_record"] = self._activation_bytes / micro_batch_size
+        metrics |= {**traits_of(self._engines), "probe_operations": self._first.num_operations}
+        if self._first.flops:
+            metrics["probe_flops_per_record"] = self._first.flops / micro_batch_size
+        if self._first.activation_bytes:
+            metrics["activation_bytes_per_record"] = self._first.activation_bytes / micro_batch_size
         return metrics
 
     def _memory_metrics(self) -> dict[str, float]:
@@ -272,37 +281,6 @@ class Meter:
         if not self._is_cpu:
             peak = float(self._accelerator.max_memory_allocated())
             self._phase_peak_bytes[phase] = max(self._phase_peak_bytes.get(phase, 0.0), peak)
-        return result
-
-    def _profiled(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Count FLOPs of the first micro batch, and what its forward keeps for backward."""
-        key = hash((phase, id(engine)))
-        if key in self._has_profiled:
-            return call()
-        self._has_profiled.add(key)
-        seen: dict[int, int] = {}
-        weights = {param.untyped_storage().data_ptr() for param in engine.module.parameters()}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, torch.nn.Parameter):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in weights:
-                    seen[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        hooks: Any = contextlib.nullcontext()
-        if phase == "forward":
-            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with FlopCounterMode(display=False) as counter, hooks:
-            result = call()
-        flops = float(counter.get_total_flops())
-        if phase == "train_batch":
-            flops /= max(int(engine.micro_batches), 1)
-        if phase == "forward":
-            self._flops_forward += flops
-            self._activation_bytes += sum(seen.values())
-        if self._depth == 1:  # what a pipeline's train_batch calls is counted there
-            self._flops_all += flops
         return result
 
 

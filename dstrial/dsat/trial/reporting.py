@@ -19,8 +19,10 @@ from dstrial.dsat.statistics import SamplingLimits
 from dstrial.dsat.trial.engine_probe import probing
 from dstrial.dsat.trial.machine import with_machine
 from dstrial.dsat.trial.meter import MeasurementDone, Meter, NumericError
+from dstrial.errors import TrialContractError
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.measuring import measuring_hyperparameters
+from dstrial.ranks import process_group
 
 RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"
 """Environment variable with the file into which a measuring trial without a master writes its metrics."""
@@ -33,14 +35,17 @@ SETTINGS_KEY = "_dsat"
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
     """Measure the steps of DeepSpeed engines inside the block, in a trial of dsat; do nothing in any other.
 
-    When enough steps are measured, ``SystemExit`` with status 0 leaves the block out of ``engine.step()``; what was
-    measured is reported as validation metrics, and ``op`` is completed. A loop that ends before is measured by what
-    it did.
+    When enough steps are measured, what was measured is reported as validation metrics, ``op`` is completed, and
+    ``SystemExit`` with status 0 leaves the block out of ``engine.step()``. A loop that ends before is measured by what it
+    did, and is left by ``SystemExit`` as well: what follows the block belongs to a training, which this is not.
 
     Args:
         core_context: of ``determined.core.init``.
         op: the searcher's operation, which is completed; None if there is none.
         steps_completed: steps to report the metrics at; those of the engine if None.
+
+    Raises:
+        TrialContractError: the block ends before a second step of an engine, so that there is nothing to time.
 
     Ranks: all, collectively.
     """
@@ -56,8 +61,13 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
         except MeasurementDone:
             _finish(meter, core_context, op, steps_completed)
             raise
-        if meter.has_result:
-            _finish(meter, core_context, op, steps_completed)
+        if not meter.has_result:
+            raise TrialContractError(
+                f"the block of dsat_reporting_context ends after {meter.num_steps} steps of a DeepSpeed engine; expected "
+                "enough of them to be timed, at least 2. Put the whole training loop into the block, and train longer."
+            )
+        _finish(meter, core_context, op, steps_completed)
+        raise MeasurementDone(0)
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
@@ -132,6 +142,8 @@ def _finish(meter: Meter, core_context: Any, op: Any, steps_completed: int | Non
     report(measured, core_context, steps)
     if op is not None and _rank() == 0:
         op.report_completed(measured.metrics["throughput"])
+    # The process ends from here: with a group that is left to the interpreter's end, gloo's threads may abort it there.
+    process_group.keep()
 
 
 def _rank() -> int:

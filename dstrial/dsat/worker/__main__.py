@@ -65,7 +65,9 @@ def _mailbox(directory: Path | None) -> Iterator[Mailbox]:
     assert info is not None, "a worker without --mailbox runs on a cluster"
     # Of all guardians only this one talks to the master.
     with core.init(distributed=core.DummyDistributedContext()) as context:
-        yield ExperimentMailbox(context, info.trial.experiment_id)
+        yield ExperimentMailbox(
+            context, info.trial.experiment_id, info.trial.trial_id, info.trial._trial_run_id
+        )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.dsat.outcome import Measured
@@ -38,21 +38,23 @@ def work(mailbox: Mailbox, crew: Crew, *, idle_s: float = IDLE_S) -> str:
     Raises:
         RankError: a slot is lost.
     """
-    answered: set[int] = set()
+    answered = mailbox.answered()
     incumbent = Incumbent()
     busy_at_s = time.monotonic()
     while True:
         book = mailbox.book()
         if book.results is not None:
-            mailbox.keep(book.results)
+            if book.results:
+                mailbox.keep(book.results)
             return "the search is over"
         if mailbox.should_stop():
             return "its slots are wanted back"
         order = next((one for one in book.orders if one.number not in answered), None)
         if order is not None:
-            answer = _measured(order, crew, incumbent)
-            answered.add(order.number)
-            mailbox.answer(answer)
+            answer = _measured(order, crew, incumbent, lambda: _is_given_up(mailbox))
+            if answer is not None:
+                answered.add(order.number)
+                mailbox.answer(answer)
             busy_at_s = time.monotonic()
         elif time.monotonic() - busy_at_s > idle_s:
             return f"nobody has asked for anything for {idle_s:.0f} s"
@@ -60,8 +62,21 @@ def work(mailbox: Mailbox, crew: Crew, *, idle_s: float = IDLE_S) -> str:
             time.sleep(mailbox.poll_s)
 
 
-def _measured(order: Order, crew: Crew, incumbent: Incumbent) -> Answer:
-    answer = crew.measure(order.number, order.hparams, order.deadline_s)
+def _is_given_up(mailbox: Mailbox) -> bool:
+    """Say whether nobody waits for a measurement any more, or its slots are wanted back: both before it ends."""
+    return mailbox.should_stop() or mailbox.book().results is not None
+
+
+def _measured(
+    order: Order, crew: Crew, incumbent: Incumbent, is_given_up: Callable[[], bool]
+) -> Answer | None:
+    """Return an order's answer; None if it was given up."""
+    if order.best is not None:
+        incumbent.consider(order.best["hparams"], Measured(order.best["metrics"]), order.metric)
+    logger.info("order %d begins", order.number)
+    answer = crew.measure(order.number, order.hparams, order.deadline_s, is_given_up)
+    if answer is None:
+        return None
     logger.info(
         "order %d: %.2f s, ranks %d %s", order.number, answer.seconds, answer.generation, answer.respawned
     )
@@ -72,7 +87,9 @@ def _measured(order: Order, crew: Crew, incumbent: Incumbent) -> Answer:
         and isinstance(outcome, Measured)
         and incumbent.is_worth_measuring_again(outcome, order.metric)
     ):
-        again = crew.measure(_AGAIN, _without_extras(incumbent.hparams), order.deadline_s)
+        again = crew.measure(_AGAIN, _without_extras(incumbent.hparams), order.deadline_s, is_given_up)
+        if again is None:
+            return None
         if isinstance(again.outcome, Measured):
             outcome = without_drift(outcome, drift_between(incumbent.measured, again.outcome))
         seconds += again.seconds

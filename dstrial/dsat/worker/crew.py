@@ -15,6 +15,7 @@ from dstrial.errors import RankError
 # How long ranks that have lost a peer may take to say so themselves, before they are ended.
 _GRACE_S = 5.0
 _KILL_S = 60.0
+_ASK_PERIOD_S = 1.0
 _ENDS_RANKS = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.COMMUNICATION, FailureKind.TIMEOUT)
 
 
@@ -38,15 +39,18 @@ class Crew:
         number: int,
         hparams: Mapping[str, Any],
         deadline_s: float,
-        wait: Callable[[], None] | None = None,
-    ) -> Answer:
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> Answer | None:
         """Have all ranks measure a configuration.
 
         Args:
             number: of the order.
             hparams: of the trial.
             deadline_s: they are ended after so many seconds.
-            wait: called about once a second meanwhile.
+            is_given_up: asked about once a second meanwhile; where it says so, the ranks are ended.
+
+        Returns:
+            How it ended; None if it was given up.
 
         Raises:
             RankError: a guardian has gone, and with it a slot.
@@ -65,7 +69,10 @@ class Crew:
         }
         for line in self._lines.values():
             line.tell(message)
-        said, is_overdue = self._hear_all(number, began_s + deadline_s, wait)
+        said, is_overdue = self._hear_all(number, began_s + deadline_s, is_given_up)
+        if said is None:
+            self._end_ranks()
+            return None
         outcome = _outcome(said)
         if is_overdue and not any("outcome" in one or "status" in one for one in said.values()):
             took_s = time.monotonic() - began_s
@@ -86,15 +93,20 @@ class Crew:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _hear_all(
-        self, number: int, give_up_at_s: float, wait: Callable[[], None] | None
-    ) -> tuple[dict[int, dict[str, Any]], bool]:
-        """Return what each rank has said, and whether the deadline came before the last one had."""
+        self, number: int, deadline_at_s: float, is_given_up: Callable[[], bool]
+    ) -> tuple[dict[int, dict[str, Any]] | None, bool]:
+        """Return what each rank has said, None if it was given up, and whether the deadline came before the last one had."""
         said: dict[int, dict[str, Any]] = {}
-        until_s = give_up_at_s
+        until_s = deadline_at_s
+        ask_at_s = time.monotonic() + _ASK_PERIOD_S
         while len(said) < len(self._lines):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                return said, until_s == give_up_at_s
+                return said, until_s == deadline_at_s
+            if time.monotonic() >= ask_at_s:
+                if is_given_up():
+                    return None, False
+                ask_at_s = time.monotonic() + _ASK_PERIOD_S
             for rank, message in self._hear(min(left_s, 1.0)):
                 if message["generation"] != self.generation or message["said"] == "killed":
                     continue
@@ -103,8 +115,6 @@ class Crew:
                 said[rank] = message
                 if message["said"] == "died" or "failure" in message["outcome"]:
                     until_s = min(until_s, time.monotonic() + _GRACE_S)
-            if wait is not None:
-                wait()
         return said, False
 
     def _hear(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
@@ -152,7 +162,8 @@ def _outcome(said: Mapping[int, dict[str, Any]]) -> Outcome:
     failures: list[Failure] = []
     for rank, message in sorted(said.items()):
         if message["said"] == "died":
-            failures.append(_of_dead(rank, int(message["status"])))
+            # Before those that only tell of having lost it.
+            failures.insert(0, _of_dead(rank, int(message["status"])))
             continue
         outcome = outcome_from_json(message["outcome"])
         if isinstance(outcome, Failure):

@@ -2,7 +2,8 @@
 
 A machine gets slower or faster within a search: heat, clocks, neighbours. After each measurement that comes near the best
 one or beats it, the best one is measured again, and where the two measurements of it disagree by more than their
-intervals, the new one's times are brought to the time of the first.
+intervals, the new one's times are brought to the time of the first. Only ``end_to_end_throughput`` stays what was seen: it
+says what a training will do, not which configuration is better.
 """
 
 from __future__ import annotations

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from dstrial.dsat.master_away import away_kinds, is_away
 from dstrial.dsat.worker.orders import Answer, OrderBook
 from dstrial.errors import DstrialError
-from dstrial.local.json_files import append_json_line, read_json, repair_json_lines
+from dstrial.local.json_files import append_json_line, read_json, read_json_lines, repair_json_lines
 
 logger = logging.getLogger("dstrial.dsat")
+
+_T = TypeVar("_T")
 
 GROUP = "dsat"
 """Metric group of a worker's answers; a row's number of steps is the order's number."""
 
 ORDERS_NAME = "orders.json"
 ANSWERS_NAME = "answers.jsonl"
+
+_RETRY_S = 5.0
 
 
 class Mailbox(Protocol):
@@ -27,7 +33,10 @@ class Mailbox(Protocol):
     poll_s: float
 
     def book(self) -> OrderBook:
-        """Return what the driver has last said; an empty book if it has said nothing, or does not answer now."""
+        """Return what was last heard of the driver; an empty book if it has said nothing."""
+
+    def answered(self) -> set[int]:
+        """Return the orders that an earlier process of this worker has answered."""
 
     def answer(self, answer: Answer) -> None:
         """Leave an answer; it is kept when this returns."""
@@ -57,9 +66,20 @@ class FileMailbox:
         fields = read_json(self._directory / ORDERS_NAME)
         return OrderBook() if fields is None else OrderBook.from_json(fields)
 
+    def answered(self) -> set[int]:
+        """Read the file of answers."""
+        return {int(row["number"]) for row in read_json_lines(self._directory / ANSWERS_NAME)}
+
     def answer(self, answer: Answer) -> None:
-        """Append a line."""
-        append_json_line(self._directory / ANSWERS_NAME, answer.to_json())
+        """Append a line; while the disk is full, wait."""
+        is_written = False
+        while not is_written:
+            try:
+                append_json_line(self._directory / ANSWERS_NAME, answer.to_json())
+                is_written = True
+            except OSError as error:
+                logger.warning("an answer cannot be written (%s); trying again", error)
+                time.sleep(_RETRY_S)
 
     def keep(self, results: Mapping[str, str]) -> None:
         """Do nothing: the driver writes them into the search's directory itself."""
@@ -72,48 +92,97 @@ class FileMailbox:
 class ExperimentMailbox:
     """The notes of the worker's own experiment, which the driver writes, and its trial's metrics.
 
-    Both are open to any client of any Determined: nothing of the protocol is new.
+    Both are open to any client of any Determined: nothing of the protocol is new. Waits for a master that is away.
 
     Args:
         core_context: entered, of rank 0.
         experiment_id: the worker's own.
+        trial_id: its trial.
+        trial_run_id: the trial's run, as its environment names it.
     """
 
     poll_s = 0.3
 
-    def __init__(self, core_context: Any, experiment_id: int) -> None:
+    def __init__(self, core_context: Any, experiment_id: int, trial_id: int, trial_run_id: int) -> None:
         from determined.experimental import Determined
 
         self._core = core_context
-        self._experiment = Determined().get_experiment(experiment_id)
+        client = Determined()
+        self._session = client._session
+        self._experiment = client.get_experiment(experiment_id)
+        self._trial_id, self._trial_run_id = trial_id, trial_run_id
 
     def book(self) -> OrderBook:
-        """Return what the notes say; an empty book while the master is away."""
-        from determined.common.api import errors
-
+        """Return what the notes say, or said before the master was away."""
         try:
             self._experiment.reload()
-        except (errors.MasterNotFoundException, errors.APIException, OSError) as error:
+        except away_kinds() as error:
             logger.warning("the master does not say what to measure (%s); trying again", error)
-            return OrderBook()
         return book_from_notes(self._experiment.notes or "")
 
+    def answered(self) -> set[int]:
+        """Read the trial's metrics, for the master may have taken the slots away and given them back."""
+        return self._insisting(self._rows)
+
+    def _rows(self) -> set[int]:
+        trials = self._experiment.list_trials()
+        return {int(row.steps_completed) for trial in trials for row in trial.iter_metrics(GROUP)}
+
     def answer(self, answer: Answer) -> None:
-        """Report a row of metrics; one without values carries the failure as text."""
+        """Report a row of metrics; one without values carries the failure as text.
+
+        Not through the core context, which returns before the master has the row, and loses it where the master is away.
+        """
+        from determined.common.api import bindings
+
         fields = answer.to_json()
         row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
-        self._core.train.report_metrics(group=GROUP, steps_completed=answer.number, metrics=row)
+        metrics = bindings.v1TrialMetrics(
+            metrics=bindings.v1Metrics(avgMetrics=row),
+            stepsCompleted=answer.number,
+            trialId=self._trial_id,
+            trialRunId=self._trial_run_id,
+        )
+        body = bindings.v1ReportTrialMetricsRequest(group=GROUP, metrics=metrics)
+        is_repeated = False
+
+        def report() -> None:
+            nonlocal is_repeated
+            # The master may have taken it and died before it could say so; a row cannot be reported twice.
+            if not (is_repeated and answer.number in self._rows()):
+                is_repeated = True
+                bindings.post_ReportTrialMetrics(self._session, body=body, metrics_trialId=self._trial_id)
+
+        self._insisting(report)
 
     def keep(self, results: Mapping[str, str]) -> None:
         """Put the files into a checkpoint."""
-        metadata = {"steps_completed": 0, "dsat": True}
-        with self._core.checkpoint.store_path(metadata) as (path, _uuid):
-            for name, text in results.items():
-                (Path(path) / name).write_text(text, encoding="utf-8")
+
+        def store() -> None:
+            metadata = {"steps_completed": 0, "dsat": True}
+            with self._core.checkpoint.store_path(metadata) as (path, _uuid):
+                for name, text in results.items():
+                    (Path(path) / name).write_text(text, encoding="utf-8")
+
+        self._insisting(store)
 
     def should_stop(self) -> bool:
         """Say whether the master wants the slots for another experiment."""
-        return bool(self._core.preempt.should_preempt())
+        try:
+            return bool(self._core.preempt.should_preempt())
+        except away_kinds() as error:
+            logger.warning("the master does not say whether it wants the slots (%s); trying again", error)
+            return False
+
+    def _insisting(self, call: Callable[[], _T]) -> _T:
+        while True:
+            try:
+                return call()
+            except away_kinds() as error:
+                if not is_away(error):
+                    raise
+                logger.warning("the master is away (%s); trying again", error)
+                time.sleep(_RETRY_S)
 
 
 def answer_from_row(row: Mapping[str, Any]) -> Answer:

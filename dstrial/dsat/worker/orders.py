@@ -19,6 +19,8 @@ class Order:
         hparams: all hyperparameters of the trial, as it reads them.
         deadline_s: the measurement is ended after so many seconds.
         metric: the searched one, by which a later re-measurement of the best configuration is judged.
+        best: ``hparams`` and ``metrics`` of the search's best configuration, for a worker that has not measured it
+            itself, or not in this process; None if there is none.
     """
 
     number: int
@@ -26,6 +28,7 @@ class Order:
     hparams: dict[str, Any]
     deadline_s: float
     metric: str
+    best: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class OrderBook:
 
     Attributes:
         orders: those without a known answer, by number.
-        results: once the search is over, files to keep in a checkpoint, name -> text; None while it goes on.
+        results: once the search is over, files to keep in a checkpoint, name -> text; None while it goes on. What is
+            being measured is then ended.
     """
 
     orders: tuple[Order, ...] = ()

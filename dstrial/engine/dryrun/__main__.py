@@ -5,17 +5,26 @@ With more pairs of files it imports everything once and answers each in a fork o
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import json
 import logging
 import os
+import resource
+import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dstrial.engine.dryrun.values import DryRunRequest
+from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest
+from dstrial.engine.host_memory import available_bytes
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SHARE_OF_FREE = 0.9
 
 
 def main(request_path: str, answer_path: str) -> int:
@@ -41,6 +50,7 @@ def main(request_path: str, answer_path: str) -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     unsupported = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
     answer: dict[str, Any]
+    limit_bytes = limit_memory() if request.is_real else None
     try:
         answer = measure(request).to_json()
     except Exception as error:  # noqa: BLE001  # this is the process's main: what a user's code raises is the answer
@@ -54,6 +64,11 @@ def main(request_path: str, answer_path: str) -> int:
             f"{'with real' if request.is_real else 'without values of'} tensors. "
             f"{'Correct that line.' if request.is_real else 'Have one real batch measured instead, or change that line.'}"
         )
+        if limit_bytes is not None and _is_out_of_memory(error):
+            message = (
+                f"one real batch{at} needs more than the {limit_bytes / 2**30:.3g} GiB of memory that this machine has free; "
+                "expected it to fit. Describe it on a machine with more memory, or change what fake tensors cannot do."
+            )
         answer = {
             "error": {
                 "kind": "unsupported" if is_unsupported else "error",
@@ -65,6 +80,30 @@ def main(request_path: str, answer_path: str) -> int:
     partial.write_text(json.dumps(answer), encoding="utf-8")
     partial.replace(answer_path)
     return 1 if "error" in answer else 0
+
+
+def limit_memory(free_bytes: int | None = None) -> int | None:
+    """Have allocations of this process fail before the machine runs out of memory, so that nothing else has to be killed.
+
+    Args:
+        free_bytes: memory that may be taken; that which the machine has free if None.
+
+    Returns:
+        How many bytes of it this process may have; None where the machine does not tell.
+    """
+    free = available_bytes() if free_bytes is None else free_bytes
+    if free is None:
+        return None
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(_SHARE_OF_FREE * free)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    return limit
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
@@ -93,13 +132,27 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
         while waiting and len(running) < num_parallel:
             pair = waiting.pop(0)
             sys.stdout.flush()
+            own_pid = os.getpid()
             child = os.fork()
             if child == 0:
+                end_with_parent(own_pid)
                 _exit(main(*pair))
             running.add(child)
         ended, _ = os.wait()
         running.discard(ended)
     return 0
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have this process end when the one that started it dies: nobody else keeps its deadline.
+
+    Args:
+        parent_pid: process id of the one that started it, which may be dead already.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # Linux has it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
 
 
 def _exit(status: int) -> NoReturn:
@@ -110,20 +163,28 @@ def _exit(status: int) -> NoReturn:
 
 
 def user_place(error: BaseException) -> str | None:
-    """Return ``file:line`` of the innermost frame of an error that is neither a library's nor ours; None without one."""
+    """Return ``file:line`` of the innermost frame of an error that is neither Python's, a library's nor ours; None without."""
     found = None
     frame = error.__traceback__
     while frame is not None:
         file = Path(frame.tb_frame.f_code.co_filename)
-        if "site-packages" not in file.parts and _OWN not in file.parents and not str(file).startswith("<"):
+        is_of_library = "site-packages" in file.parts or not _NOT_USERS.isdisjoint(file.parents)
+        if not is_of_library and not str(file).startswith("<"):
             found = f"{file}:{frame.tb_lineno}"
         frame = frame.tb_next
     return found
 
 
-_OWN = Path(__file__).resolve().parents[2]
+_NOT_USERS = frozenset(
+    {
+        Path(__file__).resolve().parents[2],
+        *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")),
+    }
+)
 
 if __name__ == "__main__":
+    if PARENT_VARIABLE in os.environ:
+        end_with_parent(int(os.environ[PARENT_VARIABLE]))
     words = sys.argv[1:]
     if words[0] == "--parallel":
         _exit(main_of_many(words[2:], int(words[1])))

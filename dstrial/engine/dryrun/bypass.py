@@ -20,12 +20,12 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dstrial.engine.dryrun.tracker import Tracker
 from dstrial.engine.dryrun.values import Bypass, Target
@@ -54,9 +54,14 @@ def virtual_world(world_size: int) -> Iterator[None]:
     Ranks: this one is the only one that exists.
     Source: torch's ``fake`` process group.
     """
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
-    with mock.patch.dict(os.environ, {**names, "LOCAL_WORLD_SIZE": str(world_size)}):
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    size = str(world_size)
+    # Who asks for an address expects one; nothing listens there.
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    counts = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", **counts, **address}):
+        # A store of this process; torch exports it without saying so.
+        store = vars(torch.distributed)["HashStore"]()
+        torch.distributed.init_process_group("fake", store=store, rank=0, world_size=world_size)
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
+from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
 from dstrial.errors import DstrialError
 
 _SHOWN_CHARACTERS = 4000
@@ -85,7 +85,7 @@ def dry_runs(
                 [*command, *pairs],
                 stdout=output,
                 stderr=output,
-                env=_environment(),
+                env={**_environment(), PARENT_VARIABLE: str(os.getpid())},
                 cwd=requests[0].module_paths[0] if requests[0].module_paths else None,
                 start_new_session=True,
             )

@@ -10,6 +10,9 @@ PHASES = ("init", "forward", "backward", "reduce", "step", "gather")
 """Where bytes live and are sent: building the engine, the forward pass, the backward pass, sending gradients, the optimizer
 step, bringing parameters together."""
 
+PARENT_VARIABLE = "DSTRIAL_DRYRUN_PARENT_PID"
+"""Environment variable with the process for which a dry run runs, and with which it ends."""
+
 Target = Literal["cpu", "cuda"]
 Pool = Literal["device", "host"]
 

@@ -176,7 +176,13 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._stop(state, control)
             if self._leaves_evaluation:
                 control.should_evaluate = False
+        self._only_train(control)
         self._expect(args, state, control)
+
+    def _only_train(self, control: TrainerControl) -> None:
+        """Keep a trial of dsat, whose steps are timed, from evaluating and saving between them."""
+        if self._beginning.facts.is_measuring:
+            control.should_evaluate = control.should_save = False
 
     def _finish(self, args: TrainingArguments, control: TrainerControl) -> None:
         """Ask for the last evaluation at the last step, and let the Trainer save after it."""
@@ -288,6 +294,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._skip_evaluation(args, state, control)
         if step == self._saving.last_step:
             control.should_save = False  # what is stored is not written a second time
+        self._only_train(control)
         self._expect(args, state, control)
 
     def on_train_end(

@@ -21,6 +21,7 @@ from dstrial.config.saved_run import RESUME_VARIABLE, SavedRun
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch import sizes_to_keep
 from dstrial.local.experiment_file import read_experiment
+from dstrial.local.measuring import is_measuring, measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
 from dstrial.loop.resumed_run import resumed_run, trial_id_of
@@ -64,12 +65,14 @@ class TrialFacts:
 
     Attributes:
         trial_id: number by which its checkpoints know it.
-        searcher: the ``searcher`` section of its config; empty where there is none.
+        searcher: the ``searcher`` section of its config; empty where there is none, and where it is not the user's but that of
+            a trial which only measures.
         exp_conf: its config; empty where there is none.
         hparams: its hyperparameters.
         latest_checkpoint: the checkpoint that it goes on from; None for a new one.
         signals: requests to stop that reached this process; None where nobody collects them.
         is_rewrite: whether the checkpoint is only to be loaded and saved again (``dstrial checkpoint reshape``).
+        is_measuring: whether it is a trial of dsat, which measures steps and keeps nothing.
     """
 
     trial_id: int
@@ -79,6 +82,7 @@ class TrialFacts:
     latest_checkpoint: str | None
     signals: StopSignals | None
     is_rewrite: bool
+    is_measuring: bool = False
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
@@ -98,6 +102,7 @@ class TrialFacts:
             exp_conf = found.exp_conf
         is_rewrite = bool(os.environ.get(REWRITE_VARIABLE))
         hparams = info.trial.hparams if info is not None else exp_conf.get("hyperparameters") or {}
+        measures = is_measuring(measuring_hyperparameters() or hparams)
         latest = info.latest_checkpoint if info is not None else None
         if latest is None and (info is None or is_mirrored):
             latest = os.environ.get(RESUME_VARIABLE) or None
@@ -107,12 +112,13 @@ class TrialFacts:
             latest = _newest_checkpoint(context)
         return cls(
             trial_id=trial_id_of(info, is_mirrored=is_mirrored),
-            searcher={} if is_rewrite else exp_conf.get("searcher") or {},
+            searcher={} if is_rewrite or measures else exp_conf.get("searcher") or {},
             exp_conf=exp_conf,
             hparams=hparams,
             latest_checkpoint=latest,
             signals=None if found is None else found.signals,
             is_rewrite=is_rewrite,
+            is_measuring=measures,
         )
 
 

@@ -9,7 +9,9 @@ from dstrial import DataLoader, DeepSpeedTrial
 
 
 class Ordinary(DeepSpeedTrial):
-    """Splits its data at random, ties two weights, and reads its loss."""
+    """Splits its data at random, ties two weights, compiles its engine, and reads its loss."""
+
+    compiles = True
 
     def __init__(self, context):
         self.context = context
@@ -22,6 +24,8 @@ class Ordinary(DeepSpeedTrial):
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=hparams["deepspeed_config"]
         )
+        if self.compiles:
+            engine.compile()
         self.engine = context.wrap_model_engine(engine)
         tokens = torch.randint(0, 100, (60, 16))
         whole = TensorDataset(tokens, tokens.roll(1, dims=1))
@@ -46,6 +50,8 @@ class Ordinary(DeepSpeedTrial):
 
 class ByValue(Ordinary):
     """Leaves out some labels, by their values."""
+
+    compiles = False
 
     def loss(self, tokens, labels):
         kept = labels > 3

@@ -1,4 +1,4 @@
-"""A trial for living workers that fails as its hyperparameter ``fault`` says."""
+"""A trial for living workers that fails as its hyperparameter ``fault`` says, and does what ``knob`` says."""
 
 import os
 import time
@@ -6,6 +6,7 @@ import time
 import deepspeed
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from dstrial import DataLoader, DeepSpeedTrial, overwrite_deepspeed_config
@@ -13,20 +14,31 @@ from dstrial import DataLoader, DeepSpeedTrial, overwrite_deepspeed_config
 _kept: list[torch.Tensor] = []
 
 
+class Recomputed(nn.Sequential):
+    """Keeps nothing but its input for backward."""
+
+    def forward(self, records):
+        return checkpoint(super().forward, records, use_reentrant=False)
+
+
 class WorkedTrial(DeepSpeedTrial):
     def __init__(self, context) -> None:
         self.context = context
         hparams = context.get_hparams()
-        self.fault = hparams["fault"] if context.distributed.rank == 1 else ""
+        is_everywhere = hparams["fault"] in ("user error", "bad config", "numeric", "disk full")
+        self.fault = hparams["fault"] if is_everywhere or context.distributed.rank == 1 else ""
         self.linear_of_torch = nn.functional.linear
-        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+        layers = [nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)]
+        knob = hparams.get("knob")
+        model = Recomputed(*layers) if knob == "recomputes" else nn.Sequential(*layers)
+        config = overwrite_deepspeed_config(hparams["deepspeed_config"], hparams["overwrite_deepspeed_args"])
+        if self.fault == "bad config":
+            config["zero_optimization"]["stage"] = 7
         engine, _, _, _ = deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            config=overwrite_deepspeed_config(
-                hparams["deepspeed_config"], hparams["overwrite_deepspeed_args"]
-            ),
+            model=model, model_parameters=model.parameters(), config=config
         )
+        if knob == "compiles":
+            engine.compile(backend="eager")
         self.engine = context.wrap_model_engine(engine)
 
     def build_training_data_loader(self) -> DataLoader:
@@ -42,10 +54,21 @@ class WorkedTrial(DeepSpeedTrial):
             time.sleep(600)
         if self.fault == "killed":
             os.kill(os.getpid(), 9)
+        if self.fault == "host out of memory":
+            torch.empty(2**50)
+        if self.fault == "dies":
+            os._exit(3)
+        if self.fault == "disk full":
+            with open("/dev/full", "w") as file:
+                file.write("x")
         if self.fault == "keeps memory":
             _kept.append(torch.zeros(2**20))
         records, targets = self.context.to_device(next(dataloader_iter))
         loss = nn.functional.mse_loss(self.engine(records), targets)
+        if self.fault == "numeric":
+            loss = loss * float("nan")
+        if self.fault == "user error":
+            raise KeyError("no such metric")
         self.engine.backward(loss)
         self.engine.step()
         return {"loss": loss}

@@ -1,0 +1,88 @@
+"""What an experiment of a master says of the trial that runs in it: whether it has its slots, and how it has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+from determined.experimental.client import Experiment, ExperimentState
+
+from dstrial.dsat.outcome import Failure, FailureKind, Outcome, failure_from_log, outcome_from_json
+
+logger = logging.getLogger("dstrial.dsat")
+
+_NUM_LOG_LINES = 400
+_WAITING = (ExperimentState.PAUSED, ExperimentState.ACTIVE, ExperimentState.QUEUED)
+RUNS = ("RUNNING", "STATE_RUNNING")
+"""States of a trial that has its slots."""
+
+
+@dataclasses.dataclass(slots=True)
+class Submitted:
+    """A trial that the master has."""
+
+    experiment: Experiment
+    label: str
+    running_since_s: float | None = None
+    told_waiting: str = ""
+
+
+def outcome_of(submitted: Submitted, num_slots: int) -> Outcome | None:
+    """Ask the master how an experiment's trial has ended; None if it has not.
+
+    Args:
+        submitted: the trial; whether it has its slots is noted in it, and told when that changes.
+        num_slots: of every trial.
+    """
+    experiment = submitted.experiment
+    experiment.reload()
+    state = experiment.state
+    trials = experiment.list_trials()
+    _note_slots(submitted, num_slots, bool(trials) and trials[0].state.value in RUNS)
+    if state in (ExperimentState.COMPLETED, ExperimentState.ERROR):
+        # What was measured counts, however the process ended that had reported it.
+        rows = [row.metrics for row in trials[0].iter_metrics("validation")] if trials else []
+        measured = [row for row in rows if "latency" in row]
+        if measured:
+            numbers = {name: value for name, value in measured[-1].items() if isinstance(value, (int, float))}
+            return outcome_from_json({"metrics": numbers})
+    if state is ExperimentState.COMPLETED:
+        return Failure(
+            FailureKind.USER_ERROR,
+            "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
+        )
+    if state is ExperimentState.ERROR:
+        lines = list(trials[0].iter_logs(tail=_NUM_LOG_LINES)) if trials else []
+        failure = failure_from_log(lines)
+        if failure.kind is FailureKind.NO_ROOM:
+            experiment.remove_label(submitted.label)  # the next one of this trial is another experiment
+        return failure
+    if state in (ExperimentState.CANCELED, ExperimentState.DELETED):
+        return Failure(FailureKind.CANCELED, f"experiment {experiment.id} was {state.name.lower()}")
+    return None
+
+
+def why_waiting(experiment: Experiment, num_slots: int) -> str:
+    """Say for a person why an experiment that has not ended does not run."""
+    if experiment.state is ExperimentState.PAUSED:
+        return (
+            f"experiment {experiment.id} is paused; `det experiment activate {experiment.id}` lets it go on"
+        )
+    return f"experiment {experiment.id} is queued until {num_slots} slot(s) are free"
+
+
+def _note_slots(submitted: Submitted, num_slots: int, is_running: bool) -> None:
+    """Stop a trial's clock while others have its slots, and say why."""
+    if is_running:
+        if submitted.running_since_s is None:
+            submitted.running_since_s = time.time()
+        if submitted.told_waiting:
+            logger.warning("experiment %d has its slots", submitted.experiment.id)
+            submitted.told_waiting = ""
+    elif submitted.experiment.state in _WAITING and (submitted.running_since_s or submitted.told_waiting):
+        submitted.running_since_s = None
+        why = why_waiting(submitted.experiment, num_slots)
+        if why != submitted.told_waiting:
+            logger.warning("%s", why)
+            submitted.told_waiting = why

@@ -1,0 +1,85 @@
+"""The files that a search leaves behind: results, best experiment and report. A disk that is full is told, and ends nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from dstrial.dsat.methods.method import Finish
+from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
+from dstrial.dsat.results import TrialResult, write_results
+from dstrial.dsat.settings import SearchSettings
+from dstrial.dsat.trial_config import full_config
+from dstrial.local.json_files import write_text_atomically
+
+
+class SearchFiles:
+    """Writes and reads the files of one search.
+
+    Args:
+        settings: of the search.
+        record: where its files are.
+        tell: prints a line for a person.
+    """
+
+    def __init__(self, settings: SearchSettings, record: SearchRecord, tell: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._record = record
+        self._tell = tell
+
+    def write(self, snapshot: Mapping[str, Any], trials: Sequence[TrialResult]) -> None:
+        """Write the method's snapshot, the results so far, and the experiment of the best one."""
+        try:
+            self._record.write_snapshot(snapshot)
+            best = write_results(self._record, self._settings.space, trials, self._settings.args.metric)
+            if best is not None:
+                config = full_config(self._settings, best.candidate)
+                text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+                write_text_atomically(self._record.best_experiment_path, text)
+        except OSError as error:
+            self._tell(f"the results cannot be written ({error}); expected room on the disk")
+
+    def write_report(
+        self,
+        end: Finish | signal.Signals,
+        snapshot: Mapping[str, Any],
+        notes: Sequence[str],
+        trials: Sequence[TrialResult],
+    ) -> None:
+        """Write the report.
+
+        Args:
+            end: how the search ended, or what interrupted it.
+            snapshot: of the method.
+            notes: what the method and the measurements have told.
+            trials: every trial so far.
+        """
+        facts = SearchFacts(
+            name=self._settings.experiment.name or self._settings.output.name,
+            method=self._settings.method,
+            metric=self._settings.args.metric,
+            reason=end.reason if isinstance(end, Finish) else f"interrupted by {end.name}",
+            is_finished=isinstance(end, Finish),
+            num_slots=self._settings.num_slots,
+            snapshot=snapshot,
+            notes=(*self._settings.warnings, *notes),
+        )
+        try:
+            write_report(self._record.path, facts, self._settings.space, trials)
+        except OSError as error:
+            self._tell(f"the report cannot be written ({error}); expected room on the disk")
+
+    def read(self) -> dict[str, str]:
+        """Return what outlasts the search where its trials ran: name -> text of the files that exist."""
+        kept = (
+            self._record.best_config_path,
+            self._record.best_metrics_path,
+            self._record.best_experiment_path,
+            self._record.trials_path,
+            *(self._record.path / name for name in REPORT_NAMES),
+        )
+        return {path.name: path.read_text() for path in kept if path.exists()}

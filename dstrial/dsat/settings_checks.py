@@ -1,0 +1,185 @@
+"""What may be wrong or doubtful in what a search was asked for: flags, experiment and values of ``--space``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from dstrial.config import ExperimentConfig
+from dstrial.config.deepspeed_source import MAIN_KEY
+from dstrial.config.entrypoint import trial_spec
+from dstrial.dsat.space import Space
+from dstrial.errors import ConfigProblem
+
+_AT_LEAST = {
+    "max_trials": 1,
+    "slots": 1,
+    "per_machine": 1,
+    "max_slots": 1,
+    "max_concurrent_trials": 1,
+    "end_profile_step": 0,
+    "start_profile_step": 0,
+    "random_seed": 0,
+    "max_search_runner_restarts": 0,
+    "train_batch_size": 1,
+    "trials_per_random_config": 1,
+    "early_stopping": 1,
+    "max_rungs": 1,
+    "min_binary_search_trials": 1,
+    "divisor": 2,
+    "asha_early_stopping": 0,
+    "sample_batch": 1,
+}
+
+
+def flag_problems(args: argparse.Namespace) -> list[ConfigProblem]:
+    """Return what is wrong with the flags, whatever the experiment is."""
+    problems = []
+    for name, least in _AT_LEAST.items():
+        value = getattr(args, name, None)
+        if isinstance(value, (int, float)) and value < least:
+            flag = "--" + name.replace("_", "-")
+            problems.append(
+                ConfigProblem(flag, str(value), f"at least {least}", f"Set it to {least} or more.")
+            )
+    for name in ("search_range_factor", "measure_seconds"):
+        value = getattr(args, name, None)
+        if value is not None and value <= 0:
+            flag = "--" + name.replace("_", "-")
+            problems.append(
+                ConfigProblem(flag, str(value), "a number above 0", "Set it to 1.0, for example.")
+            )
+    if args.start_profile_step > args.end_profile_step:
+        problems.append(
+            ConfigProblem(
+                "--start-profile-step",
+                str(args.start_profile_step),
+                f"at most --end-profile-step ({args.end_profile_step})",
+                "Lower it, or raise --end-profile-step.",
+            )
+        )
+    if args.free_batch and args.train_batch_size is not None:
+        fix = "Give one of the two."
+        problems.append(
+            ConfigProblem("--free-batch", "given with --train-batch-size", "only one of them", fix)
+        )
+    sample = getattr(args, "sample_batch", None)
+    if isinstance(sample, str) and not Path(sample).is_file():
+        fix = "Write one with torch.save(batch, 'batch.pt')."
+        problems.append(
+            ConfigProblem("--sample-batch", sample, "a number of batches, or the file of one", fix)
+        )
+    for path in args.include:
+        if not Path(path).exists():
+            problems.append(
+                ConfigProblem("--include", str(path), "an existing file or directory", "Correct the path.")
+            )
+    return problems
+
+
+def experiment_problems(args: argparse.Namespace, experiment: ExperimentConfig) -> list[ConfigProblem]:
+    """Return why an experiment cannot be searched, or not with these flags."""
+    problems = []
+    where = str(experiment.path)
+    if experiment.deepspeed is None:
+        fix = "Add deepspeed_config: ds_config.json, and read it in the training code from there."
+        problems.append(
+            ConfigProblem(
+                f"{where}: hyperparameters.{MAIN_KEY}", "not given", "the path of a DeepSpeed JSON file", fix
+            )
+        )
+    if isinstance(getattr(args, "sample_batch", None), int) and trial_spec(experiment.entrypoint) is None:
+        problems.append(
+            ConfigProblem(
+                "--sample-batch",
+                f"{args.sample_batch}, and a script has no loader that could be asked for so many batches",
+                "the file of a batch",
+                "Write what its engine is called with by torch.save, or leave --sample-batch out.",
+            )
+        )
+    slots = max(experiment.slots_per_trial, 1)
+    if args.max_slots is not None and args.max_slots < slots:
+        problems.append(
+            ConfigProblem(
+                "--max-slots",
+                str(args.max_slots),
+                f"at least {slots}, the slots_per_trial, without which no trial ever starts",
+                f"Set it to {slots} or more.",
+            )
+        )
+    named = experiment.hyperparameters.get(MAIN_KEY)
+    for given in _named_in_entrypoint(experiment):
+        if isinstance(named, str) and Path(given) != Path(named):
+            problems.append(
+                ConfigProblem(
+                    f"{where}: entrypoint",
+                    f"a command with --deepspeed {given}",
+                    f"the file of hyperparameters.{MAIN_KEY} ({named}), which dsat changes",
+                    "Name the same file in both.",
+                )
+            )
+    return problems
+
+
+def values_refused(args: argparse.Namespace, space: Space) -> tuple[list[ConfigProblem], list[str]]:
+    """Return problems for paths of ``--space`` of which no value can be tried, and warnings for single values."""
+    problems: list[ConfigProblem] = []
+    warnings: list[str] = []
+    for path, values in space.extra.items():
+        reasons = {
+            repr(value): reason for value in values if (reason := space.refused(path, value)) is not None
+        }
+        if len(reasons) == len(values):
+            reason = next(iter(reasons.values()))
+            stages = ", ".join(str(stage) for stage in space.stages)
+            problems.append(
+                ConfigProblem(
+                    f"{args.space}: {path}",
+                    f"[{', '.join(reasons)}]",
+                    f"at least one value that can be tried in ZeRO stage {stages}",
+                    f"Correct or remove it. Of the first it is said: {reason}",
+                )
+            )
+        else:
+            warnings += [
+                f"{args.space}: {path}: {value} is never tried: {reason}" for value, reason in reasons.items()
+            ]
+    return problems, warnings
+
+
+def accepted(args: argparse.Namespace) -> list[str]:
+    """Return warnings of flags that are accepted and have no effect, or one that a person has to know of."""
+    warnings = []
+    instead = {
+        "search_runner_config": f"pool, labels, workspace and project of what it submits are those of {args.config_path}",
+        "max_search_runner_restarts": "the same command goes on with it, however often it was ended",
+    }
+    for name, text in instead.items():
+        if name in args.given:
+            flag = "--" + name.replace("_", "-")
+            warnings.append(
+                f"{flag} is accepted and has no effect: the search runs in this process, not in a trial; {text}"
+            )
+    if args.free_batch:
+        warnings.append(
+            "--free-batch lets the global batch change with the micro batch: what is learned per step changes, and the "
+            "learning rate must be chosen anew for the batch that is found"
+        )
+    return warnings
+
+
+def _named_in_entrypoint(experiment: ExperimentConfig) -> list[str]:
+    """Return what follows ``--deepspeed`` and ``--deepspeed_config`` in the entrypoint; nothing for a bare flag."""
+    given = experiment.entrypoint
+    words = shlex.split(given) if isinstance(given, str) else list(given or [])
+    found = []
+    for idx, word in enumerate(words):
+        flag, separator, value = word.partition("=")
+        if flag not in ("--deepspeed", "--deepspeed_config"):
+            continue
+        if separator:
+            found.append(value)
+        elif idx + 1 < len(words) and not words[idx + 1].startswith("-"):
+            found.append(words[idx + 1])
+    return found

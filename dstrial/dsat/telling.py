@@ -1,0 +1,73 @@
+"""What ``predict`` knows of the user's own and the best configuration, for the report. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.forecast import Forecaster, structure_of
+from dstrial.dsat.gates import Known
+from dstrial.dsat.outcome import Failure, FailureKind, Measured
+
+_NEXT_SIZES = 2
+
+
+def explained(
+    known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
+) -> dict[str, dict[str, float]]:
+    """Return trial -> where its step's time goes, of the own and the best one, as all measurements together have it.
+
+    Args:
+        known: trial -> what was or is being measured.
+        best: the best configuration and its cost; None before anything ran.
+        forecaster: that has learned from them.
+    """
+    found = {}
+    for trial_id, one in _own_and_best(known, best):
+        point = forecaster.described.time_point(one.candidate)
+        if isinstance(one.outcome, Measured) and point is not None:
+            found[str(trial_id)] = forecaster.time.parts(point)
+    return found
+
+
+def margins(
+    known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
+) -> list[dict[str, Any]]:
+    """Return what a device lacks for larger micro batches of the own and the best one; its own too where that ran out.
+
+    Args:
+        known: trial -> what was or is being measured.
+        best: the best configuration and its cost; None before anything ran.
+        forecaster: that has learned from them.
+    """
+    space = forecaster.space
+    ladder = space.ladder
+    found: list[dict[str, Any]] = []
+    for trial_id, known_one in _own_and_best(known, best):
+        if known_one.outcome is None:
+            continue
+        at = ladder.position(known_one.candidate.batch.micro_batch_size)
+        outcome = known_one.outcome
+        has_run_out = isinstance(outcome, Failure) and outcome.kind is FailureKind.DEVICE_OOM
+        for position in range(at + (not has_run_out), min(at + 1 + _NEXT_SIZES, ladder.last + 1)):
+            one = space.candidate(structure_of(known_one.candidate), position)
+            margin, memory = forecaster.margin_bytes(one), forecaster.memory_of(one)
+            if margin is not None and memory is not None:
+                found.append(
+                    {
+                        "trial_id": trial_id,
+                        "micro_batch_size": one.batch.micro_batch_size,
+                        "missing_bytes": -margin,
+                        "phase": memory.phase,
+                    }
+                )
+    return found
+
+
+def _own_and_best(
+    known: Mapping[int, Known], best: tuple[Candidate, float] | None
+) -> Iterator[tuple[int, Known]]:
+    for trial_id, one in known.items():
+        if one.candidate.is_own or (best is not None and one.candidate == best[0]):
+            yield trial_id, one

@@ -1,0 +1,70 @@
+"""What the first micro batch of each engine computes, and what its forward keeps for backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dstrial.dsat.trial.flops import counted_flops
+from dstrial.dsat.trial.traits import OperationCount
+
+
+class FirstMicroBatch:
+    """Counts over the calls of the first micro batch of every engine.
+
+    Attributes:
+        flops: all of them, of one micro batch.
+        flops_recomputed: those of them that are computed a second time.
+        activation_bytes: what forward keeps for backward, without weights.
+        num_operations: that reach torch's dispatcher.
+    """
+
+    def __init__(self) -> None:
+        self.flops = 0.0
+        self.flops_recomputed = 0.0
+        self.activation_bytes = 0.0
+        self.num_operations = 0.0
+        self._seen: set[tuple[str, int]] = set()
+
+    def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
+        """Make a call of an engine, counted if it is the first of its phase.
+
+        Args:
+            phase: ``forward``, ``backward`` or ``train_batch``.
+            engine: whose call it is.
+            call: the call.
+            is_outermost: whether it is no call inside of another one, as those of a pipeline's ``train_batch`` are.
+
+        Ranks: any; no communication of its own.
+        """
+        key = phase, id(engine)
+        if key in self._seen:
+            return call()
+        self._seen.add(key)
+        kept: dict[int, int] = {}
+        weights = {param.untyped_storage().data_ptr() for param in engine.module.parameters()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in weights:
+                    kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hooks: Any = contextlib.nullcontext()
+        if phase == "forward":
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        operations = OperationCount()
+        with operations, hooks:
+            result, flops, recomputed = counted_flops(call)
+        if phase == "forward":
+            self.activation_bytes += sum(kept.values())
+        if is_outermost:
+            num_micro_batches = max(int(engine.micro_batches), 1) if phase == "train_batch" else 1
+            self.flops += flops / num_micro_batches
+            self.flops_recomputed += recomputed / num_micro_batches
+            self.num_operations += operations.num_operations / num_micro_batches
+        return result

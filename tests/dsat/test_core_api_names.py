@@ -1,0 +1,93 @@
+"""What the trial side of dsat asks of Determined is there in its oldest release with a DeepSpeed autotuner, too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+DSAT = Path(__file__).resolve().parents[2] / "dstrial" / "dsat"
+
+NAMES_OF_0_23 = {
+    "det": {"ClusterInfo", "InvalidHP", "RendezvousInfo", "TrialInfo", "_info", "core", "get_cluster_info"},
+    "core": {
+        "CheckpointContext",
+        "Context",
+        "DistributedContext",
+        "DummyDistributedContext",
+        "DummySearcherOperation",
+        "PreemptContext",
+        "PreemptMode",
+        "SearcherContext",
+        "SearcherMode",
+        "SearcherOperation",
+        "TensorboardMode",
+        "TrainContext",
+        "Unit",
+        "_dummy_init",
+        "init",
+    },
+    "context": {"checkpoint", "distributed", "preempt", "searcher", "train"},
+    "train": {
+        "get_experiment_best_validation",
+        "get_tensorboard_path",
+        "report_early_exit",
+        "report_training_metrics",
+        "report_validation_metrics",
+        "set_status",
+        "upload_tensorboard_files",
+    },
+    "checkpoint": {"delete", "download", "get_metadata", "restore_path", "store_path", "upload"},
+    "preempt": {"acknowledge_preemption_signal", "should_preempt"},
+    "searcher": {"acknowledge_out_of_ops", "get_configured_units", "operations"},
+    "op": {"length", "report_completed", "report_progress"},
+}
+"""Public names of ``determined==0.23.0``, ``core.Context``'s parts among them, and what dsat uses of its private ones."""
+
+ROOTS = {
+    "det": "det",
+    "core": "core",
+    "core_context": "context",
+    "_core": "context",
+    "_core_context": "context",
+    "op": "op",
+}
+
+
+def test_ranks_use_only_names_of_the_core_api_that_determined_0_23_has() -> None:
+    used = {
+        name
+        for folder in ("trial", "worker")
+        for path in (DSAT / folder).glob("*.py")
+        for name in _used(path)
+    }
+
+    assert ("train", "report_validation_metrics") in used
+    assert ("op", "report_completed") in used
+    assert not {f"{owner}.{name}" for owner, name in used if name not in NAMES_OF_0_23[owner]}
+
+
+def _used(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield every attribute of something of Determined's, with what it is an attribute of."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Attribute):
+            continue
+        chain = _chain(node)
+        for idx, word in enumerate(chain[:-1]):
+            owner = ROOTS.get(word)
+            # ``self.core`` and its like are other things; a core context may be an attribute.
+            if owner is None or (idx and owner != "context"):
+                continue
+            yield owner, chain[idx + 1]
+            if owner == "context" and len(chain) > idx + 2:
+                yield chain[idx + 1], chain[idx + 2]
+
+
+def _chain(node: ast.expr) -> list[str]:
+    """Return the words of ``a.b.c``; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if not isinstance(node, ast.Attribute):
+        return []
+    below = _chain(node.value)
+    return [*below, node.attr] if below else []

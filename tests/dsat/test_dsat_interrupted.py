@@ -1,0 +1,91 @@
+"""Searches that end before they have measured anything: interrupted while they describe the model, and on a full disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+
+def _command(method: str, output: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "dstrial.dsat", method, str(ROOT / "experiment_configs" / "dsat_trial.yaml")),
+        *(str(ROOT / "model_defs" / "dsat_trial"), "--output", str(output), "--local"),
+    ]
+
+
+def _environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TMPDIR": str(tmp_path)}
+
+
+def _dry_runs_in(directory: Path) -> list[str]:
+    """Return the processes that were given a request in a directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(directory) in words and "dryrun" in words:
+            found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_search_that_is_ended_while_it_describes_the_model_leaves_no_process(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        search = subprocess.Popen(
+            _command("predict", tmp_path / "out"),
+            env=_environment(tmp_path),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while not _dry_runs_in(tmp_path):
+        assert time.monotonic() < give_up_at_s
+        assert search.poll() is None, log.read_text()
+        time.sleep(0.05)
+    search.send_signal(number)
+
+    status = search.wait(DEADLINE_S)
+    while _dry_runs_in(tmp_path):
+        assert time.monotonic() < give_up_at_s, "a dry run goes on without its search"
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        assert status == 128 + signal.SIGINT
+        assert "nothing is measured yet, and the same command begins again" in log.read_text()
+
+
+def test_a_search_for_which_there_is_no_room_says_so_and_begins_when_there_is(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+
+    command = [*_command("asha", tmp_path / "out")]
+    ended = subprocess.run(
+        command,
+        env={**_environment(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+        preexec_fn=limit,
+    )
+
+    assert ended.returncode == 1
+    assert "cannot be written (File too large); expected room on the disk." in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "out" / "search.json").exists()

@@ -1,0 +1,141 @@
+"""Knobs that have to prove that they do something, and the number of pipeline stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from surfaces import play, space, surface
+
+from dstrial.config import ParallelSizes
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.methods.method import Note
+from dstrial.dsat.outcome import Failure, Measured, Outcome
+from dstrial.dsat.pipeline import efficiency, enough_accumulation, first_position
+from dstrial.dsat.proof import Proof, best_proofs, proofs
+from dstrial.dsat.space import Space, Structure
+
+RECOMPUTES, UNREAD, WORKERS = (f"hyperparameters.{name}" for name in ("recomputes", "unread", "workers"))
+PIPELINE: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def _outcome(candidate: Candidate) -> Outcome:
+    """The formula; recomputing shows in the engine, reading with more workers in the time only, the third knob nowhere."""
+    found = surface(candidate)
+    if isinstance(found, Failure):
+        return found
+    settings = dict(candidate.settings)
+    factor = 0.9 if settings.get(WORKERS) == 4 else 1.0
+    if settings.get(RECOMPUTES):
+        factor *= 1.3
+    metrics = {
+        **found.metrics,
+        "latency": found.metrics["latency"] * factor,
+        "throughput": found.metrics["throughput"] / factor,
+        "half_width": 0.01,
+        "probe_operations": 400.0 if settings.get(RECOMPUTES) else 300.0,
+        "probe_modules": 12.0,
+    }
+    return Measured(metrics)
+
+
+def _knobs() -> Space:
+    extra = {RECOMPUTES: [False, True], UNREAD: ["a", "b", "c"], WORKERS: [0, 4]}
+    return space(extra=extra, hyperparameters={"recomputes": False, "unread": "a", "workers": 0})
+
+
+@pytest.mark.parametrize("method", ["asha", "binary", "random"])
+def test_a_dead_knob_is_told_and_no_configuration_is_measured_again_for_it(method: str) -> None:
+    played = play(method, _knobs(), metric="throughput", outcome_of=_outcome, max_trials=40)
+
+    told = [action.text for action in played.actions if isinstance(action, Note)]
+    assert any(
+        f"{RECOMPUTES} proved with false -> true: operations of a micro batch 300 -> 400" in text
+        for text in told
+    )
+    assert any(text.startswith(f"{WORKERS} proved with 0 -> 4: time of a step") for text in told)
+    assert [text for text in told if f"{UNREAD} is dead" in text]
+    proving = [one for one in played.measured if "prove" in one.why]
+    assert [one.candidate.settings for one in proving] == [
+        ((RECOMPUTES, True),),
+        ((UNREAD, "b"),),
+        ((UNREAD, "c"),),
+        ((WORKERS, 4),),
+    ]
+    seen = set()
+    for one in played.measured:
+        if one not in proving:
+            rest = tuple(pair for pair in one.candidate.settings if pair[0] != UNREAD)
+            assert (one.candidate.stage, rest, one.candidate.batch) not in seen
+            seen.add((one.candidate.stage, rest, one.candidate.batch))
+
+
+def test_only_what_differs_in_one_knob_is_compared_and_nothing_without_a_probe() -> None:
+    searched = _knobs()
+    own, other = searched.own(), searched.smallest()
+    unread = Candidate(own.stage, ((UNREAD, "b"),), own.batch)
+    both = Candidate(own.stage, ((RECOMPUTES, True), (UNREAD, "c")), own.batch)
+    bare = Measured({"throughput": 1.0, "latency": 1.0})
+
+    found = best_proofs(searched, [(one, _outcome(one)) for one in (own, other, unread, both)])
+
+    assert [(one.path, one.values, one.is_dead) for one in found] == [(UNREAD, ("a", "b"), True)]
+    assert list(proofs(searched, [(own, bare), (unread, bare)])) == []
+    assert not Proof(UNREAD, (0, 1), (("modules", 1.0, 2.0),)).is_dead
+    assert not Proof(UNREAD, (0, 1), (), noise=0.5).is_dead
+    assert "is not proved" in str(Proof(UNREAD, (0, 1), (), noise=0.5))
+
+
+def test_deepspeeds_own_keys_need_no_proof_but_nvme_does() -> None:
+    bucket, device = "zero_optimization.reduce_bucket_size", "zero_optimization.offload_optimizer.device"
+    partition = "activation_checkpointing.partition_activations"
+    searched = space(extra={bucket: [10**6, 10**7], partition: [False, True], device: ["none", "nvme"]})
+    own = searched.own()
+    changed = Candidate(own.stage, ((partition, True),), own.batch)
+    larger = Candidate(own.stage, ((bucket, 10**7),), own.batch)
+
+    found = best_proofs(searched, [(one, _outcome(one)) for one in (own, changed, larger)])
+
+    assert [(one.path, one.values, one.is_dead) for one in found] == [(partition, (False, True), True)]
+
+
+def test_a_pipeline_gets_more_micro_batches_before_larger_ones() -> None:
+    def stages(own: int, num_layers: int = 8, **more: Any) -> Space:
+        return Space(
+            PIPELINE,
+            ParallelSizes(4, pipeline_stages=own, is_pipeline=True),
+            extra={"hyperparameters.num_stages": [1, 2, 3, 4]},
+            hyperparameters={"num_stages": own, "num_layers": num_layers},
+            **more,
+        )
+
+    searched, stage = stages(2), "hyperparameters.num_stages"
+    splits = [searched.ladder.split(position) for position in range(searched.ladder.last + 1)]
+    candidates = [searched.candidate(Structure(1, ((stage, number),)), 1) for number in (1, 2, 3, 4)]
+    sizes = [(one.batch.micro_batch_size, one.batch.accumulation) for one in candidates]
+    reasons = [searched.illegal(one) for one in candidates]
+
+    assert efficiency(16, 2) == pytest.approx(16 / 17)
+    assert [enough_accumulation(number) for number in (1, 2, 4)] == [1, 16, 32]
+    assert splits[first_position(splits, 2)].accumulation == 16
+    assert searched.first_position(searched.ladder.last) == first_position(splits, 2)
+    assert (sizes[0], sizes[1], sizes[3]) == ((2, 8), (2, 16), (2, 32))
+    assert (reasons[0], reasons[1], reasons[3]) == (None, None, None)
+    assert reasons[2] is not None
+    assert "world_size is 4; expected a multiple of 3" in reasons[2]
+    assert "2 pipeline stages (6% idle)" in searched.describe(candidates[1])
+    assert {searched.sizes_of(one).data_parallel_size for one in candidates[:2]} == {4, 2}
+    uneven = stages(2, 6)
+    reason = "6 layers cannot be divided evenly between 4 pipeline stages"
+    assert uneven.illegal(uneven.candidate(Structure(1, ((stage, 4),)), 0)) == reason
+    kept = stages(4, 6)
+    assert kept.illegal(kept.candidate(Structure(1, ()), 0)) is None
+    free = stages(2, free_batch=True)
+    assert free.candidate(Structure(1, ((stage, 4),)), 0).batch.accumulation == 32
+    assert free.candidate(Structure(1, ()), 0).batch.accumulation == 16
+    assert stages(2).stages == (1,)

@@ -1,0 +1,97 @@
+"""Launched trials of this machine that ended while no search looked at them: real processes, and what they leave on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.backends.local import LocalBackend
+from dstrial.dsat.backends.processes import launch
+from dstrial.dsat.outcome import Failure, FailureKind, failure_line
+from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.settings import read_settings
+from dstrial.dsat.trial_config import measuring_spec
+
+pytestmark = pytest.mark.process
+
+BASE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+RESULT = "DSTRIAL_DSAT_RESULT"
+HOUR_S = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_kept"),
+    [
+        (FailureKind.DEVICE_OOM, True),
+        (FailureKind.BAD_CONFIG, True),
+        (FailureKind.USER_ERROR, False),
+        (FailureKind.CANCELED, False),
+        (None, False),
+    ],
+)
+def test_a_trial_that_failed_while_the_search_was_dead_is_repeated_only_where_that_may_help(
+    tmp_path: Path, kind: FailureKind | None, is_kept: bool
+) -> None:
+    backend, record = _backend(tmp_path)
+    directory = record.trial_path(1)
+    directory.mkdir(parents=True)
+    said = "ends" if kind is None else failure_line(Failure(kind, "it failed", "forward"))
+    variables = {**os.environ, RESULT: str(directory / "result.json")}
+    process = launch(
+        ["/bin/sh", "-c", 'echo "$0"; exit 1', said],
+        directory,
+        cwd=tmp_path,
+        variables=variables,
+        mark=RESULT,
+    ).process
+    assert process is not None
+    process.wait()
+    _age(directory)
+    spec = measuring_spec(backend._settings, backend._settings.space.own(), 1, record.search_id)
+
+    assert backend.adopt(spec, {}) is is_kept
+    ended = backend.poll()
+
+    assert len(ended) == is_kept
+    if is_kept:
+        assert isinstance(ended[0].outcome, Failure)
+        assert (ended[0].outcome.kind, ended[0].outcome.phase) == (kind, "forward")
+        # It ran for ten seconds an hour ago.
+        assert ended[0].seconds == pytest.approx(10.0, abs=0.1)
+
+
+def _age(directory: Path) -> None:
+    now_s = time.time()
+    os.utime(directory / "launcher.pid", times=(now_s - HOUR_S, now_s - HOUR_S))
+    os.utime(directory / "output.log", times=(now_s - HOUR_S + 10, now_s - HOUR_S + 10))
+
+
+def _backend(directory: Path) -> tuple[LocalBackend, SearchRecord]:
+    path = _experiment(directory, entrypoint="python3 -m dstrial.launch train.py")
+    words = ["asha", str(path), str(directory / "model"), "--local", "--output", str(directory / "out")]
+    settings = read_settings(build_parser("dsat").parse_args(words))
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    return LocalBackend(settings, record), record
+
+
+def _experiment(directory: Path, entrypoint: str) -> Path:
+    model_dir = directory / "model"
+    model_dir.mkdir()
+    (model_dir / "ds.json").write_text(json.dumps(BASE))
+    (model_dir / "train.py").write_text("")
+    config = {
+        "name": "local",
+        "entrypoint": entrypoint,
+        "hyperparameters": {"deepspeed_config": "ds.json"},
+        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 10}},
+        "resources": {"slots_per_trial": 1},
+    }
+    path = directory / "exp.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path

@@ -1,0 +1,77 @@
+"""FLOPs of the model: counted without recomputation, and the same for every configuration of a search."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from dstrial.dsat.candidate import BatchSplit, Candidate
+from dstrial.dsat.comparable import FLOPS_RULE, doubts, unlike_ordered, with_model_flops
+from dstrial.dsat.outcome import FailureKind, Measured
+from dstrial.dsat.trial.flops import counted_flops
+
+ONE_LAYER = 2 * 4 * 16 * 16  # of 4 records
+
+
+@pytest.mark.parametrize("is_first_frozen", [False, True])
+def test_what_checkpointing_computes_again_is_told_from_the_models_own_work(is_first_frozen: bool) -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(3))
+    layers[0].requires_grad_(not is_first_frozen)
+    layers[1].requires_grad_(False)
+    records = torch.randn(4, 16, requires_grad=True)
+
+    def step(is_checkpointed: bool) -> None:
+        hidden = records
+        for layer in layers:
+            block = torch.nn.Sequential(layer, torch.nn.ReLU())
+            hidden = checkpoint(block, hidden, use_reentrant=False) if is_checkpointed else block(hidden)
+        hidden.sum().backward()
+
+    _, plain, nothing = counted_flops(lambda: step(False))
+    _, checkpointed, again = counted_flops(lambda: step(True))
+
+    assert nothing == 0
+    assert again == 3 * ONE_LAYER
+    assert checkpointed - again == plain == (3 + 3 + 3 - 1 - is_first_frozen) * ONE_LAYER
+
+
+def test_configurations_of_equal_throughput_have_equal_flops_whatever_each_of_them_counted() -> None:
+    first = with_model_flops(Measured({"throughput": 10.0, "FLOPS_per_gpu": 4e12}), None)
+    checkpointed = with_model_flops(Measured({"throughput": 10.0, "FLOPS_per_gpu": 6e12}), first)
+    compiled = with_model_flops(Measured({"throughput": 20.0}), checkpointed)
+
+    assert first.value("FLOPS_per_gpu") == checkpointed.value("FLOPS_per_gpu") == 4e12
+    assert compiled.value("FLOPS_per_gpu") == 8e12
+
+
+def test_where_no_flops_are_counted_a_dry_run_or_a_rule_still_ranks_configurations_as_throughput() -> None:
+    nothing = Measured({"throughput": 8.0, "num_params": 1e9})
+
+    described = with_model_flops(nothing, None, flops_per_record=1e12, num_replicas=4)
+    ruled = with_model_flops(nothing, None, num_replicas=4)
+    second = with_model_flops(Measured({"throughput": 16.0, "num_params": 1e9}), ruled)
+
+    assert described.value("FLOPS_per_gpu") == 2e12
+    assert not described.value(FLOPS_RULE)
+    assert ruled.value("FLOPS_per_gpu") == 6e9 * 8 / 4
+    assert second.value("FLOPS_per_gpu") == 6e9 * 16 / 4
+    assert second.value(FLOPS_RULE)
+    assert [len(doubts(one, ruled)) for one in (described, ruled, second)] == [0, 1, 1]
+    assert "different sizes" in doubts(Measured({"num_params": 5e8}), nothing)[0]
+    assert not doubts(Measured({"num_params": 5e8, "probe_pipeline_stages": 2.0}), nothing)
+
+
+def test_an_engine_that_trains_otherwise_than_ordered_is_an_error_in_the_training_code() -> None:
+    candidate = Candidate(2, (), BatchSplit(4, 2, 16))
+    obedient = {"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2.0, "zero_stage": 2.0}
+
+    assert unlike_ordered(Measured(obedient), candidate) is None
+    assert unlike_ordered(Measured({"throughput": 1.0}), candidate) is None
+    assert unlike_ordered(Measured({**obedient, "zero_stage": 1.0, "num_engines": 2.0}), candidate) is None
+    failure = unlike_ordered(
+        Measured({**obedient, "train_micro_batch_size_per_gpu": 8.0, "zero_stage": 1.0}), candidate
+    )
+    assert failure is not None
+    assert failure.kind is FailureKind.USER_ERROR
+    assert "train_micro_batch_size_per_gpu 8, zero_stage 1; expected 4, 2" in failure.message

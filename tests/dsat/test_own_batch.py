@@ -1,0 +1,157 @@
+"""The batch that a search keeps, where a DeepSpeed config leaves its sizes to the library that trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.settings import SearchSettings, read_settings
+from dstrial.errors import ConfigError
+
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+ALL_AUTO = {
+    **dict.fromkeys(SIZES, "auto"),
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+"""As Hugging Face's documentation shows it."""
+
+FOR_ACCELERATE = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {}},
+    "zero_optimization": {"stage": 1},
+}
+TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
+ACCELERATE = "from accelerate import Accelerator\n"
+
+
+def _settings(
+    directory: Path,
+    arguments: str = "",
+    *flags: str,
+    script: str = TRAINER,
+    hparams: dict[str, Any] | None = None,
+    **sizes: object,
+) -> SearchSettings:
+    model_dir = directory / "model"
+    model_dir.mkdir()
+    (model_dir / "train.py").write_text(script)
+    (model_dir / "args.json").write_text("{}")
+    (model_dir / "ds.json").write_text(json.dumps({**ALL_AUTO, **sizes}))
+    config = {
+        "name": "mine",
+        "entrypoint": f"python3 -m dstrial.launch train.py {arguments}",
+        "hyperparameters": {"deepspeed_config": "ds.json", **(hparams or {})},
+        "searcher": {"name": "single", "metric": "loss"},
+        "resources": {"slots_per_trial": 2},
+    }
+    path = directory / "exp.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return read_settings(build_parser("dsat").parse_args(["predict", str(path), str(model_dir), *flags]))
+
+
+def _own(settings: SearchSettings) -> tuple[int, ...]:
+    """Return total, micro batch, accumulation; as the emitted config has them."""
+    config = settings.space.config(settings.space.own())
+    return tuple(config[key] for key in SIZES)
+
+
+def test_a_trainers_sizes_are_those_of_the_entrypoints_flags(tmp_path: Path) -> None:
+    settings = _settings(tmp_path, "--per-device-train-batch-size=8 --gradient_accumulation_steps 4")
+
+    assert _own(settings) == (64, 8, 4)
+    assert settings.warnings == ()
+    # What the Trainer fills in besides stays to it.
+    assert settings.space.config(settings.space.own())["optimizer"]["params"]["lr"] == "auto"
+
+
+@pytest.mark.parametrize("section", [None, "training_arguments"])
+def test_sizes_among_the_hyperparameters_serve_where_there_is_no_flag(
+    section: str | None, tmp_path: Path
+) -> None:
+    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 5}
+
+    settings = _settings(
+        tmp_path, "--gradient_accumulation_steps 2", hparams=sizes if section is None else {section: sizes}
+    )
+
+    assert _own(settings) == (24, 6, 2)
+
+
+def test_the_trainers_defaults_are_taken_with_a_warning_that_says_what_to_write(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+
+    assert _own(settings) == (16, 8, 1)
+    micro, steps = settings.warnings
+    assert "ds.json:" in micro
+    assert "its default of 8 is taken" in micro
+    assert "write --per_device_train_batch_size into the entrypoint" in micro
+    assert "its default of 1 is taken" in steps
+
+
+def test_a_number_in_the_config_wins_over_the_flags(tmp_path: Path) -> None:
+    settings = _settings(
+        tmp_path, "--per_device_train_batch_size 8 --gradient_accumulation_steps 3", train_batch_size=64
+    )
+
+    assert _own(settings) == (64, 8, 4)
+
+
+def test_another_global_batch_is_divided_by_the_flags_micro_batch(tmp_path: Path) -> None:
+    settings = _settings(
+        tmp_path,
+        "--per_device_train_batch_size 8 --gradient_accumulation_steps 2",
+        "--train-batch-size",
+        "64",
+    )
+
+    assert _own(settings) == (64, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got", "fix"),
+    [
+        (
+            "--per_device_train_batch_size $SIZE",
+            r"entrypoint is a command with --per_device_train_batch_size \$SIZE",
+            r"Write the number, or set train_micro_batch_size_per_gpu in .*ds\.json",
+        ),
+        ("args.json", r"a script with its arguments in args\.json", "Write the arguments themselves"),
+    ],
+)
+def test_sizes_that_cannot_be_read_are_refused_with_what_to_write(
+    arguments: str, got: str, fix: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{got}.*{fix}"):
+        _settings(tmp_path, arguments)
+
+
+def test_a_size_that_only_an_accelerate_loop_knows_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"only the script's DataLoader knows it.*Write the batch_size"):
+        _settings(tmp_path, script=ACCELERATE, **FOR_ACCELERATE)
+
+
+def test_an_accelerate_loop_whose_micro_batch_is_given_needs_no_more(tmp_path: Path) -> None:
+    settings = _settings(tmp_path, script=ACCELERATE, **FOR_ACCELERATE, train_micro_batch_size_per_gpu=4)
+
+    assert _own(settings) == (8, 4, 1)
