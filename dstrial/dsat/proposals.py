@@ -24,6 +24,8 @@ _MAY_FIT = 0.3
 """Least probability to fit of what a group promises."""
 _SURE_ENOUGH, _WORTH_RISK = 0.88, 0.03
 """What fits less surely than other candidates have to is proposed where it is expected to gain this."""
+_LIKELY_ENOUGH, _WORTH_LAST_RISK = 0.7, 0.05
+"""What fits still less surely is proposed where it is expected to gain this, for when nothing else is left."""
 _HOPELESS_SPREADS, _HOPELESS = 3.0, 1.03
 """A group whose bound at so many spreads is above the best cost by this is not looked at again."""
 _KEPT = 2
@@ -40,10 +42,12 @@ class Proposal:
     Attributes:
         forecast: of it.
         promised: what may fit and would be better, once this has told what the group needs; None if nothing.
+        is_risk: whether it may well run out of memory, and is for when nothing else is left.
     """
 
     forecast: Forecast
     promised: Forecast | None = None
+    is_risk: bool = False
 
     def gain(self, cost: float) -> float:
         """Return by which share it, or what follows from it, is expected to be better than a cost."""
@@ -136,10 +140,12 @@ class Proposals:
             worth = promised.gain(cost) * promised.probability_to_fit
             if promised.probability_to_fit >= _SURE_ENOUGH and worth >= _WORTH_RISK:
                 found[promised.candidate] = Proposal(promised)
-            elif not is_known:
-                stone = descent.stone(structure_of(promised.candidate))
-                if stone is not None:
-                    found[stone.candidate] = Proposal(self._forecaster.completed(stone), promised)
+                continue
+            stone = None if is_known else descent.stone(structure_of(promised.candidate))
+            if stone is not None:
+                found[stone.candidate] = Proposal(self._forecaster.completed(stone), promised)
+            elif promised.probability_to_fit >= _LIKELY_ENOUGH and worth >= _WORTH_LAST_RISK:
+                found[promised.candidate] = Proposal(promised, is_risk=True)
         return list(found.values())
 
     def _descent(self, positions: Sequence[int], fits: float, time: TimeModel) -> _Descent:

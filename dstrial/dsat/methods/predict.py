@@ -232,8 +232,16 @@ class PredictSearch:
             return sorted(fitting, key=lambda pair: -pair[1])
         # Predictions that were often disappointed are believed less.
         believed = max(0.0, 1 - num_disappointed(self._order, self.known, self.forecaster) / _PATIENCE)
-        ranked = [(one.forecast, believed * one.gain(best[1])) for one in found(_FITS, _BOUND_SPREADS)]
-        ranked.sort(key=lambda pair: -pair[1])
+        proposals = found(_FITS, _BOUND_SPREADS)
+
+        def sorted_by_gain(*, is_risk: bool) -> list[tuple[Forecast, float]]:
+            some = [one for one in proposals if one.is_risk == is_risk]
+            pairs = [(one.forecast, believed * one.gain(best[1])) for one in some]
+            return sorted(pairs, key=lambda pair: -pair[1])
+
+        ranked = sorted_by_gain(is_risk=False)
+        if not ranked or ranked[0][1] < _LEAST_GAIN:
+            ranked = sorted_by_gain(is_risk=True) or ranked
         self._left = [(one.candidate, best[1] / one.bound(_BOUND_SPREADS) - 1) for one, _ in ranked[:10]]
         return ranked
 
