@@ -97,6 +97,20 @@ def test_a_search_finds_a_recorded_row_for_everything_that_it_asks_for(load: Any
     assert not grid.is_close(grid.row(grid.space.own()))
 
 
+def test_predict_finds_the_best_row_of_the_recorded_grid_though_it_is_not_sure_to_fit(load: Any) -> None:
+    benchmark, play = load("dsat"), load("dsat_play")
+    path = BENCHMARKS / "dsat_recorded" / "grid.json"
+    grid = load("dsat_grid").RecordedGrid.read(path)
+    case = benchmark.GridCase(grid, path.with_name("grid-inputs.json"))
+
+    for seed in range(3):
+        problem, _ = case.at(seed)
+        played = play.play_ours(problem, "predict", seed, play.Cost())
+        assert played.best == grid.best.candidate
+        assert played.num_out_of_memory == 0
+        assert len(played.trials) <= 8
+
+
 def test_a_recording_goes_on_where_it_was_ended_and_repeats_only_what_may_be_the_best(
     load: Any, tmp_path: Path
 ) -> None:
