@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from dstrial import __version__
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import Manifest
 from dstrial.errors import CheckpointError
@@ -91,7 +91,7 @@ def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {root} describes its layout in another form ({error}); expected that of dstrial "
-            f"{importlib.metadata.version('dstrial')}. Use the release that wrote it."
+            f"{__version__}. Use the release that wrote it."
         ) from error
 
 

@@ -37,6 +37,15 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
 
     Ranks: none; for the launcher, before it starts ranks.
     """
+    return [lock for lock in abandoned_locks(root) if _remove(lock)]
+
+
+def abandoned_locks(root: Path | None = None) -> list[Path]:
+    """Return the locks that ``remove_abandoned_locks`` would remove; changes nothing.
+
+    Args:
+        root: the folder; that of torch if None.
+    """
     folder = root or _default_root()
     try:
         # <folder>/<operator>/lock, or <folder>/<python and device>/<operator>/lock below the default one.
@@ -46,7 +55,7 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
     if not locks or not _PROCESSES.is_dir():
         return []
     held = _open_files()
-    return [lock for lock in locks if _remove_if_abandoned(lock, held)]
+    return [lock for lock in locks if _is_abandoned(lock, held)]
 
 
 def _default_root() -> Path:
@@ -57,13 +66,18 @@ def _default_root() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
 
 
-def _remove_if_abandoned(lock: Path, held: set[tuple[int, int]]) -> bool:
+def _is_abandoned(lock: Path, held: set[tuple[int, int]]) -> bool:
     try:
         found = lock.stat()
-        age_s = time.time() - found.st_mtime
         min_age_s = _MIN_AGE_S if _is_local(lock) else _MIN_AGE_ON_NETWORK_S
-        if (found.st_dev, found.st_ino) in held or age_s < min_age_s:
-            return False
+    except OSError:
+        return False  # released meanwhile
+    return (found.st_dev, found.st_ino) not in held and time.time() - found.st_mtime >= min_age_s
+
+
+def _remove(lock: Path) -> bool:
+    try:
+        age_s = time.time() - lock.stat().st_mtime
         lock.unlink()
     except OSError:
         # Released or removed meanwhile, or not ours to remove.

@@ -17,13 +17,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
 
+from dstrial import __version__
 from dstrial.errors import DstrialError, MasterError
 from dstrial.master.changes import Changes
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
@@ -165,7 +165,7 @@ def serve(
                 {"id": slot.id, "kind": slot.kind, "brand": slot.brand, "uuid": slot.uuid} for slot in slots
             ),
             cluster_id=services.cluster_id,
-            version=version("dstrial"),
+            version=__version__,
         )
         # What start-up made is not looked at again by the garbage collector.
         gc.freeze()
