@@ -25,6 +25,7 @@ SCHEMA = 1
 """Version of what ``--json`` prints; it grows when a key is taken away or means something else."""
 
 _NEXT = "`dstrial doctor --train` trains on this machine for some minutes and proves the rest."
+_FIRST_MEND = "Mend what is a problem; then `dstrial doctor --train` trains here for some minutes and proves the rest."
 _STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _TRAIN_ONLY = {"minutes": "--minutes", "only": "--only", "skip": "--skip", "output": "--output"}
 _DEFAULT_MINUTES = 8.0
@@ -123,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
     if args.as_json:
         sys.stdout.write(json.dumps(document(groups, seconds), indent=2, ensure_ascii=False) + "\n")
     else:
-        sys.stdout.write(f"\n{in_words(counts)} in {seconds:.1f} s. {_NEXT}\n")
+        sys.stdout.write(f"\n{in_words(counts)} in {seconds:.1f} s. {_FIRST_MEND if counts['problem'] else _NEXT}\n")
     return 1 if counts["problem"] else 0
 
 

@@ -40,7 +40,7 @@ def judge(
                     "Set DS_ACCELERATOR=cuda, and look at what `ds_report` says.",
                 )
             )
-    if "dstrial" in libraries.seconds and all(failure.library != "dstrial" for failure in libraries.failures):
+    if "dstrial" in libraries.seconds and not libraries.failures:
         findings.append(ok("what trials import", f"dstrial and determined{_took(libraries, 'dstrial')}"))
     slow = {name: seconds for name, seconds in libraries.seconds.items() if seconds > _SLOW_S}
     if slow:
@@ -97,6 +97,8 @@ def _judge_failure(failure: ImportFailure) -> Finding:
             what,
             "Look at that place; a file system that is slow or gone is a usual cause. --deadline waits longer.",
         )
+    if "accelerator" in failure.reason.lower() and "ValueError" in failure.reason:
+        return problem(name, what, "Unset DS_ACCELERATOR, or install what that accelerator needs.")
     if "SIGILL" in failure.reason:
         return problem(
             name,

@@ -182,12 +182,14 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
         if "begins" in record:
             begun = record["begins"]
             continue
+        begun = ""
         seconds[record["stage"]] = record["seconds"]
         if "error" in record:
+            if any(failure.reason == record["error"] for failure in failures):
+                continue  # dstrial cannot be imported for the reason for which deepspeed cannot
             failures.append(ImportFailure(record["stage"], record["error"], seconds=record["seconds"]))
         else:
             values[record["stage"]] = record["values"]
-        begun = ""
     if begun or return_code != 0:
         failures.append(_unfinished(begun or "torch", errors, return_code, deadline_s))
     torch, deepspeed = values.get("torch"), values.get("deepspeed")
