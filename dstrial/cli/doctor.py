@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import math
 import sys
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from dstrial import __version__
 from dstrial.doctor.checkup import CheckupOptions, run
 from dstrial.doctor.finding import Group, Status, count, in_words
+from dstrial.errors import DstrialError
+from dstrial.local.json_files import write_text_atomically
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -25,9 +28,14 @@ SCHEMA = 1
 """Version of what ``--json`` prints; it grows when a key is taken away or means something else."""
 
 _NEXT = "`dstrial doctor --train` trains on this machine for some minutes and proves the rest."
-_FIRST_MEND = "Mend what is a problem; then `dstrial doctor --train` trains here for some minutes and proves the rest."
+_FIRST_MEND = (
+    "Mend what is a problem; then `dstrial doctor --train` trains here for some minutes and proves the rest."
+)
+DOCUMENT_NAME = "doctor.json"
+"""What ``--output`` keeps, the same as ``--json`` prints."""
+
 _STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
-_TRAIN_ONLY = {"minutes": "--minutes", "only": "--only", "skip": "--skip", "output": "--output"}
+_TRAIN_ONLY = {"minutes": "--minutes", "only": "--only", "skip": "--skip"}
 _DEFAULT_MINUTES = 8.0
 
 
@@ -62,6 +70,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--state-dir", metavar="DIR", help="the master's state directory, as for `dstrial up`"
     )
     parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help=f"directory for the reports: {DOCUMENT_NAME}, or those of --train (which keeps them below the runs by default)",
+    )
+    parser.add_argument(
         "--deadline",
         type=_seconds_argument,
         default=CheckupOptions().import_deadline_s,
@@ -80,7 +93,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     training.add_argument("--only", nargs="+", action="extend", metavar="NAME", help="run these checks")
     training.add_argument("--skip", nargs="+", action="extend", metavar="NAME", help="leave these checks out")
-    training.add_argument("--output", metavar="DIR", help="where the reports are kept")
 
 
 def _count_argument(text: str) -> int:
@@ -101,6 +113,9 @@ def _seconds_argument(text: str) -> float:
 
 def main(args: argparse.Namespace) -> int:
     """Look and print; return 0 if there is no problem, else 1. With ``--train``, train."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What others have named may not be written in every encoding; a sign in its place may.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if args.train:
         return _train(args)
     misplaced = [option for name, option in _TRAIN_ONLY.items() if getattr(args, name) is not None]
@@ -121,11 +136,26 @@ def main(args: argparse.Namespace) -> int:
         show(group)
     seconds = time.monotonic() - began_at_s
     counts = count(groups)
+    text = json.dumps(document(groups, seconds), indent=2, ensure_ascii=False) + "\n"
+    if args.output is not None:
+        _keep(Path(args.output), text)
     if args.as_json:
-        sys.stdout.write(json.dumps(document(groups, seconds), indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(text)
     else:
-        sys.stdout.write(f"\n{in_words(counts)} in {seconds:.1f} s. {_FIRST_MEND if counts['problem'] else _NEXT}\n")
+        sys.stdout.write(
+            f"\n{in_words(counts)} in {seconds:.1f} s. {_FIRST_MEND if counts['problem'] else _NEXT}\n"
+        )
     return 1 if counts["problem"] else 0
+
+
+def _keep(directory: Path, text: str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(directory / DOCUMENT_NAME, text)
+    except OSError as error:
+        raise DstrialError(
+            f"--output is {directory}, where nothing can be written ({error.strerror}); expected a directory. Name another one."
+        ) from error
 
 
 def _train(args: argparse.Namespace) -> int:

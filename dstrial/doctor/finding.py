@@ -33,17 +33,17 @@ class Finding:
 
 def ok(name: str, what: str) -> Finding:
     """Return a finding that asks for nothing."""
-    return Finding(name, "ok", what)
+    return Finding(printable(name), "ok", printable(what))
 
 
 def note(name: str, what: str, todo: str) -> Finding:
     """Return a finding that a person should know of; training works."""
-    return Finding(name, "note", what, todo)
+    return Finding(printable(name), "note", printable(what), printable(todo))
 
 
 def problem(name: str, what: str, todo: str) -> Finding:
     """Return a finding because of which some training fails."""
-    return Finding(name, "problem", what, todo)
+    return Finding(printable(name), "problem", printable(what), printable(todo))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +85,15 @@ def in_words(counts: dict[Status, int]) -> str:
         f"{counts['ok']} ok, {notes} {'note' if notes == 1 else 'notes'}, "
         f"{problems} {'problem' if problems == 1 else 'problems'}"
     )
+
+
+def printable(text: str) -> str:
+    """Return a text with every character that is not for reading written as its code.
+
+    Names of processes, of hosts and values of variables are chosen by others, and hold what moves a terminal's cursor if
+    those want it; bytes that are no UTF-8 cannot be written at all.
+    """
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
 def size(num_bytes: float) -> str:

@@ -176,7 +176,7 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
     begun = ""
     values: dict[str, Mapping[str, Any]] = {}
     seconds: dict[str, float] = {}
-    failures = []
+    failures: list[ImportFailure] = []
     for line in output.splitlines():
         record = json.loads(line)
         if "begins" in record:

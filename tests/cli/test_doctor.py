@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import wait_for
 
 HERE = pathlib.Path(__file__).parent
 GROUPS = [
@@ -254,6 +255,15 @@ def test_devices_that_are_divided_hidden_or_closed_are_told(doctor, driver):
     assert "prohibited" in problems(closed)["device 0 mode"]["what"]
 
 
+def test_what_is_printed_as_json_is_kept_where_output_says(doctor, tmp_path):
+    done = doctor("--fast", "--json", "--output", str(tmp_path / "kept" / "here"))
+    assert (tmp_path / "kept" / "here" / "doctor.json").read_text() == done.stdout
+    (tmp_path / "file").touch()
+    refused = doctor("--fast", "--output", str(tmp_path / "file"))
+    assert refused.returncode == 1
+    assert "--output is" in refused.stderr
+
+
 def test_wrong_usage_is_told(doctor):
     for arguments in (
         ["--minutes", "2"],
@@ -265,3 +275,45 @@ def test_wrong_usage_is_told(doctor):
         done = doctor(*arguments)
         assert done.returncode == 2, arguments
         assert "usage:" in done.stderr
+
+
+def test_names_that_others_choose_cannot_write_to_the_terminal(doctor, driver, tmp_path):
+    """A process names itself, and a variable holds any bytes: neither may move the cursor, or end the command."""
+    program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\x1b[2Jgone'); print('ready', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            variables = {
+                "LD_LIBRARY_PATH": driver,
+                "FAKE_NVML_PID": other.pid,
+                "NCCL_TOPO_FILE": "a\x1b[31m\udcffb",
+            }
+            text = doctor("--fast", **variables)
+            ascii_text = doctor("--fast", PYTHONIOENCODING="ascii", **variables)
+            document = doctor("--fast", "--json", **variables)
+        finally:
+            other.kill()
+    assert text.stderr == ascii_text.stderr == document.stderr == ""
+    assert "\x1b" not in text.stdout
+    assert "[2Jgone of " in text.stdout
+    assert "[2Jgone of " in findings(document)["device 0 use"]["what"]
+
+
+def test_what_it_started_ends_with_it(tmp_path):
+    shadow = tmp_path / "shadow" / "torch"
+    shadow.mkdir(parents=True)
+    note = tmp_path / "pid"
+    (shadow / "__init__.py").write_text(
+        f"import os, pathlib, time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(1000)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dstrial.cli", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(shadow.parent)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+    )
+    wait_for(lambda: note.exists() and note.read_text(), "the import to begin")
+    process.kill()
+    process.wait()
+    wait_for(lambda: not pathlib.Path("/proc", note.read_text()).exists(), "the import to end")
