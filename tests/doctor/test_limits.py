@@ -83,6 +83,7 @@ def test_limits_that_do_not_bind_are_ok():
     ("files", "groups", "expected"),
     [
         ({"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b\n", 1.5),
+        ({"a/cpu.max": "400000 100000", "a/b/cpu.max": "200000 100000"}, "0::/a/b\n", 2.0),
         ({"a/cpu.max": "max 100000"}, "0::/a\n", None),
         ({"cpu.max": "200000 100000"}, "0::/host/path/that/is/not/mounted/here\n", 2.0),
         (

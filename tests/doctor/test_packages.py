@@ -48,6 +48,16 @@ def test_an_optional_part_is_ok_without_and_a_note_where_it_does_not_fit():
     assert judged({**GOOD, "tokenizers": "0.15"})["extra huggingface"].status == "note"
 
 
+def test_what_developers_use_is_not_asked_of_users():
+    asked = [
+        *ASKED,
+        'ruff>=0.8; extra == "dev"',
+        'dstrial[huggingface]; extra == "examples"',
+        'winreg; sys_platform == "win32"',
+    ]
+    assert packages.requirements(asked, GOOD) == packages.requirements(ASKED, GOOD)
+
+
 def test_this_environment_is_as_dstrial_asks_for():
     python = packages.measure()
     assert python.dstrial == dstrial.__version__
