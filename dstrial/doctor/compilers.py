@@ -219,7 +219,7 @@ def judge_operators(libraries: Libraries) -> list[Finding]:
     if wanted == ["async_io"]:
         return [
             *findings,
-            ok("operators not possible", f"{', '.join(lost)}; async_io: {WITHOUT['async_io']}"),
+            ok("operators not possible", f"{', '.join(lost)}; {_concerned(wanted)}"),
         ]
     todo = f"`ds_report` says why; to train without: {_concerned(wanted)}."
     return [*findings, note("operators not possible", ", ".join(lost), todo)]

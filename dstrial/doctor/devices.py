@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dstrial.doctor.finding import Finding, note, ok, problem, size
+from dstrial.doctor.finding import Finding, note, ok, plural, problem, size
 
 T = TypeVar("T")
 
@@ -226,8 +226,8 @@ def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], 
         environ: environment variables.
 
     Returns:
-        The devices or MIG instances that ``CUDA_VISIBLE_DEVICES`` leaves, by UUID; and its words that name none. CUDA itself
-        ignores whatever comes after the first such word.
+        The devices or MIG instances that ``CUDA_VISIBLE_DEVICES`` leaves, by UUID; and its first word that names none, if there
+        is any: CUDA ignores whatever comes after it.
     """
     whole = [device.uuid for device in hardware.devices if not device.is_mig]
     instances = [uuid for device in hardware.devices for uuid in device.mig_uuids]
@@ -243,6 +243,7 @@ def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], 
             found.append(match[0])
         else:
             unknown.append(word)
+            break
     return found, unknown
 
 
@@ -273,7 +274,7 @@ def _judge_driver(hardware: Hardware) -> Finding:
             "driver", f"{hardware.driver or 'there'}, but NVML does not answer: {hardware.error}", todo
         )
     if hardware.driver is None:
-        rest = f"; {hardware.num_amd} AMD devices" if hardware.num_amd else ""
+        rest = f"; {plural(hardware.num_amd, 'AMD device')}" if hardware.num_amd else ""
         return ok("driver", f"none of NVIDIA's{rest or ': ranks train on the CPU'}")
     if not hardware.devices:
         return problem(
@@ -296,7 +297,7 @@ def judge_device(device: Device) -> list[Finding]:
     if device.capability is not None:
         facts.append(f"compute capability {_dotted(device.capability)}")
     if device.is_mig:
-        facts.append(f"{len(device.mig_uuids)} MIG instances")
+        facts.append(f"{plural(len(device.mig_uuids), 'MIG instance')}")
     found = [ok(name, ", ".join(facts))]
     if device.is_mig and not device.mig_uuids:
         found.append(

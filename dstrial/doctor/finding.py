@@ -80,11 +80,7 @@ def count(groups: Iterable[Group]) -> dict[Status, int]:
 
 def in_words(counts: dict[Status, int]) -> str:
     """Say counts as in ``12 ok, 2 notes, 1 problem``."""
-    notes, problems = counts["note"], counts["problem"]
-    return (
-        f"{counts['ok']} ok, {notes} {'note' if notes == 1 else 'notes'}, "
-        f"{problems} {'problem' if problems == 1 else 'problems'}"
-    )
+    return f"{counts['ok']} ok, {plural(counts['note'], 'note')}, {plural(counts['problem'], 'problem')}"
 
 
 def printable(text: str) -> str:
@@ -94,6 +90,11 @@ def printable(text: str) -> str:
     those want it; bytes that are no UTF-8 cannot be written at all.
     """
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a number with its noun: ``1 device``, ``2 devices``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def size(num_bytes: float) -> str:

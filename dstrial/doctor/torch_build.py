@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from dstrial.doctor.devices import Hardware, visible
-from dstrial.doctor.finding import Finding, note, ok, problem
+from dstrial.doctor.finding import Finding, note, ok, plural, problem
 from dstrial.doctor.libraries import TorchBuild
 
 _OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
@@ -39,12 +39,14 @@ def judge(
         return _judge_cuda(torch, torch.cuda, hardware, num_visible=len(seen), is_fast=is_fast)
     if torch.hip is not None:
         if hardware.devices and not hardware.num_amd:
-            return [_wrong_build(torch, f"{len(hardware.devices)} NVIDIA devices", _best_build(hardware))]
+            return [
+                _wrong_build(torch, plural(len(hardware.devices), "NVIDIA device"), _best_build(hardware))
+            ]
         return [_judge_availability(torch, hardware.num_amd, is_fast=is_fast)]
     if hardware.devices:
-        return [_wrong_build(torch, f"{len(hardware.devices)} NVIDIA devices", _best_build(hardware))]
+        return [_wrong_build(torch, plural(len(hardware.devices), "NVIDIA device"), _best_build(hardware))]
     if hardware.num_amd:
-        return [_wrong_build(torch, f"{hardware.num_amd} AMD devices", "ROCm")]
+        return [_wrong_build(torch, plural(hardware.num_amd, "AMD device"), "ROCm")]
     return [ok("build", f"{torch.kind}, as this machine has no accelerator")]
 
 
@@ -52,7 +54,7 @@ def _judge_cuda(
     torch: TorchBuild, cuda: str, hardware: Hardware, *, num_visible: int, is_fast: bool
 ) -> list[Finding]:
     if hardware.num_amd and not hardware.devices:
-        return [_wrong_build(torch, f"{hardware.num_amd} AMD devices", "ROCm")]
+        return [_wrong_build(torch, plural(hardware.num_amd, "AMD device"), "ROCm")]
     if hardware.driver is None:
         return [
             note(
@@ -161,7 +163,7 @@ def _judge_availability(torch: TorchBuild, num_visible: int, *, is_fast: bool) -
         said = f": {torch.warnings[0]}" if torch.warnings else ""
         return problem(
             "build",
-            f"{torch.kind}, and finds none of {num_visible} visible devices{said}",
+            f"{torch.kind}, and finds none of {plural(num_visible, 'visible device')}{said}",
             "Let `torch.zeros(1, device='cuda')` say the cause. In a container, the driver capability 'compute' is needed.",
         )
     if torch.num_devices != num_visible:
@@ -172,7 +174,7 @@ def _judge_availability(torch: TorchBuild, num_visible: int, *, is_fast: bool) -
         )
     return ok(
         "build",
-        f"{torch.kind}; finds {torch.num_devices} {'device' if torch.num_devices == 1 else 'devices'}",
+        f"{torch.kind}; finds {plural(torch.num_devices, 'device')}",
     )
 
 

@@ -83,6 +83,7 @@ def test_memory_errors_and_rows_that_wait_for_a_reset_are_said():
         ("2", [], ["2"]),
         ("-1", [], ["-1"]),
         ("NoDevFiles", [], ["NoDevFiles"]),
+        ("0,9,1", ["GPU-aaaa1111"], ["9"]),
     ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(value, seen, unknown):
