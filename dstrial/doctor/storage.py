@@ -81,11 +81,14 @@ def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
         One value per place, in order; a finding for one that does not answer.
     """
     found: list[Directory | Finding] = []
+    elsewhere = "Choose another directory, or change the rights on this one."
     measured: dict[int, Directory] = {}
     share = TOTAL_BYTES // max(1, len(places))
     for name, path in places:
         try:
             found.append(within(_DIRECTORY_TIMEOUT_S, lambda n=name, p=path: _look(n, p, share, measured)))  # type: ignore[misc]
+        except OSError as error:
+            found.append(problem(name, f"{path} cannot be looked at: {error.strerror or error}", elsewhere))
         except NoAnswerError:
             found.append(
                 problem(

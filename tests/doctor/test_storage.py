@@ -86,3 +86,22 @@ def test_a_file_system_that_no_file_can_be_made_in_is_a_problem():
 def test_findings_of_places_that_did_not_answer_stay_as_they_are():
     hanging = Finding("runs", "problem", "does not answer", "Choose another.")
     assert storage.judge([hanging, GOOD])[0] is hanging
+
+
+def test_a_name_that_no_file_system_takes_is_a_problem_of_that_place_alone(tmp_path):
+    first, second = storage.measure([("runs", tmp_path / ("x" * 300)), ("state", tmp_path)])
+    assert storage.judge([first])[0].status == "problem"
+    assert second.bytes_per_s
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="Requires: [root, to be somebody else for a while]")
+def test_a_place_in_a_directory_that_only_others_may_enter_is_a_problem_of_that_place_alone(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    os.seteuid(65534)
+    try:
+        first, second = storage.measure([("runs", closed / "ours" / "runs"), ("temporary", Path("/dev/shm"))])
+    finally:
+        os.seteuid(0)
+    assert "Permission denied" in storage.judge([first])[0].what
+    assert second.error == ""

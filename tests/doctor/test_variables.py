@@ -47,3 +47,16 @@ def test_variables_that_hold_secrets_or_nothing_of_ours_are_left_out():
         "variables"
     ]
     assert len(judged(NCCL_TOPO_FILE="x" * 5000)["NCCL_TOPO_FILE"].what) < 300
+
+
+def test_paths_that_no_file_system_takes_are_told_like_missing_ones(tmp_path):
+    long = "/" + "x" * 300
+    found = judged(TMPDIR=long, PYTHONPATH=long, CUDA_HOME=long)
+    assert [found[name].status for name in ("TMPDIR", "PYTHONPATH", "CUDA_HOME")] == [
+        "problem",
+        "note",
+        "note",
+    ]
+    (tmp_path / "file").touch()
+    assert judged(TMPDIR=str(tmp_path / "file"))["TMPDIR"].status == "problem"
+    assert judged(TMPDIR=str(tmp_path))["TMPDIR"].status == "ok"
