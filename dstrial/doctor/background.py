@@ -37,7 +37,11 @@ class Background(Generic[T]):
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._began_at_s = time.monotonic()
         self._took_s: float | None = None
-        threading.Thread(target=self._run, args=(call,), name="doctor", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(call,), name="doctor", daemon=True).start()
+        except RuntimeError:
+            # At the limit of processes no thread can be begun; what finds that limit must not fail at it.
+            self._run(call)
 
     def result(self, timeout_s: float) -> T:
         """Return what the call returned, or raise what it raised; may be asked by several threads.

@@ -83,8 +83,8 @@ def measure() -> Compilers:
 def _nvcc() -> str | None:
     chosen = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if chosen:
-        path = Path(chosen, "bin", "nvcc")
-        return str(path) if path.exists() else None
+        path = str(Path(chosen, "bin", "nvcc"))
+        return path if os.access(path, os.X_OK) else None
     found = shutil.which("nvcc")
     if found:
         return found

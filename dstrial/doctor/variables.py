@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from dstrial.doctor.finding import Finding, note, ok, problem
 
@@ -96,7 +95,8 @@ def _judge_slow(environ: Mapping[str, str]) -> list[Finding]:
 def _judge_paths(environ: Mapping[str, str]) -> list[Finding]:
     found = []
     temporary = environ.get("TMPDIR")
-    if temporary and not (Path(temporary).is_dir() and os.access(temporary, os.W_OK)):
+    # With a dot behind it, only a directory is there; unlike `Path.is_dir`, no name makes this raise.
+    if temporary and not os.access(f"{temporary}/.", os.W_OK | os.X_OK):
         found.append(
             problem(
                 "TMPDIR", f"{temporary} is no directory that can be written to", "Make it, or `unset TMPDIR`."
@@ -104,14 +104,14 @@ def _judge_paths(environ: Mapping[str, str]) -> list[Finding]:
         )
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
         missing = [
-            word for word in environ.get(name, "").split(os.pathsep) if word and not Path(word).exists()
+            word for word in environ.get(name, "").split(os.pathsep) if word and not os.access(word, os.F_OK)
         ]
         if missing:
             found.append(
                 note(name, f"names {', '.join(missing)}, which is not there", f"Take it out of {name}.")
             )
     home = environ.get("CUDA_HOME")
-    if home and not Path(home).is_dir():
+    if home and not os.access(f"{home}/.", os.X_OK):
         found.append(
             note("CUDA_HOME", f"{home} is no directory", "Set it to the toolkit's directory, or unset it.")
         )

@@ -23,3 +23,13 @@ def test_what_a_call_raises_is_raised_to_whoever_asks_its_own_timeouts_too():
     for _ in range(2):
         with pytest.raises(TimeoutError, match="its own"):
             background.result(30)
+
+
+def test_where_no_thread_can_be_begun_calls_are_made_one_after_the_other(monkeypatch):
+    """So it is at the limit of processes (``ulimit -u``), which the command is there to tell."""
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert within(30, lambda: 4) == 4
