@@ -18,6 +18,7 @@ _SLOW = {
     "NCCL_P2P_DISABLE": "devices do not copy to each other directly",
     "NCCL_SHM_DISABLE": "ranks of a machine do not talk through memory",
     "NCCL_IB_DISABLE": "InfiniBand is not used",
+    "DSTRIAL_SHARE_DEVICE": "several ranks share a device, over gloo",
     "TORCH_SHOW_CPP_STACKTRACES": "",
 }
 _SHOWN = re.compile(

@@ -21,6 +21,7 @@ def test_without_any_there_is_one_line():
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "note"),
         ({"CUDA_LAUNCH_BLOCKING": "0"}, "CUDA_LAUNCH_BLOCKING", "ok"),
         ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "note"),
+        ({"DSTRIAL_SHARE_DEVICE": "1"}, "DSTRIAL_SHARE_DEVICE", "note"),
         ({"NCCL_DEBUG": "INFO"}, "NCCL_DEBUG", "ok"),
         ({"TMPDIR": "/nonexistent"}, "TMPDIR", "problem"),
         ({"PYTHONPATH": "/nonexistent"}, "PYTHONPATH", "note"),
