@@ -29,7 +29,7 @@ prove() {
     timeout --signal=INT --kill-after=20 "$test_seconds" \
         "$python" -m pytest -m gpu -v -p no:cacheprovider --junitxml="$out/tests.xml" "${files[@]}"
     tested=$?
-    left=$("$python" -c "print(max(0.5, float('$minutes') - $SECONDS / 60))")
+    left=$("$python" -c "print(round(max(0.5, float('$minutes') - $SECONDS / 60), 1))")
     "$python" -m dstrial.cli doctor --train --minutes "$left" --output "$out"
     trained=$?
     echo
