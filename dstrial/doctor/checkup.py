@@ -15,6 +15,7 @@ from dstrial.doctor import (
     clock,
     compilers,
     devices,
+    drivers,
     imports,
     libraries,
     limits,
@@ -81,7 +82,7 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     environ = dict(os.environ)
     began = clock.Instant.now()
     state = StateDirectory.choose(options.state_dir)
-    hardware = Background(devices.measure)
+    hardware = Background(drivers.measure)
     from_files = Background(libraries.read_files)
     imported = (
         from_files if options.is_fast else Background(lambda: libraries.import_all(options.import_deadline_s))
