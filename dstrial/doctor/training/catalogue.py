@@ -34,7 +34,7 @@ CHECKS: tuple[Check, ...] = (
     _check(
         "operators", "DeepSpeed's FusedAdam and CPUAdam compile, behind a lock that a kill has left", 40, 200
     ),
-    _check("compile", "torch.compile gives the same losses", 25, 200),
+    _check("compile", "torch.compile gives the same losses", 25, 240),
     _check("loop-overhead", "what dstrial's loop adds to a step", 12, 90),
     _check("memory-prediction", "predicted against measured memory of six configurations", 25, 150),
 )

@@ -19,22 +19,28 @@ _PERIOD, _NUM_SAVES = 5, 4
 
 
 class Saving(TextTrial):
-    """Saves with DeepSpeed after the steps after which dstrial saves, and notes how long the loop takes in between."""
+    """Saves with DeepSpeed after the steps after which dstrial saves, and notes how long everything else takes.
+
+    Attributes:
+        cycles_s: by batch: from the end of the last one, when its device was done, to the end of this one. A save of dstrial's
+            is in that of the batch that follows it, also where the device copies before it goes on.
+        bare_s: of each ``engine.save_checkpoint``.
+    """
 
     bare = Path()
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self.ended_s = 0.0
-        self.gaps_s: dict[int, float] = {}
+        self.cycles_s: dict[int, float] = {}
         self.bare_s: list[float] = []
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         """Train one batch; every few, save what it has made of the engine."""
-        if self.ended_s:
-            self.gaps_s[batch_idx] = time.perf_counter() - self.ended_s
         found = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
         self._synchronise()
+        if self.ended_s:
+            self.cycles_s[batch_idx] = time.perf_counter() - self.ended_s
         if (batch_idx + 1) % _PERIOD == 0:
             began_s = time.perf_counter()
             self.engine.save_checkpoint(str(self.bare), tag=f"batch-{batch_idx + 1}")
@@ -65,11 +71,12 @@ def main() -> None:
         checkpoint_period=dstrial.Batch(_PERIOD),
         reporting_period=dstrial.Batch(1_000_000),
     )
-    ordinary_s = statistics.median(gap for idx, gap in trial.gaps_s.items() if idx % _PERIOD)
-    held_s = [gap - ordinary_s for idx, gap in sorted(trial.gaps_s.items()) if idx % _PERIOD == 0]
+    ordinary_s = statistics.median(one for idx, one in trial.cycles_s.items() if idx % _PERIOD)
+    held_s = [one - ordinary_s for idx, one in sorted(trial.cycles_s.items()) if idx % _PERIOD == 0]
     stall_s, bare_s = statistics.median(held_s[1:]), statistics.median(trial.bare_s[1:])
     program.note(
         doing="comparing files",
+        batch_s=ordinary_s,
         stall_s=stall_s,
         first_stall_s=held_s[0],
         bare_s=bare_s,
