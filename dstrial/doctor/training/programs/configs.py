@@ -17,7 +17,8 @@ def deepspeed_config(stage: int, precision: str = "fp32", **sections: Any) -> di
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
+        # DeepSpeed's buckets of 500 million elements are more memory than these models need.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000},
         "steps_per_print": 1_000_000,
     }
     if precision == "bf16":

@@ -70,7 +70,12 @@ def main() -> None:
         and torch.cuda.get_device_properties(0).total_memory > _ROOMY_BYTES
     ):
         records = 16
-    config = deepspeed_config(1, "bf16" if is_large else "fp32", train_micro_batch_size_per_gpu=records)
+    config = deepspeed_config(
+        1,
+        "bf16" if is_large else "fp32",
+        train_micro_batch_size_per_gpu=records,
+        zero_optimization={"stage": 1},
+    )
     shape = _SHAPES[size]
     trial, _ = train(
         {
