@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -207,6 +208,12 @@ class Bench:
                 "Follow the message below.",
                 up.end,
             )
+        if not self.is_cpu and re.search(r"^slots: +\d+ cpu", up.output, re.MULTILINE):
+            raise CheckFailedError(
+                "the master offers CPU slots on a machine on which torch sees an accelerator",
+                "See that the driver's files (/dev/nvidiactl or /dev/kfd) and nvidia-ml-py are there.",
+                up.end,
+            )
         address = next(
             (word.partition("=")[2] for word in up.output.split() if word.startswith("DET_MASTER=")), ""
         )
@@ -226,14 +233,24 @@ class Bench:
             CheckFailedError: it failed.
         """
         ended = self.run([sys.executable, "-m", "determined.cli", *arguments], env=env)
-        try:
-            return json.loads(ended.output[min(ended.output.find(c) % (1 << 60) for c in "[{") :])
-        except ValueError:
+        found = _json_in(ended.output)
+        if found is None:
             raise CheckFailedError(
                 f"`det {' '.join(arguments)}` ended with exit code {ended.exit_code} and printed no JSON",
                 "Read what it printed, below.",
                 ended.end,
-            ) from None
+            )
+        return found
+
+
+def _json_in(output: str) -> Any:
+    """Return the JSON that begins one of the lines and goes on to the end; None where there is none."""
+    lines = output.splitlines(keepends=True)
+    for idx, line in enumerate(lines):
+        if line.startswith(("[", "{")):
+            with contextlib.suppress(ValueError):
+                return json.loads("".join(lines[idx:]))
+    return None
 
 
 @contextlib.contextmanager
