@@ -19,10 +19,12 @@ def run(bench: Bench) -> Finding:
     """Train, resume, compare."""
     launched = bench.launch("resume", slots=bench.num_slots, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     rows: list[dict[str, Any]] = list(launched.facts["runs"])
-    wrong = [
+    wrong = [f"{row['configuration']}: {row['error']}" for row in rows if "error" in row]
+    wrong += [
         f"{row['configuration']}: losses differ by {row['greatest_difference']:.3g}"
         for row in rows
-        if row["greatest_difference"] > (_ACROSS_STAGES if row["across_stages"] else 0.0)
+        if "error" not in row
+        and row["greatest_difference"] > (_ACROSS_STAGES if row["across_stages"] else 0.0)
     ]
     if wrong:
         raise CheckFailedError(

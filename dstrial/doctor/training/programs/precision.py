@@ -66,6 +66,8 @@ def main() -> None:
         except Exception as error:
             row["result"] = f"{type(error).__name__}: {error}"
             program.note(configurations=rows)
+            if program.may_go_on_after(error):
+                continue
             raise
         losses = [float(loss) for loss in trial.losses]
         row |= {

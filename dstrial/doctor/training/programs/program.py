@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import os
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ class Program:
 
     Args:
         flags: further arguments, ``--name`` each, whose values are strings.
+
+    Attributes:
+        arguments: what it was given.
+        is_chief: whether this is rank 0.
+        is_alone: whether there is no other rank.
     """
 
     def __init__(self, *flags: str) -> None:
@@ -32,6 +38,7 @@ class Program:
         for flag in flags:
             parser.add_argument(f"--{flag}", default="")
         self.arguments = parser.parse_args()
+        self.is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
         self.is_chief = os.environ.get("RANK", "0") == "0"
         self._facts = Facts(self.arguments.facts)
 
@@ -43,6 +50,12 @@ class Program:
         identity = identify(os.environ)
         process_group.init_process_group(identity, timeout_s=timeout_from_environ())
         process_group.keep()
+
+    def may_go_on_after(self, error: Exception) -> bool:
+        """Say whether this rank may try the next configuration: it may where no other rank waits for it."""
+        if self.is_alone:
+            traceback.print_exception(error)
+        return self.is_alone
 
     def note(self, **values: Any) -> None:
         """Keep what was found, on rank 0."""

@@ -29,24 +29,33 @@ def main() -> None:
     for before, after, precision in _CONFIGURATIONS:
         name = f"{precision}, ZeRO {before}" + (f" -> {after}" if after != before else "")
         program.note(doing=name)
-        whole, _ = train(_hparams(before, precision), _END)
-        first, run_dir = train(_hparams(before, precision), _STOP)
-        second, _ = train(_hparams(after, precision), _END, run_dir=run_dir)
-        told = [float(loss) for loss in whole.losses]
-        found = [float(loss) for loss in [*first.losses, *second.losses]]
-        assert len(told) == len(found) == _END, (len(told), len(found))
-        differences = [abs(a - b) / max(abs(a), 1e-12) for a, b in zip(told, found, strict=True)]
-        rows.append(
-            {
-                "configuration": name,
-                "across_stages": before != after,
-                "greatest_difference": max(differences),
-                "last_loss": told[-1],
-                "last_loss_resumed": found[-1],
-            }
-        )
+        row: dict[str, Any] = {"configuration": name, "across_stages": before != after}
+        rows.append(row)
+        try:
+            row |= compared(before, after, precision)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"
+            program.note(runs=rows)
+            if not program.may_go_on_after(error):
+                raise
         program.note(runs=rows)
     program.note(doing="")
+
+
+def compared(before: int, after: int, precision: str) -> dict[str, float]:
+    """Train whole and in two parts and return how far the losses are apart. Ranks: all."""
+    whole, _ = train(_hparams(before, precision), _END)
+    first, run_dir = train(_hparams(before, precision), _STOP)
+    second, _ = train(_hparams(after, precision), _END, run_dir=run_dir)
+    told = [float(loss) for loss in whole.losses]
+    found = [float(loss) for loss in [*first.losses, *second.losses]]
+    assert len(told) == len(found) == _END, (len(told), len(found))
+    differences = [abs(a - b) / max(abs(a), 1e-12) for a, b in zip(told, found, strict=True)]
+    return {
+        "greatest_difference": max(differences),
+        "last_loss": told[-1],
+        "last_loss_resumed": found[-1],
+    }
 
 
 def _hparams(stage: int, precision: str) -> dict[str, Any]:
