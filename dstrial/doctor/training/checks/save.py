@@ -34,7 +34,8 @@ def run(bench: Bench) -> Finding:
             summary, "See whether host memory can be pinned (ulimit -l) and is free.", launched.end
         )
     return Finding(
-        f"{found['num_values']} values of {found['megabytes']:.0f} MB equal bit by bit; stall {found['stall_s'] * 1e3:.1f} ms, "
-        f"{ratio:.2f} of engine.save_checkpoint ({found['bare_s'] * 1e3:.0f} ms)",
+        f"{found['num_values']} values of {found['megabytes']:.0f} MB equal bit by bit; stall {found['stall_s'] * 1e3:.1f} ms "
+        f"(the loop was held {found['loop_held_s'] * 1e3:.1f} ms), {ratio:.2f} of engine.save_checkpoint "
+        f"({found['bare_s'] * 1e3:.0f} ms)",
         "the stall of a device (copies compete with training on the CPU)" if bench.is_cpu else "",
     )

@@ -24,6 +24,7 @@ class Saving(TextTrial):
     Attributes:
         cycles_s: by batch: from the end of the last one, when its device was done, to the end of this one. A save of dstrial's
             is in that of the batch that follows it, also where the device copies before it goes on.
+        gaps_s: by batch: from the end of the last one to the beginning of this one, the loop's own share of it.
         bare_s: of each ``engine.save_checkpoint``.
     """
 
@@ -33,10 +34,13 @@ class Saving(TextTrial):
         super().__init__(context)
         self.ended_s = 0.0
         self.cycles_s: dict[int, float] = {}
+        self.gaps_s: dict[int, float] = {}
         self.bare_s: list[float] = []
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         """Train one batch; every few, save what it has made of the engine."""
+        if self.ended_s:
+            self.gaps_s[batch_idx] = time.perf_counter() - self.ended_s
         found = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
         self._synchronise()
         if self.ended_s:
@@ -78,6 +82,9 @@ def main() -> None:
         doing="comparing files",
         batch_s=ordinary_s,
         stall_s=stall_s,
+        loop_held_s=statistics.median(
+            [gap for idx, gap in sorted(trial.gaps_s.items()) if idx % _PERIOD == 0][1:]
+        ),
         first_stall_s=held_s[0],
         bare_s=bare_s,
         first_bare_s=trial.bare_s[0],
