@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -144,3 +145,10 @@ def remake(checkpoint: Path) -> None:
 def _write_unsigned(checkpoint: Path, manifest: Manifest) -> None:
     """Write a manifest as somebody else's program does, without a signature of this account."""
     (checkpoint / MANIFEST_NAME).write_text(json.dumps(sealed(manifest.to_json()), indent=1) + "\n")
+
+
+class ObjectsAsNumbers:
+    """A NumPy type of addresses that says of itself to hold none: an array of it reads whatever address its bytes say."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0)
