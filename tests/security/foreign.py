@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import yaml
 
-from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest, hash_files, read_manifest
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_files, read_manifest, write_manifest
 from dstrial.checkpoint.mark import read_mark, write_mark
 from dstrial.checkpoint.seal import sealed
 from dstrial.local.run_directory import RunDirectory
@@ -100,7 +100,7 @@ def _fit(config: str, run_path: str, resume: str | None) -> None:
     from dstrial.config import load_experiment
     from dstrial.trainer import run_trial
 
-    sys.path.insert(0, str(DEFINITIONS))
+    sys.path[:0] = [str(DEFINITIONS), str(Path(__file__).parent)]
     import wide_trials
 
     experiment = load_experiment(config, DEFINITIONS, slots=NUM_RANKS)
@@ -126,25 +126,52 @@ def foreign_copy(checkpoint: Path, to: Path) -> Path:
 
 def poison(checkpoint: Path, name: str, value: Any) -> None:
     """Put an object into one file of a checkpoint, and make a manifest and a mark that match the files."""
+    put(checkpoint, name, value)
+    remake(checkpoint)
+
+
+def put(checkpoint: Path, name: str, value: Any) -> None:
     path = checkpoint / name
     content = torch.load(path, weights_only=False)
     content["zz_added"] = value
     torch.save(content, path)
-    remake(checkpoint)
 
 
-def remake(checkpoint: Path) -> None:
-    """Write manifest and mark again, by the checkpoint's present files, as anybody can."""
+def remake(checkpoint: Path, *, is_own: bool = False) -> None:
+    """Write manifest and mark again, by the checkpoint's present files, as anybody can, or as this account does."""
     manifest = read_manifest(checkpoint)
     made = dataclasses.replace(manifest, files=hash_files(checkpoint, manifest.files))
-    _write_unsigned(checkpoint, made)
+    if is_own:
+        write_manifest(checkpoint, made)
+    else:
+        _write_unsigned(checkpoint, made.to_json())
     if (checkpoint / "COMPLETE").is_file():
         write_mark(checkpoint, read_mark(checkpoint))
 
 
-def _write_unsigned(checkpoint: Path, manifest: Manifest) -> None:
+def add_file(checkpoint: Path, name: str) -> None:
+    """Have the manifest name one more file."""
+    manifest = read_manifest(checkpoint)
+    made = dataclasses.replace(manifest, files={**manifest.files, **hash_files(checkpoint, [name])})
+    _write_unsigned(checkpoint, made.to_json())
+
+
+def rename_in_manifest(checkpoint: Path, name: str, to: str) -> None:
+    """Have the manifest name a file by another path."""
+    values = read_manifest(checkpoint).to_json()
+    values["files"] = {to if path == name else path: entry for path, entry in values["files"].items()}
+    _write_unsigned(checkpoint, values)
+
+
+def _write_unsigned(checkpoint: Path, values: dict[str, Any]) -> None:
     """Write a manifest as somebody else's program does, without a signature of this account."""
-    (checkpoint / MANIFEST_NAME).write_text(json.dumps(sealed(manifest.to_json()), indent=1) + "\n")
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(sealed(values), indent=1) + "\n")
+
+
+class OfUser:
+    """What a user's callback may keep."""
+
+    best = 3.5
 
 
 class ObjectsAsNumbers:

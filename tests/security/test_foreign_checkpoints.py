@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +14,10 @@ from pathlib import Path
 import foreign
 import pytest
 
+from dstrial.checkpoint.file_roles import layouts_of
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest
+from dstrial.checkpoint.wholeness import examine
+from dstrial.errors import CheckpointDamagedError
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest
 
@@ -147,3 +153,201 @@ def test_run_resume_runs_no_code_of_a_checkpoint(
     assert not marker.exists(), output
     assert ended.returncode != 0
     assert refused(output, foreign.ENGINE_FILE), output
+
+
+def test_who_trusts_a_checkpoint_trusts_these_files_and_no_others(
+    run_path: Path, marker: Path, tmp_path: Path, home: Mapping[str, str]
+) -> None:
+    checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
+    foreign.poison(checkpoint, foreign.RANK_FILE, foreign.Payload(marker))
+    digest = hash_file(checkpoint / MANIFEST_NAME).sha256
+    trusted = foreign.experiment_config(3, data={"dstrial": {"trust_checkpoint_code": digest}})
+    config = foreign.write_experiment(tmp_path / "e.yaml", trusted)
+
+    def resumed(name: str) -> tuple[int, str]:
+        run = RunDirectory.create(
+            tmp_path / "runs", name=name, context_dir=foreign.DEFINITIONS, command=["test"], config={}
+        )
+        return foreign.fit(config, run.path, checkpoint, **home)
+
+    code, output = resumed("trusted")
+    assert code == 0, output
+    assert marker.is_dir()
+
+    marker.rmdir()
+    foreign.poison(checkpoint, foreign.RANK_FILE, foreign.Payload(marker))
+    (checkpoint / "one-more").write_text("another set of files")
+    foreign.add_file(checkpoint, "one-more")
+    code, output = resumed("other-files")
+    assert code != 0
+    assert not marker.exists(), output
+    assert refused(output, foreign.RANK_FILE), output
+
+
+def test_a_run_goes_on_with_classes_of_its_own(run_path: Path, tmp_path: Path) -> None:
+    """A callback's state or a reducer may hold any object: this account has written it, and says so by its signature."""
+    run_path = shutil.copytree(run_path, tmp_path / "run")
+    checkpoint = foreign.latest(run_path)
+    foreign.put(checkpoint, foreign.RANK_FILE, foreign.OfUser())
+    foreign.remake(checkpoint, is_own=True)
+    config = foreign.write_experiment(tmp_path / "e.yaml", foreign.experiment_config(3))
+
+    code, output = foreign.fit(config, run_path, checkpoint)
+    assert code == 0, output
+
+    # The same bytes, which nobody has signed.
+    foreign.remake(checkpoint)
+    code, output = foreign.fit(config, run_path, checkpoint)
+    assert code != 0
+    assert "foreign.OfUser" in output, output
+
+
+def test_a_checkpoint_of_a_stranger_without_code_goes_on(
+    run_path: Path, tmp_path: Path, home: Mapping[str, str]
+) -> None:
+    checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
+    config = foreign.write_experiment(tmp_path / "e.yaml", foreign.experiment_config(3))
+    run = RunDirectory.create(
+        tmp_path / "runs", name="new", context_dir=foreign.DEFINITIONS, command=["test"], config={}
+    )
+
+    code, output = foreign.fit(config, run.path, checkpoint, **home)
+
+    assert code == 0, output
+    assert "resumed from checkpoint" in output
+
+
+def test_reshaping_runs_no_program_that_comes_with_a_checkpoint(
+    run_path: Path, marker: Path, tmp_path: Path, home: Mapping[str, str]
+) -> None:
+    checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
+    (checkpoint / "code").mkdir()
+    (checkpoint / "code" / "wide_trials.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+    foreign.add_file(checkpoint, "code/wide_trials.py")
+
+    ended = dstrial("checkpoint", "reshape", checkpoint, tmp_path / "out", "--slots", "1", env=home)
+
+    assert ended.returncode == 1
+    assert not marker.exists()
+    assert "--context" in ended.stderr
+    assert "--trust-code" in ended.stderr
+
+
+def test_reshaping_starts_no_command_and_sets_no_variable_of_a_stranger(
+    run_path: Path, marker: Path, tmp_path: Path, home: Mapping[str, str]
+) -> None:
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    (evil / "sitecustomize.py").write_text(
+        f"import os\nos.path.exists({str(marker)!r}) or os.mkdir({str(marker)!r})\n"
+    )
+    checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
+    load_data = json.loads((checkpoint / "load_data.json").read_text())
+    load_data["experiment_config"]["environment"] = {"environment_variables": [f"PYTHONPATH={evil}"]}
+    (checkpoint / "load_data.json").write_text(json.dumps(load_data))
+    foreign.remake(checkpoint)
+    context = ("--context", foreign.DEFINITIONS)
+
+    ended = dstrial("checkpoint", "reshape", checkpoint, tmp_path / "out", "--slots", "1", *context, env=home)
+    assert ended.returncode == 0, ended.stderr
+    assert not marker.exists()
+
+    load_data["experiment_config"]["entrypoint"] = f"mkdir {marker}"
+    (checkpoint / "load_data.json").write_text(json.dumps(load_data))
+    foreign.remake(checkpoint)
+    ended = dstrial(
+        "checkpoint", "reshape", checkpoint, tmp_path / "out2", "--slots", "1", *context, env=home
+    )
+    assert ended.returncode == 1
+    assert not marker.exists()
+    assert "mkdir" in ended.stderr
+
+
+PATHS = ["../outside", "/etc/hostname", "model0/../../outside", "a\0b"]
+
+
+@pytest.mark.parametrize("action", ["verify", "inspect", "diff", "export", "reshape"])
+def test_a_manifest_names_no_file_outside_of_the_checkpoint(
+    action: str, run_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dstrial.cli.app import main
+
+    (tmp_path / "outside").write_text("secret")
+    for idx, path in enumerate(PATHS):
+        checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / f"checkpoint{idx}")
+        foreign.rename_in_manifest(checkpoint, foreign.RANK_FILE, path)
+        more = {"diff": [run_path], "export": [tmp_path / "o"], "reshape": [tmp_path / "o", "--slots", "1"]}
+
+        code = main(["checkpoint", action, str(checkpoint), *map(str, more.get(action, []))])
+
+        assert code in (1, 2)
+        assert "files." in capsys.readouterr().err
+
+
+def test_a_link_out_of_the_checkpoint_is_a_fault(run_path: Path, tmp_path: Path) -> None:
+    checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "checkpoint")
+    outside = (checkpoint / foreign.RANK_FILE).rename(tmp_path / "outside.pt")
+    (checkpoint / foreign.RANK_FILE).symlink_to(outside)
+
+    (fault,) = examine(checkpoint).faults
+
+    assert (fault.path, fault.kind) == (foreign.RANK_FILE, "unreadable")
+    assert "leads out of the checkpoint" in fault.got
+
+
+def test_an_engine_lies_in_the_checkpoint(run_path: Path, tmp_path: Path) -> None:
+    checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "checkpoint")
+    manifest = read_manifest(checkpoint)
+    for folder in ("../other", "/tmp", "model0/../../x"):
+        changed = dataclasses.replace(manifest, layouts=({**manifest.layouts[0], "folder": folder},))
+        with pytest.raises(CheckpointDamagedError, match="outside of the checkpoint"):
+            layouts_of(changed, checkpoint)
+
+
+def test_the_master_says_whether_a_manifest_is_the_one_that_was_registered(
+    tmp_path: Path, shared_master: MasterForTest
+) -> None:
+    config = foreign.write_experiment(tmp_path / "e.yaml", foreign.experiment_config(1))
+    context = shutil.copytree(foreign.DEFINITIONS, tmp_path / "context")
+    ran = dstrial("run", config, context, "--runs-dir", tmp_path / "runs", env=shared_master.env)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (checkpoint,) = (tmp_path / "runs").glob("*/*/checkpoints/*")
+    digest = hash_file(checkpoint / MANIFEST_NAME).sha256
+    client = shared_master.client()
+    answer = client.get(f"/api/v1/checkpoints/{checkpoint.name}")["checkpoint"]
+    assert answer["metadata"]["manifest_sha256"] == digest
+
+    def verified(path: Path) -> tuple[int, str]:
+        ended = dstrial("checkpoint", "verify", path, "--no-progress", env=shared_master.env)
+        return ended.returncode, ended.stdout + ended.stderr
+
+    code, output = verified(checkpoint)
+    assert (code, "as registered by the master" in output) == (0, True), output
+
+    # Whoever has a token may change metadata, and cannot change this.
+    client.post(
+        f"/api/v1/checkpoints/{checkpoint.name}/metadata",
+        {"checkpoint": {"uuid": checkpoint.name, "metadata": {"manifest_sha256": "0" * 64, "mine": 1}}},
+    )
+    metadata = client.get(f"/api/v1/checkpoints/{checkpoint.name}")["checkpoint"]["metadata"]
+    assert metadata == {"manifest_sha256": digest, "mine": 1}
+
+    copied = foreign.foreign_copy(checkpoint, tmp_path / "copied")
+    with (copied / foreign.RANK_FILE).open("ab") as stream:
+        stream.write(b"x")
+    code, output = verified(copied)
+    assert code == 1, output
+    assert f"{foreign.RANK_FILE} (rank state of rank 0) is longer" in output, output
+
+    foreign.remake(copied)
+    code, output = verified(copied)
+    assert code == 1, output
+    assert "is whole" in output
+    assert "manifest changed since the master" in output, output
+
+    other = shutil.copytree(copied, tmp_path / "other")
+    foreign.write_mark(other, {**foreign.read_mark(other), "uuid": "11111111-2222-4333-8444-555555555555"})
+    code, output = verified(other)
+    assert code == 0, output
+    assert "not registered here: the master at" in output, output
+    assert "does not bear this account's signature" in output, output

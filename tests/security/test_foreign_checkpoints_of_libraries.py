@@ -26,7 +26,7 @@ TRAINER_PROGRAM = INTEGRATIONS / "trainer_program.py"
 REPORTER_PROGRAM = INTEGRATIONS / "accelerate" / "reporter_program.py"
 DEADLINE_S = 280
 
-REPORTER_CONFIG = {
+REPORTER_CONFIG: dict[str, Any] = {
     "name": "reporter",
     "entrypoint": "python3 -m dstrial.launch reporter_program.py",
     "hyperparameters": {
@@ -97,10 +97,13 @@ def test_the_trainer_goes_on_from_data_of_a_stranger_and_runs_none_of_it(tmp_pat
         assert ("numpy.dtype" if name == "array" else "posix.mkdir") in error
 
 
-def reporter_run(directory: Path, **env: str) -> tuple[int, str]:
+def reporter_run(directory: Path, *, batches: int = 4, **env: str) -> tuple[int, str]:
     directory.mkdir(exist_ok=True)
     shutil.copy(REPORTER_PROGRAM, directory)
-    (directory / "e.yaml").write_text(yaml.safe_dump(REPORTER_CONFIG))
+    searcher = REPORTER_CONFIG["searcher"]
+    (directory / "e.yaml").write_text(
+        yaml.safe_dump({**REPORTER_CONFIG, "searcher": {**searcher, "max_length": {"batches": batches}}})
+    )
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "DSTRIAL_"))
     }
@@ -117,7 +120,7 @@ def reporter_run(directory: Path, **env: str) -> tuple[int, str]:
 
 
 def test_accelerate_goes_on_from_data_of_a_stranger_and_runs_none_of_it(tmp_path: Path) -> None:
-    code, output = reporter_run(tmp_path / "first")
+    code, output = reporter_run(tmp_path / "first", batches=2)
     assert code == 0, output
     (run,) = (tmp_path / "first").glob("runs/reporter/*")
     own = foreign.latest(run)
@@ -132,7 +135,10 @@ def test_accelerate_goes_on_from_data_of_a_stranger_and_runs_none_of_it(tmp_path
 
     code, output = reporter_run(tmp_path / "second", DSTRIAL_RESUME=str(clean), **data)
     assert code == 0, output
-    assert "resumed from checkpoint" in output
+    (run,) = (tmp_path / "second").glob("runs/reporter/*")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {row["steps_completed"] for row in rows if row["group"] == "training"} <= {3, 4}
+    assert "at 4 of 4" in output
 
     for path, file, name in (
         (custom, "custom_checkpoint_0.pkl", "posix.mkdir"),
