@@ -21,7 +21,7 @@ from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
 from dstrial.checkpoint.reshape_rules import reshape_problems
 from dstrial.checkpoint.verify import read_verified
-from dstrial.engine.files import describe_rank
+from dstrial.engine.files import describe_rank, latest_tag
 from dstrial.engine.open_saved import open_saved_engine
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
@@ -225,8 +225,9 @@ def _load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, d
 
 def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint) -> None:
     path = str(opened_checkpoint.trainer_directory)
+    tag = latest_tag(path, is_universal=bool(engine.load_universal_checkpoint()))
     loaded, _ = type(engine).load_checkpoint(
-        engine, path, load_optimizer_states=True, load_lr_scheduler_states=True
+        engine, path, tag=tag, load_optimizer_states=True, load_lr_scheduler_states=True
     )
     if loaded is None:
         raise CheckpointError(
