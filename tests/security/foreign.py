@@ -36,7 +36,7 @@ class Payload:
         self._marker = str(marker)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return os.mkdir, (self._marker,)
+        return os.makedirs, (self._marker, 0o777, True)
 
 
 def experiment_config(num_batches: int = NUM_BATCHES, **more: Any) -> dict[str, Any]:

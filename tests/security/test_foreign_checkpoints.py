@@ -68,7 +68,7 @@ def dstrial(*words: object, env: Mapping[str, str]) -> subprocess.CompletedProce
 
 def refused(output: str, name: str) -> bool:
     """Whether a message names the file, the class, and how to go on."""
-    return name in output and "posix.mkdir" in output and "--trust-code" in output
+    return name in output and "os.makedirs" in output and "--trust-code" in output
 
 
 TOOLS = {
@@ -145,14 +145,21 @@ def test_run_resume_runs_no_code_of_a_checkpoint(
     )
     context = shutil.copytree(foreign.DEFINITIONS, tmp_path / "context")
 
-    ended = dstrial(
-        "run", config, context, "--runs-dir", tmp_path / "runs", "--resume", checkpoint, env=shared_master.env
-    )
+    words = ("run", config, context, "--runs-dir", tmp_path / "runs")
 
+    ended = dstrial(*words, "--resume", checkpoint, env=shared_master.env)
     output = ended.stdout + ended.stderr
     assert not marker.exists(), output
     assert ended.returncode != 0
     assert refused(output, foreign.ENGINE_FILE), output
+
+    ended = dstrial(*words, "--resume", checkpoint, "--trust-code", env=shared_master.env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert marker.is_dir()
+
+    ended = dstrial(*words, "--trust-code", env=shared_master.env)
+    assert ended.returncode != 0
+    assert "--trust-code is given without --resume" in ended.stderr
 
 
 def test_who_trusts_a_checkpoint_trusts_these_files_and_no_others(
