@@ -60,6 +60,8 @@ def _digest(key: bytes, values: Mapping[str, Any]) -> str:
 
 def _key(*, is_made: bool) -> bytes | None:
     path = key_path()
+    if not path.is_absolute():  # an account without a home: ``~`` stays as it is
+        return None
     try:
         if is_made and not path.exists():
             _make(path)

@@ -182,7 +182,6 @@ def test_who_trusts_a_checkpoint_trusts_these_files_and_no_others(
     assert marker.is_dir()
 
     marker.rmdir()
-    foreign.poison(checkpoint, foreign.RANK_FILE, foreign.Payload(marker))
     (checkpoint / "one-more").write_text("another set of files")
     foreign.add_file(checkpoint, "one-more")
     code, output = resumed("other-files")
