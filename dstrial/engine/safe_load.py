@@ -13,7 +13,6 @@ import os
 import pathlib
 import pickle
 import threading
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,6 +44,9 @@ _READ_BY_NOBODY = frozenset({"training_args.bin"})
 _OTHER_FORM = "a pickle of another form than torch writes"
 
 _MAX_SHOWN = 5
+
+_ARCHIVE = b"PK\x03\x04"
+"""First bytes of torch's format since 1.6 (``torch.serialization._is_zipfile``)."""
 
 # One at a time: the list is the process's. Recursive, since DeepSpeed loads through our own engine while it is held.
 _lock = threading.RLock()
@@ -116,7 +118,7 @@ def contents_of(path: pathlib.Path) -> PickleContents:
     Raises:
         OSError: it cannot be opened.
     """
-    if zipfile.is_zipfile(path):
+    if _head(path) == _ARCHIVE:  # torch tells its two formats by no more
         try:
             # torch's own reader, for two readers of one archive may be shown two contents.
             content = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
@@ -154,16 +156,21 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
     Args:
         root: its directory.
-        names: of the files to look at, relative to it; those that nobody unpickles are passed over.
+        names: of the files to look at, relative to it; those that nobody unpickles are passed over. A trial's own ``load`` may
+            read files of any name, so they are told by their content too.
 
     Returns:
         File -> classes and functions; only files that hold any.
     """
     found = {}
     for name in names:
-        if not is_unpickled(name):
+        if not may_be_unpickled(name):
             continue
         with contextlib.suppress(OSError):
+            if pathlib.PurePosixPath(name).suffix not in _PICKLE_SUFFIXES and not _begins_as_pickle(
+                root / name
+            ):
+                continue
             # Of the files that are not ours to load, every one may be of those with random states.
             unlisted = unlisted_names(contents_of(root / name), may_hold_arrays=not _is_loaded_by_us(name))
             if unlisted:
@@ -171,12 +178,24 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
     return found
 
 
-def is_unpickled(name: str) -> bool:
-    """Whether a file of a checkpoint is one that somebody unpickles when a run goes on from it, by its name."""
-    path = pathlib.PurePosixPath(name)
-    return (
-        path.suffix in _PICKLE_SUFFIXES and path.name not in _READ_BY_NOBODY and not name.startswith("code/")
-    )
+def may_be_unpickled(name: str) -> bool:
+    """Whether a file of a checkpoint can be one that somebody unpickles when a run goes on from it, by its name."""
+    return pathlib.PurePosixPath(name).name not in _READ_BY_NOBODY and not name.startswith("code/")
+
+
+def _head(path: pathlib.Path) -> bytes:
+    with path.open("rb") as stream:
+        return stream.read(4)
+
+
+def _begins_as_pickle(path: pathlib.Path) -> bool:
+    """Whether a file begins as an archive of torch's or as a pickle of protocol 2 or later.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    head = _head(path)
+    return head == _ARCHIVE or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL)
 
 
 def _is_loaded_by_us(name: str) -> bool:

@@ -25,7 +25,7 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     share_of,
 )
-from dstrial.engine.safe_load import is_unpickled, unlisted_in, untrusted
+from dstrial.engine.safe_load import may_be_unpickled, unlisted_in, untrusted
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -58,7 +58,7 @@ def trusts_code(
     Ranks: all, collectively (one ``allgather``; a broadcast more where they do).
     """
     distributed = context.distributed
-    pickles = sorted(name for name in names if is_unpickled(name))
+    pickles = sorted(name for name in names if may_be_unpickled(name))
     mine = share_of(pickles, distributed.local_rank, distributed.local_size)
     found: dict[str, tuple[str, ...]] = {}
     for part in distributed.allgather(unlisted_in(root, mine)):

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from dstrial.engine.mapped_file import load_mapped
-from dstrial.engine.safe_load import is_unpickled, load, restoring, unlisted_in
+from dstrial.engine.safe_load import load, restoring, unlisted_in
 from dstrial.errors import UntrustedCheckpointError
 
 
@@ -199,13 +199,35 @@ def test_threads_load_at_once(tmp_path: Path) -> None:
 def test_files_that_nobody_unpickles_are_passed_over(tmp_path: Path) -> None:
     payload = Calls(os.mkdir, str(tmp_path / "made"))
     (tmp_path / "code").mkdir()
-    names = ["a.pt", "b.bin", "c.json", "training_args.bin", "code/d.pt"]
+    names = ["a.pt", "b.bin", "training_args.bin", "code/d.pt"]
     for name in names:
         saved(tmp_path / name, payload)
+    (tmp_path / "c.json").write_text("{}")
+    (tmp_path / "empty").write_text("")
 
-    assert unlisted_in(tmp_path, names) == {"a.pt": ("posix.mkdir",), "b.bin": ("posix.mkdir",)}
-    assert is_unpickled("model0/mp_rank_00_model_states.pt")
-    assert is_unpickled("custom_checkpoint_0.pkl")
+    found = unlisted_in(tmp_path, [*names, "c.json", "empty", "gone"])
+
+    assert found == {"a.pt": ("posix.mkdir",), "b.bin": ("posix.mkdir",)}
+
+
+def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path) -> None:
+    payload = Calls(os.mkdir, str(tmp_path / "made"))
+    saved(tmp_path / "state", payload)
+    saved(tmp_path / "old-state", payload, _use_new_zipfile_serialization=False)
+    (tmp_path / "plain.state").write_bytes(pickle.dumps(payload))
+    names = ["state", "old-state", "plain.state"]
+
+    assert unlisted_in(tmp_path, names) == dict.fromkeys(names, ("posix.mkdir",))
+
+
+def test_an_archive_behind_a_pickle_does_not_hide_it(tmp_path: Path) -> None:
+    archive = saved(tmp_path / "archive.pt", {"a": 1}).read_bytes()
+    path = tmp_path / "both.pt"
+    path.write_bytes(pickle.dumps(Calls(os.mkdir, str(tmp_path / "made")), protocol=2) + archive)
+
+    assert unlisted_in(tmp_path, ["both.pt"]) == {"both.pt": ("posix.mkdir",)}
+    with pytest.raises(UntrustedCheckpointError, match=r"posix\.mkdir"):
+        load(path)
 
 
 def test_random_states_of_libraries_may_hold_arrays_and_those_of_ours_hold_none(tmp_path: Path) -> None:

@@ -357,3 +357,62 @@ def test_the_master_says_whether_a_manifest_is_the_one_that_was_registered(
     assert code == 0, output
     assert "not registered here: the master at" in output, output
     assert "does not bear this account's signature" in output, output
+
+
+KEEPING = """
+import os
+import pathlib
+
+from dstrial import PyTorchCallback
+from wide_trials import WideTrial
+
+
+class Best:
+    value = 3.5
+
+
+class Keeping(PyTorchCallback):
+    def state_dict(self):
+        return {"best": Best()}
+
+    def load_state_dict(self, state):
+        print("came back:", type(state["best"]).__name__, flush=True)
+
+    def on_checkpoint_upload_end(self, uuid):
+        marker = pathlib.Path(os.environ["FAILED_ONCE"])
+        if not marker.exists():
+            marker.touch()
+            os._exit(3)
+
+
+class KeepingTrial(WideTrial):
+    def build_callbacks(self):
+        return {"keeping": Keeping()}
+"""
+
+
+def test_a_trial_without_a_home_is_restarted_with_classes_of_its_own_for_the_master_knows_its_checkpoint(
+    tmp_path: Path, shared_master: MasterForTest
+) -> None:
+    context = shutil.copytree(foreign.DEFINITIONS, tmp_path / "context")
+    (context / "keeping.py").write_text(KEEPING)
+    (tmp_path / "no-home").write_text("")
+    variables = [f"FAILED_ONCE={tmp_path / 'failed-once'}", f"XDG_DATA_HOME={tmp_path / 'no-home'}"]
+    values = foreign.experiment_config(
+        2,
+        entrypoint="keeping:KeepingTrial",
+        resources={"slots_per_trial": 1},
+        max_restarts=1,
+        environment={"environment_variables": variables},
+    )
+    config = foreign.write_experiment(tmp_path / "e.yaml", values)
+
+    ran = dstrial("run", config, context, "--runs-dir", tmp_path / "runs", env=shared_master.env)
+
+    output = ran.stdout + ran.stderr
+    assert ran.returncode == 0, output
+    assert (tmp_path / "failed-once").exists()
+    assert "came back: Best" in output, output
+    manifests = list((tmp_path / "runs").glob(f"*/*/checkpoints/*/{MANIFEST_NAME}"))
+    assert manifests
+    assert not any("signature" in json.loads(path.read_text()) for path in manifests)
