@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import Verdict, failure_text, judge, judge_experiment, outcome_of, summary
@@ -61,6 +62,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="latest|RUN_DIR|CHECKPOINT",
         help="go on with the newest run of this name and context that has a checkpoint, with a run, or from a checkpoint",
     )
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="with --resume: load the checkpoint also where it holds classes that are not on dstrial's list, which can run any "
+        "code: for checkpoints of people whom you trust",
+    )
     kind.add_argument(
         "--test",
         action="store_true",
@@ -106,10 +113,11 @@ def _read_request(args: argparse.Namespace) -> _Request:
     """Read and check everything that can be checked before anything is made."""
     point = chosen_point(args)
     resumed = None if point is None else point.saved_run()
+    overrides = [*args.config, *_trust_override(args, point)]
     given = load_experiment(
         args.experiment,
         args.context_dir,
-        args.config,
+        overrides,
         require_concrete=False,
         require_entrypoint=True,
         slots=args.slots,
@@ -120,7 +128,7 @@ def _read_request(args: argparse.Namespace) -> _Request:
         given = load_experiment(
             args.experiment,
             args.context_dir,
-            args.config,
+            overrides,
             require_entrypoint=True,
             slots=args.slots,
             resumed=resumed,
@@ -137,6 +145,28 @@ def _read_request(args: argparse.Namespace) -> _Request:
             if f"checkpoint {point.checkpoint.name}: " in note:
                 err.write(f"{note}\n")
     return _Request(args, given, entrypoint, point, is_search, _max_restarts(args, given))
+
+
+def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
+    """Return ``--trust-code`` as a setting that names the files: what the run writes later has to be vouched for by itself.
+
+    Raises:
+        ConfigError: there is no checkpoint to trust.
+    """
+    if not args.trust_code:
+        return []
+    manifest = None if point is None else point.checkpoint / MANIFEST_NAME
+    if manifest is None or not manifest.is_file():
+        problem = ConfigProblem(
+            "--trust-code",
+            "given without --resume"
+            if point is None
+            else f"given for {point.checkpoint}, which has no {MANIFEST_NAME}",
+            "a checkpoint that dstrial wrote",
+            "Name it with --resume, or leave --trust-code out.",
+        )
+        raise ConfigError([problem])
+    return [f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'"]
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
@@ -204,6 +234,8 @@ def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[
         words += ["--runs-dir", args.runs_dir]
     if args.no_progress:
         words.append("--no-progress")
+    if args.trust_code:
+        words.append("--trust-code")
     if args.test:
         words.append("--test")
     if (resume or args.resume) is not None:

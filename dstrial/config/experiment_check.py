@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -210,12 +211,18 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
     if section is None:
         return
     if not isinstance(section, Mapping):
-        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots or background_saving"
+        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots, background_saving or trust_checkpoint_code"
         findings.problem(
             "data.dstrial", render(section), expected, "Write {pipeline_stages: 2}, for example."
         )
         return
-    known = ("pipeline_stages", "model_parallel_size", "min_slots", "background_saving")
+    known = (
+        "pipeline_stages",
+        "model_parallel_size",
+        "min_slots",
+        "background_saving",
+        "trust_checkpoint_code",
+    )
     slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)
     if at_least is not None and isinstance(slots, int) and at_least > max(slots, 1):
         findings.problem(
@@ -228,6 +235,16 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
     if saving is not None and not isinstance(saving, bool):
         findings.problem(
             "data.dstrial.background_saving", render(saving), "true or false", "Write true, or leave it out."
+        )
+    trusted = section.get("trust_checkpoint_code")
+    if trusted is not None and (
+        not isinstance(trusted, str) or re.fullmatch("[0-9a-f]{64}", trusted) is None
+    ):
+        findings.problem(
+            "data.dstrial.trust_checkpoint_code",
+            render(trusted),
+            "the SHA-256 of a checkpoint's manifest, 64 hexadecimal digits, as the refusal of the checkpoint names it",
+            "Copy it from there: only these very files are trusted then.",
         )
     for key in section:
         if key not in known:

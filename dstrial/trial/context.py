@@ -25,6 +25,7 @@ from dstrial.config.saved_run import given_settings, run_metadata
 from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
 from dstrial.engine.batch_sizes import config_of
+from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.errors import ConfigError, TrialContractError
 from dstrial.trial.kept_batch import ResumedRun
 from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
@@ -164,6 +165,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Ranks: all, with the engines in the same order.
         """
         require_engine(model)
+        make_plain_config(model)
+        bind_checkpoint_engine(model)
         given = self._fit_to_checkpoint(model)
         adapter = adapt(model)
         is_pipeline = _is_pipeline(model)
