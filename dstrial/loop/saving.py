@@ -26,6 +26,7 @@ from dstrial.checkpoint.file_roles import rank_state_name
 from dstrial.checkpoint.manifest import Manifest, hash_files, share_of, write_manifest
 from dstrial.engine.copied_engine import copy_engine, sizes_to_copy
 from dstrial.engine.files import engine_files, missing_files
+from dstrial.engine.pinned_memory import host_memory_for
 from dstrial.engine.state import engine_extra_state
 from dstrial.engine.state_copy import HostBuffers, StateCopies
 from dstrial.errors import CheckpointError
@@ -122,7 +123,7 @@ class Saving:
         self._trial_id = trial_id
         self._layouts = layouts
         self._reports = ReportsUnderway(context._core.train)
-        self._buffers = HostBuffers(context.distributed.local_size, pins=context.device.type == "cuda")
+        self._buffers = HostBuffers(context.distributed.local_size, memory=host_memory_for(context.device))
         self._is_prepared = False
         self._job: SaveJob | None = None
         self._own_channel: ControlChannel | None = None
