@@ -28,6 +28,7 @@ from dstrial.launch.outcome import LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
 from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 
 _MONITOR_INTERVAL_S = 0.05
@@ -137,7 +138,8 @@ def run_ranks(
 def _rank_variables(
     env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
 ) -> dict[str, str]:
-    defaults = {}
+    # Or a script that looks for a device before it imports DeepSpeed could not fork workers that use one.
+    defaults = {NVML_CHECK_VARIABLE: "1"}
     if is_redirected:
         # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
         defaults["PYTHONUNBUFFERED"] = "1"

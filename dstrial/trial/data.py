@@ -13,7 +13,7 @@ from determined import pytorch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import data
 
-from dstrial.ranks.process_group import has_accelerator
+from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
 
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
@@ -83,7 +83,7 @@ def should_pin() -> bool:
 
     Source: torch 2.13 utils/data/dataloader.py, ``_BaseDataLoaderIter``: without one ``pin_memory=True`` warns.
     """
-    if not has_accelerator(os.environ) or not torch.accelerator.is_available():
+    if not has_accelerator(os.environ) or not num_torch_accelerators():
         return False
     found = torch.accelerator.current_accelerator()
     return found is not None and found.type != "mps"
