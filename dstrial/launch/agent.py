@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from dstrial.errors import LaunchError
-from dstrial.launch.abandoned_locks import remove_abandoned_locks
+from dstrial.launch.abandoned_locks import remove_abandoned_locks, watched_builds
 from dstrial.launch.failures import ERROR_FILE_VARIABLE
 from dstrial.launch.outcome import LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
@@ -116,6 +116,8 @@ def run_ranks(
         stack.callback(files.close)
         stack.enter_context(_quiet_torchelastic())
         stack.enter_context(_stop_on_signals(supervisor))
+        extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
+        stack.enter_context(watched_builds(root=Path(extensions) if extensions else None))
         _run_agent(_make_agent(command, num_ranks, where, files, supervisor))
         failure = supervisor.first_failure()
     exit_codes = supervisor.exit_codes()
