@@ -22,7 +22,6 @@ from dstrial.ranks.identity import DEVICE_VARIABLE, LOOPBACK_ADDR, RankIdentity,
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from types import ModuleType
 
 logger = logging.getLogger("dstrial.ranks")
 
@@ -46,7 +45,7 @@ class _Created:
 
     variables_before: Mapping[str, str | None]
     made_group: bool
-    needs_staging_before: Any = None
+    replaced: tuple[tuple[Any, str, Any], ...] = ()
 
 
 _created: _Created | None = None
@@ -145,10 +144,10 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     os.environ.update(changes)
     _created = _Created(before, made_group=False)
     timeout = datetime.timedelta(seconds=timeout_s)
-    needs_staging_before = None
+    replaced: tuple[tuple[Any, str, Any], ...] = ()
     try:
         if shares:
-            needs_staging_before = _share_device(identity, own_device, timeout)
+            replaced = _share_device(identity, own_device, timeout)
         with without_compiled_collectives(is_cpu=is_cpu):
             deepspeed.init_distributed(
                 dist_backend="gloo" if shares else accelerator.communication_backend_name(),
@@ -169,7 +168,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
             f"the rendezvous address {addr}:{port} {problem}; expected a port that rank 0 can serve and all "
             "ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same for all ranks."
         ) from error
-    _created = _Created(before, made_group=True, needs_staging_before=needs_staging_before)
+    _created = _Created(before, made_group=True, replaced=replaced)
 
 
 def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> dict[str, str]:
@@ -186,16 +185,20 @@ def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> di
     return {**dict.fromkeys(names, index), DEVICE_VARIABLE: device_variable(identity, own_device.index)}
 
 
-def _share_device(identity: RankIdentity, own_device: torch.device, timeout: datetime.timedelta) -> Any:
+def _share_device(
+    identity: RankIdentity, own_device: torch.device, timeout: datetime.timedelta
+) -> tuple[tuple[Any, str, Any], ...]:
     """Make a gloo group for ranks that share a device, before DeepSpeed would make one of NCCL.
 
     NCCL refuses two ranks on one device. DeepSpeed takes a group that is there, whatever its backend (comm/comm.py:878); made
     by DeepSpeed it would be bound to the device, and gloo's has no ``perform_nocolor_split`` (torch 2.13
-    distributed_c10d.py:2057). Gloo sends and receives host memory only, and hands a device's address to the socket unchecked
-    (ProcessGroupGloo.cpp, ``send``), so DeepSpeed is told to copy through the host, as it does on MPS (comm/torch.py:132).
+    distributed_c10d.py:2057). Gloo copies what lies on a CUDA device through the host in its collectives, reduce-scatter being an
+    all-reduce of a copy (ProcessGroupGloo.cpp, ``_reduce_scatter_base``); ``send`` and ``recv`` hand the device's address to the
+    socket unchecked, so those of pipelines go through the host here. Not by DeepSpeed's own ``stage_on_cpu`` (comm/torch.py:137),
+    made for MPS: it copies back what was only read, at a time when ZeRO 3 has changed it, and losses differ without an error.
 
     Returns:
-        DeepSpeed's own function that says what is copied through the host, for ``shutdown``.
+        What of DeepSpeed was replaced: owner, name and what was there, for ``shutdown``.
     """
     if identity.rank == 0:
         logger.warning(
@@ -206,19 +209,25 @@ def _share_device(identity: RankIdentity, own_device: torch.device, timeout: dat
             own_device,
         )
     torch.distributed.init_process_group("gloo", timeout=timeout)
-    names = vars(_deepspeed_torch())
-    before = names["_needs_cpu_staging"]
-    names["_needs_cpu_staging"] = _is_on_device
-    return before
-
-
-def _deepspeed_torch() -> ModuleType:
     # Not `import deepspeed.comm.torch as`, which finds the `torch` that deepspeed.comm imports.
-    return importlib.import_module("deepspeed.comm.torch")
+    backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
+    replaced = tuple((backend, name, getattr(backend, name)) for name in ("send", "recv"))
+    backend.send, backend.recv = _send_from_host, _receive_on_host
+    return replaced
 
 
-def _is_on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+def _send_from_host(_self: Any, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
+    torch.distributed.send(tensor.detach().to("cpu"), dst, group=group, tag=tag)
+
+
+def _receive_on_host(
+    _self: Any, tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0
+) -> int:
+    received = torch.empty(tensor.shape, dtype=tensor.dtype)
+    sender = torch.distributed.recv(received, src, group=group, tag=tag)
+    with torch.no_grad():
+        tensor.copy_(received)
+    return sender
 
 
 def device(identity: RankIdentity) -> torch.device:
@@ -263,8 +272,8 @@ def shutdown() -> None:
         import deepspeed.comm
 
         deepspeed.comm.destroy_process_group()
-    if created.needs_staging_before is not None:
-        vars(_deepspeed_torch())["_needs_cpu_staging"] = created.needs_staging_before
+    for owner, name, theirs in created.replaced:
+        setattr(owner, name, theirs)
     for name, value in created.variables_before.items():
         if value is None:
             os.environ.pop(name, None)

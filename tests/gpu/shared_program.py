@@ -81,12 +81,17 @@ def pipeline():
     return losses, losses[-1]
 
 
+last_losses = {}
 for name in sys.argv[1:]:
     losses, total = pipeline() if name == "pipeline" else zero(int(name))
     totals = channel.allgather(total)
     assert abs(totals[0] - totals[1]) <= 1e-9 * max(1.0, abs(totals[0])), (name, totals)
     assert all(map(math.isfinite, losses)), (name, losses)
     assert losses[-1] < 0.9 * losses[0], (name, losses)
+    if name != "pipeline":
+        # What a collective has lost shows in the loss alone.
+        last_losses[name] = losses[-1]
+        assert max(last_losses.values()) - min(last_losses.values()) < 1e-3, last_losses
     if identity.rank == 0:
         print(f"{name}: {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
 channel.close()
