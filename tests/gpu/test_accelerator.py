@@ -10,8 +10,9 @@ CONFIGURATIONS = {
     "fp32 zero 0": (0, {}),
     "bf16 zero 1": (1, {"bf16": {"enabled": True}}),
     "bf16 zero 2": (2, {"bf16": {"enabled": True}}),
-    "bf16 zero 3": (3, {"bf16": {"enabled": True}}),
     "fp16 zero 2": (2, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+    # Last, because it replaces torch.nn.functional.linear for good.
+    "bf16 zero 3": (3, {"bf16": {"enabled": True}}),
 }
 
 
@@ -21,9 +22,6 @@ def test_the_loop_never_synchronises_the_device_between_two_reports(tmp_path):
     assert "40 batches without a synchronisation, 40 copies of pinned records" in printed
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_resumed_run_goes_on_like_the_uninterrupted_one(tmp_path, name):
-    stage, sections = CONFIGURATIONS[name]
-    assert "resumed reports are equal" in run(
-        "resume_program.py", str(stage), repr(sections), tmp_path=tmp_path
-    )
+def test_a_resumed_run_goes_on_like_the_uninterrupted_one(tmp_path):
+    printed = run("resume_program.py", repr(CONFIGURATIONS), tmp_path=tmp_path, timeout_s=200)
+    assert [f"{name}: resumed reports are equal" in printed for name in CONFIGURATIONS] == [True] * 5, printed
