@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 from dstrial.errors import RankError, RankTimeoutError
-from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share
+from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, LOOPBACK_ADDR, RankIdentity, device_variable
 
 if TYPE_CHECKING:
@@ -247,6 +247,7 @@ def device(identity: RankIdentity) -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
+    refuse_instances(identity, os.environ)
     index = device_index(
         identity,
         int(accelerator.device_count()),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dstrial.errors import LaunchError, RankError
-from dstrial.ranks.devices import device_index, is_shared, may_share
+from dstrial.ranks.devices import device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import RankIdentity
 from dstrial.testing.ranks import run_function
 
@@ -53,6 +53,15 @@ def test_devices_are_shared_only_where_that_is_allowed_and_needed() -> None:
     assert not is_shared(identity(), 2, may_share=True)
     assert not is_shared(identity(0, 1), 1, may_share=True)
     assert is_shared(identity(0, 1, num_nodes=2), 1, may_share=True)  # the other machine may have fewer
+
+
+def test_several_ranks_on_several_mig_instances_are_refused() -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": "MIG-aaaa, MIG-bbbb"}
+    with pytest.raises(RankError, match="names 2 MIG instances for 2 ranks"):
+        refuse_instances(identity(), visible)
+    refuse_instances(identity(0, 1), visible)
+    refuse_instances(identity(), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    refuse_instances(identity(), {**visible, "DSTRIAL_SHARE_DEVICE": "1"})
 
 
 def test_the_override_is_a_switch() -> None:
