@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from attrdict import AttrDict
     from determined.pytorch import (
         Batch,
-        DataLoader,
         Epoch,
         MetricReducer,
         PyTorchCallback,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from dstrial.surroundings import core_context
     from dstrial.trainer import Trainer, init
     from dstrial.trial.context import DeepSpeedTrialContext
+    from dstrial.trial.data import DataLoader
     from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
     from dstrial.trial.trial import DeepSpeedTrial
 
@@ -48,11 +48,12 @@ __all__ = [
     "FitResult",
     # for scripts with a loop of their own
     "core_context",
+    # Determined's, which pins records where there is an accelerator
+    "DataLoader",
     # Determined's own, unchanged
     "Batch",
     "Epoch",
     "TrainUnit",
-    "DataLoader",
     "TorchData",
     "samplers",
     "PyTorchCallback",
@@ -70,7 +71,7 @@ _HOMES = {
     "AttrDict": "attrdict",
     "Batch": "determined.pytorch",
     "ConfigError": "dstrial.errors",
-    "DataLoader": "determined.pytorch",
+    "DataLoader": "dstrial.trial.data",
     "DeepSpeedTrial": "dstrial.trial.trial",
     "DeepSpeedTrialContext": "dstrial.trial.context",
     "DstrialError": "dstrial.errors",

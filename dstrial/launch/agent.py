@@ -22,12 +22,13 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from dstrial.errors import LaunchError
-from dstrial.launch.abandoned_locks import remove_abandoned_locks
+from dstrial.launch.abandoned_locks import remove_abandoned_locks, watched_builds
 from dstrial.launch.failures import ERROR_FILE_VARIABLE
 from dstrial.launch.outcome import LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
 from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 
 _MONITOR_INTERVAL_S = 0.05
@@ -115,6 +116,8 @@ def run_ranks(
         stack.callback(files.close)
         stack.enter_context(_quiet_torchelastic())
         stack.enter_context(_stop_on_signals(supervisor))
+        extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
+        stack.enter_context(watched_builds(root=Path(extensions) if extensions else None))
         _run_agent(_make_agent(command, num_ranks, where, files, supervisor))
         failure = supervisor.first_failure()
     exit_codes = supervisor.exit_codes()
@@ -137,7 +140,8 @@ def run_ranks(
 def _rank_variables(
     env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
 ) -> dict[str, str]:
-    defaults = {}
+    # Or a script that looks for a device before it imports DeepSpeed could not fork workers that use one.
+    defaults = {NVML_CHECK_VARIABLE: "1"}
     if is_redirected:
         # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
         defaults["PYTHONUNBUFFERED"] = "1"

@@ -26,6 +26,7 @@ from dstrial.launch.failures import (
     signal_name,
 )
 from dstrial.launch.output import tail
+from dstrial.ranks.peer_loss import is_watchdogs_end
 
 # Ranks that lost a peer mostly end by themselves; only then are the others told to.
 _UNTOLD_GRACE_S = 2.0
@@ -131,9 +132,13 @@ class Supervisor:
         )
         if status == 0 or (ours and record is None):
             return None
+        is_caused = is_consequence(record)
         if record is None:
             stderr_file = self._stderr_files.get(local_rank)
             error = tail(stderr_file) if stderr_file is not None else ""
+            # Below the message stands a C++ stack of dozens of frames.
+            printed = tail(stderr_file, num_lines=400) if stderr_file is not None else ""
+            is_caused = is_watchdogs_end(signal_name(status), printed)
         else:
             error = record.text
         if ours:
@@ -147,7 +152,7 @@ class Supervisor:
             host=socket.gethostname(),
             error=error,
         )
-        return Ending(failure, ended_s if record is None else record.time_s, is_consequence(record))
+        return Ending(failure, ended_s if record is None else record.time_s, is_caused)
 
     def _await_end(self, local_rank: int, pid: int) -> None:
         try:

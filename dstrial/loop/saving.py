@@ -34,6 +34,7 @@ from dstrial.checkpoint.manifest import (
 )
 from dstrial.engine.copied_engine import copy_engine, sizes_to_copy
 from dstrial.engine.files import engine_files, missing_files
+from dstrial.engine.pinned_memory import host_memory_for
 from dstrial.engine.state import engine_extra_state
 from dstrial.engine.state_copy import HostBuffers, StateCopies
 from dstrial.errors import CheckpointError
@@ -132,7 +133,7 @@ class Saving:
         self._trial_id = trial_id
         self._layouts = layouts
         self._reports = ReportsUnderway(context._core.train)
-        self._buffers = HostBuffers(context.distributed.local_size, pins=context.device.type == "cuda")
+        self._buffers = HostBuffers(context.distributed.local_size, memory=host_memory_for(context.device))
         self._is_prepared = False
         self._job: SaveJob | None = None
         self._own_channel: ControlChannel | None = None

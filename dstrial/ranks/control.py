@@ -109,13 +109,10 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         if self.local_size == self.size:
             self._local_lane = self._lane
             return
-        for node_rank in range(self.cross_size):
-            members = tuple(i.rank for i in sorted(identities, key=_local_order) if i.node_rank == node_rank)
-            if len(members) < 2:
-                continue
-            lane = _Lane(f"{name}/node{node_rank}", members, self.rank, self.timeout_s)
-            if self.rank in members:
-                self._local_lane = lane
+        node_rank = self.identity.node_rank
+        members = tuple(i.rank for i in sorted(identities, key=_local_order) if i.node_rank == node_rank)
+        if len(members) > 1:
+            self._local_lane = _Lane(f"{name}/node{node_rank}", members, self.rank, self.timeout_s)
 
     def allgather(self, stuff: Any) -> list[Any]:
         """Return what every rank passed, ordered by rank. Ranks: all, collectively."""
@@ -217,10 +214,15 @@ class _Lane:
         # the abandoned operation keeps the group's threads (and so the process's exit) waiting.
         own_deadline = datetime.timedelta(seconds=timeout_s + 3 * self._quiet_s)
         start = _Operation("start of the control channel", next(self._numbers))
-        if rank in ranks:
-            self._say_waiting(start)
+        self._say_waiting(start)
         try:
-            self._group = dist.new_group(list(ranks), backend="gloo", timeout=own_deadline)
+            # Not `new_group`: beside a default group that is bound to a CUDA device, as DeepSpeed binds NCCL's, ranks that
+            # are no members split NCCL's communicator there, and wait in it for members that never come (torch 2.13
+            # distributed_c10d.py:2030-2058). `use_local_synchronization` avoids that, but names the group after the number
+            # of groups that a rank is in (`_hash_ranks_to_str`), which differs between ranks of a pipeline.
+            self._group: Any = dist.ProcessGroupGloo(  # torch's stub lacks what it inherits
+                PrefixStore("gloo", self._store), ranks.index(rank), len(ranks), timeout=own_deadline
+            )
         except RuntimeError as error:
             raise self._start_error(start, error) from error
         self._send = torch.zeros(_SHORT_MESSAGE_BYTES, dtype=torch.uint8)
@@ -271,8 +273,8 @@ class _Lane:
             )
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        # Its destructor ends gloo's threads. Any reference that is left, such as a traceback's, puts that off.
+        del self._group
 
     def _wait(self, work: dist.Work, operation: _Operation) -> None:
         quiet = datetime.timedelta(seconds=self._quiet_s)

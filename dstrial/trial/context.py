@@ -27,6 +27,7 @@ from dstrial.engine.adapter import EngineAdapter
 from dstrial.engine.batch_sizes import config_of
 from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.errors import ConfigError, TrialContractError
+from dstrial.trial.data import to_device
 from dstrial.trial.kept_batch import ResumedRun
 from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
 
@@ -321,9 +322,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def to_device(self, data: Any) -> pytorch.TorchData:
         """Move tensors and arrays, nested in lists, tuples and dicts, to this rank's device.
 
-        What cannot be moved is returned as it is, with one warning per type.
+        Tensors in pinned memory, as ``dstrial.DataLoader`` yields them, are copied without waiting for the device: do not write
+        to pinned memory of your own again before the device has it. What cannot be moved is returned as it is, with one
+        warning per type.
         """
-        return pytorch.to_device(data, self.device, self._to_device_warned_types)
+        return to_device(data, self.device, self._to_device_warned_types)
 
     # ---- position ------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from unittest import mock
 
 import deepspeed
 import torch
-from determined import core
+from determined import core, pytorch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -225,8 +225,11 @@ def _largest_batch(loader: Any, length: Callable[[Any], int], num_batches: int) 
 
 def _as_loader(loader: Any) -> Any:
     """Return something to iterate over; Determined's ``DataLoader`` is a recipe for torch's."""
-    make = getattr(loader, "get_data_loader", None)
-    return loader if make is None else make(repeat=False, skip=0, num_replicas=1, rank=0)
+    if not isinstance(loader, pytorch.DataLoader):
+        return loader
+    own = copy.copy(loader)
+    own.pin_memory = False  # which would make a CUDA context in a process that forks
+    return own.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
 
 
 class AloneContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it

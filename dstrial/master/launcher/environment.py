@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dstrial.master.launcher.request import TRIAL, AllocationRequest
+from dstrial.ranks.devices import SHARE_VARIABLE
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
@@ -167,9 +168,12 @@ def _trial_variables(request: AllocationRequest) -> dict[str, str]:
 
 def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dict[str, str]:
     kinds = {slot.kind for slot in request.slots}
-    uuids = ",".join(slot.uuid for slot in request.slots)
+    # Slots that share a device name it once: CUDA sees nothing behind a device that is named again.
+    names = dict.fromkeys(slot.uuid for slot in request.slots)
+    uuids = ",".join(names)
     if "cuda" in kinds:
-        return {"CUDA_VISIBLE_DEVICES": uuids}
+        shared = {SHARE_VARIABLE: "1"} if len(names) < len(request.slots) else {}
+        return {"CUDA_VISIBLE_DEVICES": uuids, **shared}
     if "rocm" in kinds:
         return {"HIP_VISIBLE_DEVICES": uuids, "ROCR_VISIBLE_DEVICES": uuids}
     return {
