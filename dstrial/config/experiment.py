@@ -44,6 +44,9 @@ _DIALECT = Dialect(
 )
 
 
+_MAX_ENTRYPOINT_CHARS = 2**16
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentConfig:
     """A checked experiment config.
@@ -305,6 +308,14 @@ def _check_entrypoint(
         if require_entrypoint and given.get("entrypoint") is None:
             fix = "Add entrypoint: model_def:MyTrial for class MyTrial in model_def.py."
             findings.problem("entrypoint", "not given", "module:Class, or a command", fix)
+        return TrialSource(None)
+    num_chars = len(entrypoint) if isinstance(entrypoint, str) else sum(len(str(word)) for word in entrypoint)
+    if num_chars > _MAX_ENTRYPOINT_CHARS:
+        # The system takes no longer word, and taking a text apart takes the square of its length.
+        fix = "Put it into a script of the model definition."
+        findings.problem(
+            "entrypoint", f"{num_chars} characters long", f"at most {_MAX_ENTRYPOINT_CHARS} characters", fix
+        )
         return TrialSource(None)
     if isinstance(entrypoint, list) and not all(isinstance(word, str) for word in entrypoint):
         findings.problem("entrypoint", render(entrypoint), "a list of strings", "Quote every word.")

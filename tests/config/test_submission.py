@@ -155,6 +155,6 @@ def test_a_config_is_changed_for_continuing(tmp_path: Path) -> None:
 
 
 def test_a_preview_needs_no_entrypoint() -> None:
-    section = search_section("searcher: {name: random, metric: l, max_trials: 3}\n")
+    section = search_section({"searcher": {"name": "random", "metric": "l", "max_trials": 3}})
 
     assert section["searcher"]["max_trials"] == 3

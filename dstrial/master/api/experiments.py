@@ -15,6 +15,7 @@ from determined.common.api import bindings
 
 from dstrial.config import SavedRun
 from dstrial.config.documents import read_yaml_text
+from dstrial.config.limits import check_text
 from dstrial.config.storage import laid_over
 from dstrial.config.submission import LABEL, Submission, check_submission, merge_override
 from dstrial.config.template_merge import merge_template
@@ -132,7 +133,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
         if not tgz:
             tgz = await services.read(_model_definition, parent_id)
-    given = _readable(config, template)
+    given = await services.run(lambda: _readable(services, config, template))
     resumed = await services.read(resumption.of_submission, given)
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
@@ -182,7 +183,7 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
         RequestError: its project is archived, or it is being deleted.
     """
     services, config = request.services, body.text("config") or ""
-    given = _readable(config, None)
+    given = await services.run(lambda: _readable(services, config, None))
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
     submission = await services.run(lambda: checked(services, config, b"", storage=storage, is_detached=True))
@@ -208,10 +209,15 @@ def _files(body: Fields) -> list[Any]:
     return files
 
 
-def _readable(config: str, template: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a config over its template; what is wrong with it is said by its check."""
+def _readable(services: Services, config: str, template: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a config over its template; what is wrong with it is said by its check.
+
+    Raises:
+        ConfigError: it cannot be read within the limits, which a check would only find out again.
+    """
+    check_text(config, LABEL, services.settings.limits)
     try:
-        value = read_yaml_text(config, LABEL).value
+        value = read_yaml_text(config, LABEL, services.settings.limits).value
     except ConfigError:
         return {}
     if not isinstance(value, dict):
@@ -336,7 +342,8 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     if override.strip():
         row = await services.read(experiment_rows.require, experiment_id)
         tgz = await services.read(_model_definition, experiment_id)
-        merged = merge_override(row["original_config"], override)
+        limits = services.settings.limits
+        merged = await services.run(lambda: merge_override(row["original_config"], override, limits))
         resumed = await services.read(_resumed_by, experiment_id)
         template = json.loads(row["template"] or "null")
         storage = await services.read(_storage_of_experiment, experiment_id)
