@@ -22,14 +22,13 @@ from dstrial.config import yaml_reader
 from dstrial.config.findings import MAX_PROBLEMS, KeyPath
 from dstrial.config.limits import (
     DEFAULT_LIMITS,
-    MAX_KEY_CHARS,
     TextLimits,
     check_text,
     check_value,
     too_deep,
     too_large,
 )
-from dstrial.config.yaml_scalars import Dumper, ScalarError, integer, real, scalar, string
+from dstrial.config.yaml_scalars import Dumper, ScalarError, integer, real, scalar
 from dstrial.errors import ConfigError, ConfigProblem
 
 _PLAIN_WORD = re.compile(r"(?!\.\.\.$)[A-Za-z0-9_.+][A-Za-z0-9_.+-]*")
@@ -145,32 +144,9 @@ def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Do
             problems.append(yaml_reader.given_twice(f"{label}:{line}", key_path, first))
             if len(problems) >= MAX_PROBLEMS:
                 break
-    problems += _unusable_strings(value, label)
     if problems:
         raise ConfigError(problems)
     return Document(label, value, lines)
-
-
-def _unusable_strings(value: Any, label: str) -> list[ConfigProblem]:
-    """Return the first string that YAML would refuse too, and a key that is too long, as problems."""
-    values = [value]
-    while values:
-        one = values.pop()
-        if isinstance(one, dict):
-            long = next((key for key in one if len(key) > MAX_KEY_CHARS), None)
-            if long is not None:
-                got, expected = f"{len(long)} characters long", f"at most {MAX_KEY_CHARS} characters"
-                return [ConfigProblem(f"{label}: a key", got, expected, "Write a shorter one.")]
-            values += one.keys()
-            values += one.values()
-        elif isinstance(one, list):
-            values += one
-        elif isinstance(one, str):
-            try:
-                string(one)
-            except ScalarError as error:
-                return [ConfigProblem(f"{label}: a value", error.got, error.expected, error.fix)]
-    return []
 
 
 def _json_positions(text: str) -> Iterator[tuple[KeyPath, int, int | None]]:

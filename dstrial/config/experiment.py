@@ -45,6 +45,7 @@ _DIALECT = Dialect(
 
 
 _MAX_ENTRYPOINT_CHARS = 2**16
+_MAX_OTHER_ENGINES = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,7 +239,16 @@ def check_experiment(
             "the trial wraps its engine"
         )
     checks: dict[str, tuple[DeepSpeedSource, CheckResult]] = {}
-    for key in (MAIN_KEY, *other_configs(hyperparameters)):
+    others = tuple(other_configs(hyperparameters))
+    if len(others) > _MAX_OTHER_ENGINES:
+        findings.problem(
+            "hyperparameters",
+            f"a mapping with {len(others)} keys that end in {MAIN_KEY}",
+            f"at most {_MAX_OTHER_ENGINES} engines",
+            "Remove some.",
+        )
+        others = ()
+    for key in (MAIN_KEY, *others):
         found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
         if found is not None:
             auto: Literal["error", "warning"] = "error" if source.trial else "warning"

@@ -7,9 +7,10 @@ stack of whatever walks them recursively. Both are refused here, before anything
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dstrial.config.yaml_scalars import ScalarError, string
 from dstrial.errors import ConfigError, ConfigProblem
 
 MAX_DEPTH = 100
@@ -49,7 +50,7 @@ def check_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> No
     Raises:
         ConfigError: it is larger than ``text_bytes``.
     """
-    num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    num_bytes = _num_bytes(text)
     if num_bytes > limits.text_bytes:
         raise ConfigError([too_large(label, f"{num_bytes} bytes", limits)])
 
@@ -64,17 +65,18 @@ def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> 
 
     Raises:
         ConfigError: there are more than ``num_values``, or they are nested deeper than ``MAX_DEPTH``, or the strings among
-            them are together longer than ``text_bytes``.
+            them are together longer than ``text_bytes``, or one of them has a character that no text can have.
     """
     level: list[Any] = [value]
-    num_values = num_chars = depth = 0
+    num_values = num_bytes = depth = 0
     while level:
         num_values += len(level)
         if num_values > limits.num_values:
             raise ConfigError([too_many(label, limits)])
-        num_chars += sum(len(one) for one in level if isinstance(one, str))
-        if num_chars > limits.text_bytes:
-            raise ConfigError([too_large(label, f"at least {num_chars} characters", limits)])
+        num_bytes += sum(_num_bytes(one) for one in level if isinstance(one, str))
+        if num_bytes > limits.text_bytes:
+            raise ConfigError([too_large(label, f"at least {num_bytes} bytes", limits)])
+        _check_strings(level, label)
         groups = [one for one in level if isinstance(one, (Mapping, list, tuple))]
         depth += 1
         if groups and depth > MAX_DEPTH:
@@ -82,10 +84,31 @@ def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> 
         level = []
         for group in groups:
             if isinstance(group, Mapping):
+                long = next((key for key in group if len(str(key)) > MAX_KEY_CHARS), None)
+                if long is not None:
+                    got, expected = f"{len(str(long))} characters long", f"at most {MAX_KEY_CHARS} characters"
+                    raise ConfigError(
+                        [ConfigProblem(f"{label}: a key", got, expected, "Write a shorter one.")]
+                    )
                 level += group.keys()
                 level += group.values()
             else:
                 level += group
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _check_strings(values: Iterable[Any], label: str) -> None:
+    for one in values:
+        if isinstance(one, str):
+            try:
+                string(one)
+            except ScalarError as error:
+                raise ConfigError(
+                    [ConfigProblem(f"{label}: a value", error.got, error.expected, error.fix)]
+                ) from error
 
 
 def too_large(where: str, got: str, limits: TextLimits) -> ConfigProblem:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.documents import read_yaml_text, yaml_text
+from dstrial.config.documents import Document, read_yaml_text, yaml_text
 from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
 from dstrial.config.experiment_rules import EXPERIMENT
@@ -46,6 +46,8 @@ _MAX_RUNGS = 1000
 _MAX_AT_ONCE = 10_000
 _MAX_BYTES_AT_ONCE = 64 * 2**20
 _MANY = 10**18
+_MAX_POLICIES = 100
+_MAX_PATTERN_CHARS = 2000
 _LONG_NUMBER = re.compile(r"[0-9]{19}")
 _ADJECTIVES = (
     "agile",
@@ -124,6 +126,7 @@ def check_submission(
     resumed: SavedRun | None = None,
     template: Mapping[str, Any] | None = None,
     is_detached: bool = False,
+    document: Document | None = None,
 ) -> Submission:
     """Check a config with its model definition, and fill in every default.
 
@@ -136,11 +139,13 @@ def check_submission(
         template: a part of a config that gives what the config leaves out.
         is_detached: whether its trials run elsewhere: no entrypoint is needed, and the searcher, which does not search, may
             have any name.
+        document: the same YAML, if it has been read; its value is changed.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
     """
-    document = read_yaml_text(config_text, LABEL, defaults.limits)
+    if document is None:
+        document = read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
 
     def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
@@ -330,8 +335,8 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
         at_once = min(limit or searcher["max_trials"], searcher["max_trials"])
     else:
         at_once = min(limit or 0, searcher.get("max_trials") or 0)
-    size = len(json.dumps(raw["hyperparameters"], default=str))
-    if at_once > 1 and at_once * size > _MAX_BYTES_AT_ONCE:
+    size = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 0
+    if at_once * size > _MAX_BYTES_AT_ONCE:
         findings.problem(
             "searcher.max_concurrent_trials",
             f"{limit}, with which {at_once} trials of {size} bytes of hyperparameters each begin at once",
@@ -388,7 +393,13 @@ def _check_lists(raw: Mapping[str, Any], findings: Findings) -> None:
     for index, label in enumerate(raw["labels"] or []):
         if not isinstance(label, str):
             findings.problem(("labels", index), render(label), "a string", "Put it into quotes.")
-    for index, policy in enumerate(raw["log_policies"] or []):
+    policies = raw["log_policies"] or []
+    if len(policies) > _MAX_POLICIES:
+        findings.problem(
+            "log_policies", f"a list of {len(policies)}", f"at most {_MAX_POLICIES} policies", "Remove some."
+        )
+        policies = []
+    for index, policy in enumerate(policies):
         if not isinstance(policy, Mapping) or not ({"pattern", "name"} & policy.keys()):
             findings.problem(
                 ("log_policies", index),
@@ -418,6 +429,12 @@ def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> 
         )
     pattern = policy.get("pattern")
     if pattern is None:
+        return
+    if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN_CHARS:
+        expected = f"at most {_MAX_PATTERN_CHARS} characters"
+        findings.problem(
+            (*where, "pattern"), f"{len(pattern)} characters long", expected, "Write a shorter pattern."
+        )
         return
     try:
         re.compile(pattern)

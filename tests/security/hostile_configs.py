@@ -8,6 +8,8 @@ legal and only has to be cheap.
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 
 KIB = 2**10
 MIB = 2**20
@@ -111,7 +113,7 @@ DEEP = (
     Hostile("20000 braces", '{"a":' * 20_000 + "1" + "}" * 20_000, _DEEP, is_json=True),
     Hostile("101 brackets", "[" * 101 + "]" * 101, _DEEP, is_json=True),
     Hostile("20000 dashes", "- " * 20_000 + "1", _DEEP),
-    Hostile("20000 question marks", "? " * 20_000 + "1", _DEEP),
+    Hostile("20000 question marks", "? " * 20_000 + "1", "a mapping as key"),
     Hostile("300 levels of blocks", "\n".join(" " * level + f"k{level}:" for level in range(300)), _DEEP),
     Hostile("a thousand lines of lists", "\n".join(" " * level + "-" for level in range(1000)), _DEEP),
     Hostile("four anchors forty deep each", stacked(4), _DEEP),
@@ -171,7 +173,7 @@ KEYS = (
     Hostile("keys that are equal numbers", "{1: a, 1.0: b, 0x1: c}", "given twice"),
     Hostile("a number and a flag as keys", "{1: a, true: b}", "given twice"),
     Hostile("a key of 500000 letters", "? " + "k" * 500_000 + "\n: 1", "a key"),
-    Hostile("a JSON key of 500000 letters", '{"' + "k" * 500_000 + '": 1}', None, is_json=True),
+    Hostile("a JSON key of 500000 letters", '{"' + "k" * 500_000 + '": 1}', "a key", is_json=True),
     Hostile("merging a number", "{<<: 1}", "merge"),
     Hostile("merging a list of numbers", "{<<: [1, 2]}", "merge"),
 )
@@ -193,3 +195,96 @@ CHARACTERS = (
 
 TEXTS = (*EXPANDING, *DEEP, *LARGE, *SCALARS, *KEYS, *CHARACTERS)
 """Every hostile text."""
+
+
+def _with(text: str) -> Callable[[], str]:
+    """Return a maker of the small config with more lines."""
+    return lambda: SMALL_CONFIG + text
+
+
+def _searched(searcher: str, hyperparameters: Callable[[], dict[str, object]]) -> Callable[[], str]:
+    """Return a maker of a config with another searcher."""
+    return lambda: (
+        "name: hostile\nentrypoint: 'true'\nresources: {slots_per_trial: 0}\n"
+        f"searcher: {{metric: loss, {searcher}}}\nhyperparameters: {json.dumps(hyperparameters())}\n"
+    )
+
+
+def _axes(count: int) -> dict[str, object]:
+    return {f"k{axis}": {"type": "double", "minval": 0, "maxval": 1, "count": count} for axis in range(9000)}
+
+
+_SOME = "max_length: {batches: 9}"
+
+CONFIGS: dict[str, tuple[Callable[[], str], str | None]] = {
+    "45000 hyperparameters": (
+        _with("hyperparameters: {" + ", ".join(f"k{n}: {n}" for n in range(45_000)) + "}"),
+        None,
+    ),
+    "12000 search spaces": (_searched(f"name: random, max_trials: 4, {_SOME}", lambda: _axes(3)), None),
+    "a grid of 10**81000 points": (_searched(f"name: grid, {_SOME}", lambda: _axes(10**9)), "at most 10000"),
+    "10**9 random trials at once": (
+        _searched(f"name: random, max_trials: 1000000000, max_concurrent_trials: 1000000000, {_SOME}", dict),
+        "at most 10000",
+    ),
+    "10000 trials of 900 KB at once": (
+        _searched(
+            f"name: random, max_trials: 10000, max_concurrent_trials: 10000, {_SOME}",
+            lambda: {"a": "x" * 900_000},
+        ),
+        "hyperparameters at once",
+    ),
+    "40000 wrong keys of the config": (
+        _with("".join(f"max_restart{n}: 1\n" for n in range(40_000))),
+        "at least 100 places",
+    ),
+    "12000 wrong hyperparameters": (
+        _searched(f"name: single, {_SOME}", lambda: {f"k{n}": {"type": "duble"} for n in range(12_000)}),
+        "at least 100 places",
+    ),
+    "40000 wrong DeepSpeed keys": (
+        _searched(
+            f"name: single, {_SOME}", lambda: {"deepspeed_config": {f"k{n}": 1 for n in range(40_000)}}
+        ),
+        "at least 100 places",
+    ),
+    "20000 DeepSpeed configs": (
+        _searched(
+            f"name: single, {_SOME}",
+            lambda: {f"e{n}_deepspeed_config": {"train_batch_size": 1} for n in range(20_000)},
+        ),
+        "at most 20 engines",
+    ),
+    "20000 log policies": (
+        _with("log_policies: [" + ", ".join(f"{{pattern: a{n}}}" for n in range(20_000)) + "]"),
+        "at most 100 policies",
+    ),
+    "45000 environment variables": (
+        _with(
+            "environment: {environment_variables: [" + ", ".join(f"A{n}={n}" for n in range(45_000)) + "]}"
+        ),
+        None,
+    ),
+    "19000 bind mounts": (
+        _with(
+            "bind_mounts: ["
+            + ", ".join(f"{{host_path: /{n}, container_path: c{n}}}" for n in range(19_000))
+            + "]"
+        ),
+        None,
+    ),
+    "a pattern of 20000 brackets": (
+        _with("log_policies: [{pattern: '" + "(" * 20_000 + "'}]"),
+        "regular expression",
+    ),
+    "a pattern of 900 KB": (_with("log_policies: [{pattern: '" + "[a-z]" * 180_000 + "'}]"), "pattern"),
+    "an entrypoint of 900 KB": (
+        lambda: SMALL_CONFIG.replace("entrypoint: 'true'", "entrypoint: " + "x" * 900_000),
+        "65536",
+    ),
+    "a number without end": (
+        _with("hyperparameters: {a: .inf, b: 123456789012345678901234567890}"),
+        "64 bits",
+    ),
+}
+"""Configs of legal YAML that ask for much: a maker, and what the refusal says; None for one that is accepted."""
