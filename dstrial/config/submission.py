@@ -45,6 +45,7 @@ _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "D
 _MAX_RUNGS = 1000
 _MAX_AT_ONCE = 10_000
 _MAX_BYTES_AT_ONCE = 64 * 2**20
+_MAX_GRID_POINTS = 10**9
 _MANY = 10**18
 _MAX_POLICIES = 100
 _MAX_PATTERN_CHARS = 2000
@@ -151,6 +152,7 @@ def check_submission(
     def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
         _check_time(raw["searcher"], findings)
         _check_rungs(raw["searcher"], findings)
+        _check_grid(raw, findings)
         _check_concurrency(raw, findings)
         check_variables(raw, findings)
         _check_lists(raw, findings)
@@ -272,6 +274,7 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
     hyperparameters = raw["hyperparameters"]
     needs_counts = raw["searcher"]["name"] == "grid"
     concrete_values(hyperparameters, findings, require_concrete=False, needs_counts=needs_counts)
+    _check_grid(raw, findings)
     findings.raise_if_any()
     return {"hyperparameters": normalised_specs(hyperparameters), "searcher": raw["searcher"]}
 
@@ -349,6 +352,19 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
             f"{limit}, with which {at_once} trials begin at once",
             f"at most {_MAX_AT_ONCE} at once",
             "Set it to the number of trials that can really run, 16 for example.",
+        )
+
+
+def _check_grid(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Refuse a grid that no search ends; its number of points may have more digits than Python writes."""
+    if findings.problems or raw["searcher"]["name"] != "grid":
+        return
+    if _num_grid_points(raw["hyperparameters"]) > _MAX_GRID_POINTS:
+        findings.problem(
+            "hyperparameters",
+            f"a grid of more than {_MAX_GRID_POINTS} points",
+            f"at most {_MAX_GRID_POINTS}",
+            "Lower the counts, or search with name: random and max_trials.",
         )
 
 

@@ -52,7 +52,7 @@ async def checked(
             template=template,
         )
 
-    return await services.run(check)
+    return await services.check(check)
 
 
 async def one_of(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:

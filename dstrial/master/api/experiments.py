@@ -135,11 +135,11 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
         if not tgz:
             tgz = await services.read(_model_definition, parent_id)
-    document, given = await services.run(lambda: _readable(services, config, template))
+    document, given = await services.check(lambda: _readable(services, config, template))
     resumed = await services.read(resumption.of_submission, given)
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
-    submission = await services.run(
+    submission = await services.check(
         lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
     )
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else []
@@ -185,10 +185,10 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
         RequestError: its project is archived, or it is being deleted.
     """
     services, config = request.services, body.text("config") or ""
-    document, given = await services.run(lambda: _readable(services, config, None))
+    document, given = await services.check(lambda: _readable(services, config, None))
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
-    submission = await services.run(
+    submission = await services.check(
         lambda: checked(services, config, b"", storage=storage, is_detached=True, document=document)
     )
     experiment_id = await services.write(
@@ -344,11 +344,11 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
         row = await services.read(experiment_rows.require, experiment_id)
         tgz = await services.read(_model_definition, experiment_id)
         limits = services.settings.limits
-        merged = await services.run(lambda: merge_override(row["original_config"], override, limits))
+        merged = await services.check(lambda: merge_override(row["original_config"], override, limits))
         resumed = await services.read(_resumed_by, experiment_id)
         template = json.loads(row["template"] or "null")
         storage = await services.read(_storage_of_experiment, experiment_id)
-        submission = await services.run(
+        submission = await services.check(
             lambda: checked(services, merged, tgz, resumed, template=template, storage=storage)
         )
     await services.write(lambda tx: experiments.continue_(tx, experiment_id, submission))

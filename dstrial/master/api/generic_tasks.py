@@ -58,7 +58,7 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
         return {**kept, "description": None, "environment": {**kept["environment"], "image": None}}
     limits = request.services.settings.limits
     given = (
-        await request.services.run(lambda: read_yaml_text(text, "the task's config", limits))
+        await request.services.check(lambda: read_yaml_text(text, "the task's config", limits))
     ).value or {}
     if not isinstance(given, dict):
         raise body.wrong("config", "a mapping in YAML")

@@ -36,7 +36,7 @@ async def _config(request: ApiRequest, body: Fields) -> dict[str, Any]:
 async def _check(request: ApiRequest, config: Mapping[str, Any]) -> None:
     """Refuse (400) a template that is larger than the configs below which it is laid."""
     limits = request.services.settings.limits
-    await request.services.run(lambda: check_value(config, "the template's config", limits))
+    await request.services.check(lambda: check_value(config, "the template's config", limits))
 
 
 def _workspace_id(tx: Transaction, body: Fields) -> int:
