@@ -117,7 +117,21 @@ def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Do
     Raises:
         ConfigError: it cannot be read, is not JSON, gives a key twice, or is beyond the limits.
     """
-    text = _read_text(path, label, limits)
+    return read_json_text(_read_text(path, label, limits), label, limits)
+
+
+def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
+    """Read JSON from a text, as ``read_json`` does.
+
+    Args:
+        text: the text.
+        label: how to call it in messages.
+        limits: how large it may be.
+
+    Raises:
+        ConfigError: it is not JSON, gives a key twice, or is beyond the limits.
+    """
+    check_text(text, label, limits)
     try:
         # The parser recurses in C and raises RecursionError long before the stack ends; what it survives is counted.
         value = json.loads(text, parse_constant=_reject_constant, parse_int=integer, parse_float=_finite)
