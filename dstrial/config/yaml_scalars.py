@@ -30,6 +30,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
 )
 """Tag, what a plain scalar of it looks like, and with which characters it begins (NUL: it may be empty)."""
 
+_OTHER_BREAKS = re.compile("[\x85\u2028\u2029]")
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern, _ in _RULES}
 _BY_FIRST: dict[str, list[str]] = {}
 for _kind, _, _first in _RULES:
@@ -40,6 +41,13 @@ for _kind, _, _first in _RULES:
 class Dumper(yaml.SafeDumper):
     """PyYAML's safe dumper, which quotes what either version of YAML would read as another type."""
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Write line breaks that are none in YAML 1.2 as escapes; between other quotes they would be folded."""
+        style = '"' if _OTHER_BREAKS.search(text) else None
+        return self.represent_scalar(_PREFIX + "str", text, style=style)
+
+
+Dumper.add_representer(str, Dumper.represent_text)
 
 for _kind, _pattern, _first in (*_RULES, ("merge", MERGE_KEY, "<")):
     Dumper.add_implicit_resolver(

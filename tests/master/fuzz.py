@@ -105,6 +105,7 @@ searcher: {name: adaptive_asha, metric: loss, max_trials: 9, max_time: 9, time_m
 resources: {slots_per_trial: 1}
 """,
 )
+_TASK_TEXT = "entrypoint: ['true']\nresources: {slots: 0}\nenvironment: {environment_variables: [A=1]}\n"
 _CONFIG_KEYS = (
     "hyperparameters",
     "data",
@@ -363,7 +364,7 @@ class Fuzzer:
         if kind < 0.1:
             hostile = self._random.choice(TEXTS)
             return hostile.value if hostile.is_document else hostile.below(self._random.choice(_CONFIG_KEYS))
-        text = self._random.choice([_CONFIG_TEXT, *_CONFIG_TEXTS])
+        text = self._random.choice([_CONFIG_TEXT, *_CONFIG_TEXTS, _TASK_TEXT])
         for _ in range(self._random.choice([1, 1, 2, 3, 8])):
             at = self._random.randrange(len(text) + 1)
             change = self._random.random()
