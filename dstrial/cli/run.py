@@ -18,6 +18,7 @@ from dstrial.cli.run_outcome import Verdict, failure_text, judge, judge_experime
 from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
 from dstrial.cli.streams import LastingStream
 from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
@@ -171,11 +172,9 @@ def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
     """What the user wrote; where nothing is written, whoever follows is told of a failure at once."""
-    import yaml
-
     if args.test:
         return 0
-    is_given = "max_restarts" in (yaml.safe_load(experiment.path.read_text(encoding="utf-8")) or {})
+    is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
     is_given = is_given or any(override.startswith("max_restarts=") for override in args.config)
     return experiment.max_restarts if is_given else 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dstrial.config.fillers import Filler
 from dstrial.config.findings import Findings, render
-from dstrial.config.script_source import find_script
+from dstrial.config.script_source import find_script, parsed
 
 _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -83,7 +83,7 @@ def check_entrypoint(
             )
         return TrialSource(trial)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parsed(path)
     except SyntaxError as error:
         where = f"{path}:{error.lineno}"
         fix = "Correct the source."
@@ -95,6 +95,8 @@ def check_entrypoint(
         findings.problem(
             "entrypoint", f"{render(trial)}, and {path} is unreadable", "a module", "Correct the file."
         )
+        return TrialSource(trial)
+    if tree is None:
         return TrialSource(trial)
     names, is_complete = _top_level_names(tree)
     if is_complete and class_name not in names:

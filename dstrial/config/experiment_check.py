@@ -53,7 +53,7 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
         return
     name = searcher["name"]
     if name is None:
-        if "name" not in given:
+        if given.get("name") is None:
             findings.problem(
                 "searcher.name", "not given", f"one of {', '.join(SEARCHERS)}", "Add name: single."
             )
@@ -72,7 +72,7 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
         _check_searcher_fields(name, searcher, given, findings)
         allowed = (*_SEARCHER_COMMON, *_SEARCHER_KEYS[name])
         raw["searcher"] = {key: value for key, value in searcher.items() if key in allowed}
-    if searcher["metric"] is None and "metric" not in given:
+    if searcher["metric"] is None and given.get("metric") is None:
         fix = "Name the validation metric that says which checkpoint is best."
         findings.problem("searcher.metric", "not given", "the name of a validation metric", fix)
     if searcher["max_length"] is not None and not is_length(searcher["max_length"], allow_integer=True):
@@ -93,7 +93,7 @@ def _check_searcher_fields(
     name: str, searcher: Mapping[str, Any], given: Mapping[str, Any], findings: Findings
 ) -> None:
     for field in SEARCHER_REQUIRES.get(name, ()):
-        if searcher[field] is None and field not in given:
+        if searcher[field] is None and given.get(field) is None:
             fix = f"Add {field}."
             findings.problem(f"searcher.{field}", "not given", f"an integer of at least 1 for {name}", fix)
     is_timed = searcher["max_time"] is not None and searcher["time_metric"] is not None
@@ -102,7 +102,7 @@ def _check_searcher_fields(
         findings.problem("searcher.max_time", "not given", f"max_time and time_metric for {name}", fix)
     elif (searcher["max_time"] is None) != (searcher["time_metric"] is None):
         missing = "max_time" if searcher["max_time"] is None else "time_metric"
-        if missing not in given:
+        if given.get(missing) is None:
             fix = "Add time_metric: batches." if missing == "time_metric" else "Add max_time: 1000."
             findings.problem(f"searcher.{missing}", "not given", "max_time and time_metric together", fix)
     for field in given:

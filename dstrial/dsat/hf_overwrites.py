@@ -5,7 +5,6 @@ The only effects: files are read, one is written, and what was decided is logged
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
+from dstrial.config.documents import read_json_text
 from dstrial.config.findings import Findings
 from dstrial.config.saved_run import SavedRun
 from dstrial.dsat.trainer_arguments import CONFIG_FLAG, ReconciledArguments, reconcile
@@ -167,8 +167,8 @@ def _source(args: Sequence[str], hparams: Mapping[str, Any]) -> DeepSpeedSource 
         return None
     if named is None:
         named = CommandLine.of(args).value(CONFIG_FLAG)
-        with contextlib.suppress(json.JSONDecodeError, TypeError):
-            named = json.loads(named)  # type: ignore[arg-type]  # None is a TypeError, and stays None
+        if isinstance(named, str) and named.lstrip().startswith("{"):
+            named = read_json_text(named, CONFIG_FLAG).value
     findings = Findings({}, "experiment config")
     source = read_deepspeed(
         MAIN_KEY, {MAIN_KEY: named, _OVERWRITE_KEY: overwrite}, Path(), {}, "experiment config", findings

@@ -10,6 +10,7 @@ from typing import Any
 from dstrial.config.documents import read_yaml
 from dstrial.config.findings import Findings, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
+from dstrial.config.limits import DEFAULT_LIMITS, TextLimits
 from dstrial.config.submission import MasterDefaults
 
 DEFAULT_PORT = 8080
@@ -17,6 +18,10 @@ DEFAULT_POOL = "default"
 DEFAULT_TENSORBOARD_TIMEOUT_S = 300
 DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 _STRING = Rule(types=("string",))
+_RAISED_BY = (
+    "Move what is large into files of the model definition, or raise limits.config_text_bytes or limits.config_values in "
+    "the master's settings."
+)
 
 
 def _section(**keys: Rule) -> Rule:
@@ -64,6 +69,14 @@ _SETTINGS = Section(
             log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
         ),
         "detached_timeout_s": Rule(types=("integer",), default=300, minimum=1),
+        "limits": _section(
+            config_text_bytes=Rule(
+                types=("integer",), default=DEFAULT_LIMITS.text_bytes, minimum=2**12, maximum=2**24
+            ),
+            config_values=Rule(
+                types=("integer",), default=DEFAULT_LIMITS.num_values, minimum=1000, maximum=10**6
+            ),
+        ),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -86,6 +99,7 @@ class MasterSettings:
         tensorboard_timeout: after how many seconds without a request a TensorBoard ends, 0 for never.
         tensorboard_memory_mib: how much memory a TensorBoard may use, MiB.
         detached_timeout_s: for how long nothing may be heard of a detached run, which sends a heartbeat every minute.
+        limits: how large a config, a template or a command's config may be.
     """
 
     port: int | None
@@ -100,6 +114,7 @@ class MasterSettings:
     tensorboard_timeout: int
     tensorboard_memory_mib: int
     detached_timeout_s: int
+    limits: TextLimits = DEFAULT_LIMITS
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -142,6 +157,7 @@ class MasterSettings:
             tensorboard_timeout=raw["tensorboard_timeout"],
             tensorboard_memory_mib=raw["tensorboard_memory_mib"],
             detached_timeout_s=raw["detached_timeout_s"],
+            limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -149,7 +165,7 @@ class MasterSettings:
         storage = dict(self.checkpoint_storage)
         key = "host_path" if storage["type"] == "shared_fs" else "container_path"
         storage.setdefault(key, str(state_dir / "checkpoints"))
-        return MasterDefaults(storage, self.environment_variables, self.launch_error)
+        return MasterDefaults(storage, self.environment_variables, self.launch_error, self.limits)
 
     def as_config(self) -> dict[str, Any]:
         """Return the settings in the form of Determined's master configuration."""
@@ -172,6 +188,10 @@ class MasterSettings:
             "tensorboard_timeout": self.tensorboard_timeout,
             "tensorboard_memory_mib": self.tensorboard_memory_mib,
             "detached_timeout_s": self.detached_timeout_s,
+            "limits": {
+                "config_text_bytes": self.limits.text_bytes,
+                "config_values": self.limits.num_values,
+            },
         }
 
 

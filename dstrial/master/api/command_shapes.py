@@ -11,6 +11,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config.command import CommandConfig, CommandKind, check_command
+from dstrial.config.limits import check_value
 from dstrial.errors import RequestError
 from dstrial.master.api.frame import ApiRequest
 from dstrial.master.api.messages import page_of
@@ -39,8 +40,10 @@ async def checked(
     template: dict[str, Any] | None = None
     if template_name:
         template = json.loads((await services.read(templates.require, template_name))["config"])
-    return await services.run(
-        lambda: check_command(
+
+    def check() -> CommandConfig:
+        check_value(given, "the command's config", services.settings.limits)
+        return check_command(
             given,
             kind,
             num_slots=len(services.slots),
@@ -48,7 +51,8 @@ async def checked(
             environment_variables=services.settings.environment_variables,
             template=template,
         )
-    )
+
+    return await services.check(check)
 
 
 async def one_of(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:

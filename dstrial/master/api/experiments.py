@@ -14,7 +14,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config import SavedRun
-from dstrial.config.documents import read_yaml_text
+from dstrial.config.documents import Document, read_yaml_text
 from dstrial.config.storage import laid_over
 from dstrial.config.submission import LABEL, Submission, check_submission, merge_override
 from dstrial.config.template_merge import merge_template
@@ -48,6 +48,7 @@ def checked(
     template: Mapping[str, Any] | None = None,
     storage: Mapping[str, Any] | None = None,
     is_detached: bool = False,
+    document: Document | None = None,
 ) -> Submission:
     """Check a config with its model definition; takes long enough to be done in a thread.
 
@@ -59,6 +60,7 @@ def checked(
         template: a part of a config that gives what the config leaves out.
         storage: of the workspace, before the master's; None for none.
         is_detached: whether its trials run elsewhere.
+        document: the same YAML, if it has been read; its value is changed.
 
     Raises:
         ConfigError: with every problem.
@@ -80,6 +82,7 @@ def checked(
                 resumed=resumed,
                 template=template,
                 is_detached=is_detached,
+                document=document,
             )
         except ConfigError as error:
             raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
@@ -132,12 +135,12 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
         if not tgz:
             tgz = await services.read(_model_definition, parent_id)
-    given = _readable(config, template)
+    document, given = await services.check(lambda: _readable(services, config, template))
     resumed = await services.read(resumption.of_submission, given)
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
-    submission = await services.run(
-        lambda: checked(services, config, tgz, resumed, template=template, storage=storage)
+    submission = await services.check(
+        lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
     )
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else []
     if body.flag("validateOnly"):
@@ -182,10 +185,12 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
         RequestError: its project is archived, or it is being deleted.
     """
     services, config = request.services, body.text("config") or ""
-    given = _readable(config, None)
+    document, given = await services.check(lambda: _readable(services, config, None))
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
-    submission = await services.run(lambda: checked(services, config, b"", storage=storage, is_detached=True))
+    submission = await services.check(
+        lambda: checked(services, config, b"", storage=storage, is_detached=True, document=document)
+    )
     experiment_id = await services.write(
         lambda tx: detached.create(
             tx,
@@ -208,15 +213,17 @@ def _files(body: Fields) -> list[Any]:
     return files
 
 
-def _readable(config: str, template: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a config over its template; what is wrong with it is said by its check."""
+def _readable(
+    services: Services, config: str, template: Mapping[str, Any] | None
+) -> tuple[Document | None, dict[str, Any]]:
+    """Return a config, and its values over its template; what is wrong with it is said by its check."""
     try:
-        value = read_yaml_text(config, LABEL).value
+        document = read_yaml_text(config, LABEL, services.settings.limits)
     except ConfigError:
-        return {}
-    if not isinstance(value, dict):
-        return {}
-    return value if template is None else merge_template(template, value)
+        return None, {}
+    if not isinstance(document.value, dict):
+        return document, {}
+    return document, document.value if template is None else merge_template(template, document.value)
 
 
 def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, Any] | None:
@@ -336,11 +343,12 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     if override.strip():
         row = await services.read(experiment_rows.require, experiment_id)
         tgz = await services.read(_model_definition, experiment_id)
-        merged = merge_override(row["original_config"], override)
+        limits = services.settings.limits
+        merged = await services.check(lambda: merge_override(row["original_config"], override, limits))
         resumed = await services.read(_resumed_by, experiment_id)
         template = json.loads(row["template"] or "null")
         storage = await services.read(_storage_of_experiment, experiment_id)
-        submission = await services.run(
+        submission = await services.check(
             lambda: checked(services, merged, tgz, resumed, template=template, storage=storage)
         )
     await services.write(lambda tx: experiments.continue_(tx, experiment_id, submission))

@@ -38,6 +38,9 @@ MAX_BODY_BYTES = 16 * 2**20
 _MAX_DEPTH = 100
 """Deepest nesting of a body's lists and objects; answers would not be written beyond 254."""
 
+_MAX_VALUES = 500_000
+"""Most values in a body; a batch of metrics or logs has some thousands."""
+
 _MAX_ID = 2**31 - 1
 
 
@@ -165,6 +168,7 @@ class ApiRequest:
         """
         if not self.content.strip():
             return {}
+        _check_num_values(self.content)
         try:
             value = orjson.loads(self.content)
         except orjson.JSONDecodeError as error:
@@ -304,6 +308,28 @@ def _not_own(noun: str, asked: int | str) -> RequestError:
         403,
         f"{noun} {asked} is not that of this token's allocation; expected its own. Use a user's token for others.",
     )
+
+
+def _check_num_values(content: bytes) -> None:
+    """Refuse a body of more values than would be read in a moment; those of 16 MiB may take a GiB.
+
+    Raises:
+        RequestError: there are more than ``_MAX_VALUES``.
+    """
+    if _num_separators(content) <= _MAX_VALUES:
+        return
+    # Perhaps they stand in strings, as in a batch of logs. Backslashes and escaped quotes first, so that the other quotes
+    # are those at the ends of strings.
+    parts = content.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', 2 * _MAX_VALUES + 1)
+    if len(parts) > 2 * _MAX_VALUES or sum(_num_separators(part) for part in parts[::2]) > _MAX_VALUES:
+        raise RequestError(
+            400,
+            f"the request's body holds more than {_MAX_VALUES} values; expected at most that. Send less at a time.",
+        )
+
+
+def _num_separators(content: bytes) -> int:
+    return content.count(b",") + content.count(b"[") + content.count(b"{")
 
 
 def _is_deep(value: Any) -> bool:

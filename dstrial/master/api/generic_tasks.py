@@ -56,7 +56,10 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
         kept: dict[str, Any] = json.loads(row["config"])
         # Its description is its own, and its image the word for none.
         return {**kept, "description": None, "environment": {**kept["environment"], "image": None}}
-    given = read_yaml_text(text, "the task's config").value or {}
+    limits = request.services.settings.limits
+    given = (
+        await request.services.check(lambda: read_yaml_text(text, "the task's config", limits))
+    ).value or {}
     if not isinstance(given, dict):
         raise body.wrong("config", "a mapping in YAML")
     return given

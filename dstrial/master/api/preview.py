@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
 from determined.common.api import bindings
 
 from dstrial.config.submission import search_section
@@ -19,8 +18,8 @@ async def preview_search(request: ApiRequest) -> dict[str, Any]:
     config = body.mapping("config")
     if config is None:
         raise body.wrong("config", "an experiment config")
-    text = yaml.safe_dump(config)
-    summary = preview(await request.services.run(lambda: search_section(text)))
+    limits = request.services.settings.limits
+    summary = await request.services.check(lambda: preview(search_section(config, limits)))
     return message(
         bindings.v1PreviewHPSearchResponse,
         summary=message(

@@ -51,6 +51,7 @@ _COLUMNS: dict[str, Callable[[sqlite3.Row], Any]] = {
 }
 _SUMMARIES = {"training": "avg_metrics", "validation": "validation_metrics"}
 _MAX_DEPTH = 20
+_MAX_CHARS = 2**16
 
 
 def wanted_by(text: str | None) -> Wanted:
@@ -61,6 +62,8 @@ def wanted_by(text: str | None) -> Wanted:
     """
     if not text:
         return lambda row: not row["experiment_archived"]
+    if len(text) > _MAX_CHARS:
+        raise _wrong(text, f"at most {_MAX_CHARS} characters")
     try:
         tree = orjson.loads(text)
     except orjson.JSONDecodeError as error:

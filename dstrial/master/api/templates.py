@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config.limits import check_value
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import Fields, shown
 from dstrial.master.api.frame import USER, ApiRequest, route
@@ -23,11 +25,18 @@ def template_json(row: sqlite3.Row) -> dict[str, Any]:
     )
 
 
-def _config(body: Fields) -> dict[str, Any]:
+async def _config(request: ApiRequest, body: Fields) -> dict[str, Any]:
     config = body.mapping("config")
     if config is None:
         raise body.wrong("config", "a part of an experiment config")
+    await _check(request, config)
     return config
+
+
+async def _check(request: ApiRequest, config: Mapping[str, Any]) -> None:
+    """Refuse (400) a template that is larger than the configs below which it is laid."""
+    limits = request.services.settings.limits
+    await request.services.check(lambda: check_value(config, "the template's config", limits))
 
 
 def _workspace_id(tx: Transaction, body: Fields) -> int:
@@ -69,7 +78,7 @@ async def show_template(request: ApiRequest) -> dict[str, Any]:
 async def create_template(request: ApiRequest) -> dict[str, Any]:
     """``POST templates/{name}``: 409 for a name that exists."""
     body, name = request.body(), request.path_params["template"]
-    config = _config(body)
+    config = await _config(request, body)
     await request.services.write(lambda tx: templates.create(tx, name, config, _workspace_id(tx, body)))
     return message(bindings.v1PostTemplateResponse, template=await _shown(request, name))
 
@@ -77,7 +86,7 @@ async def create_template(request: ApiRequest) -> dict[str, Any]:
 async def put_template(request: ApiRequest) -> dict[str, Any]:
     """``PUT templates/{name}``: make it, or replace its config."""
     body, name = request.body(), request.path_params["template"]
-    config = _config(body)
+    config = await _config(request, body)
 
     def write(tx: Transaction) -> None:
         if any(row["name"] == name for row in templates.list_templates(tx.connection)):
@@ -97,6 +106,7 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
             400,
             f"the template's config is {shown(config)}; expected a part of an experiment config. Send a mapping.",
         )
+    await _check(request, config)
 
     def write(tx: Transaction) -> None:
         templates.require(tx.connection, name)
