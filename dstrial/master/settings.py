@@ -64,6 +64,10 @@ _SETTINGS = Section(
             log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
         ),
         "detached_timeout_s": Rule(types=("integer",), default=300, minimum=1),
+        "allow_other_users": Rule(types=("boolean",), default=False),
+        "limits": _section(
+            connections=Rule(types=("integer",), minimum=16),
+        ),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -86,6 +90,8 @@ class MasterSettings:
         tensorboard_timeout: after how many seconds without a request a TensorBoard ends, 0 for never.
         tensorboard_memory_mib: how much memory a TensorBoard may use, MiB.
         detached_timeout_s: for how long nothing may be heard of a detached run, which sends a heartbeat every minute.
+        allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
+        num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
     """
 
     port: int | None
@@ -100,6 +106,8 @@ class MasterSettings:
     tensorboard_timeout: int
     tensorboard_memory_mib: int
     detached_timeout_s: int
+    allow_other_users: bool
+    num_connections: int | None
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -142,6 +150,8 @@ class MasterSettings:
             tensorboard_timeout=raw["tensorboard_timeout"],
             tensorboard_memory_mib=raw["tensorboard_memory_mib"],
             detached_timeout_s=raw["detached_timeout_s"],
+            allow_other_users=raw["allow_other_users"],
+            num_connections=raw["limits"]["connections"],
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -172,6 +182,8 @@ class MasterSettings:
             "tensorboard_timeout": self.tensorboard_timeout,
             "tensorboard_memory_mib": self.tensorboard_memory_mib,
             "detached_timeout_s": self.detached_timeout_s,
+            "allow_other_users": self.allow_other_users,
+            "limits": {"connections": self.num_connections},
         }
 
 
