@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "say whether this machine has what training needs, or prove it by training",
     "down": "stop all trials with a checkpoint and end the master",
     "dsat": "tune the DeepSpeed configuration of an experiment",
+    "login": "log det in to the master of this machine, without a password",
     "logs": "print the master's own log",
     "run": "train one experiment on this machine and follow it",
     "status": "show the master's address, slots, experiments and disk use",

@@ -164,7 +164,7 @@ def _of_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSourc
             f"checkpoint {asked} is in no run of {runs}, and no master runs with state directory {state.path}; expected one of "
             "them to know it. Start the master with `dstrial up`, or name the checkpoint's directory."
         )
-    client = session(state, record)
+    client = session(record)
     try:
         answer = client.get(f"/api/v1/checkpoints/{asked}")["checkpoint"]
     except RequestError as error:

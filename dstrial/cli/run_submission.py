@@ -101,8 +101,8 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
             num_slots=num_slots if can_offer_more and num_slots > len(found) else None
         )
         record = daemon.start(state, options, may_take_another_port=True)
-        log_in(state, record, lambda _address: False)
-    return Master(state, record, session(state, record)), is_new
+        log_in(record, lambda _address: False)
+    return Master(state, record, session(record)), is_new
 
 
 def read_context(context_dir: Path) -> list[v1File]:

@@ -25,8 +25,10 @@ import uvloop
 
 from dstrial import __version__
 from dstrial.errors import DstrialError, MasterError
+from dstrial.master import owner_socket
 from dstrial.master.changes import Changes
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
+from dstrial.master.file_limit import raise_limit
 from dstrial.master.state_directory import (
     MasterRecord,
     StateDirectory,
@@ -38,8 +40,10 @@ from dstrial.master.store.database import Database
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from dstrial.master.http import Door
     from dstrial.master.scheduler import Scheduler
     from dstrial.master.services import Services
+    from dstrial.master.settings import MasterSettings
 
 logger = logging.getLogger("dstrial.master")
 
@@ -62,11 +66,17 @@ class MasterServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         on_ready: called once in the event loop when requests are answered.
+        door: the connections.
+        owner_listener: the UNIX socket of the state directory.
     """
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], door: Door, owner_listener: socket.socket
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._door = door
+        self._owner_listener = owner_listener
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -75,9 +85,30 @@ class MasterServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer, and tell."""
+        from dstrial.master.http import Connection
+
         await super().startup(sockets)
         if self.started:
+            # A listener of its own, so that no request of the port can be taken for one of the owner's.
+            self.servers.append(
+                await asyncio.get_running_loop().create_unix_server(
+                    lambda: Connection(
+                        self._door,
+                        is_at_owner_socket=True,
+                        config=self.config,
+                        server_state=self.server_state,
+                        app_state=self.lifespan.state,
+                    ),
+                    sock=self._owner_listener,
+                )
+            )
+            self._door.open()
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop answering."""
+        self._door.close()
+        await super().shutdown(sockets)
 
 
 class Refusal:
@@ -142,7 +173,12 @@ def serve(
         stack.enter_context(state.lock())
         listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))
         port = int(listener.getsockname()[1])
+        last = state.read_record()
+        owner_listener, socket_path = stack.enter_context(
+            owner_socket.listening(state, "" if last is None else last.socket)
+        )
         _configure_log(state, settings.log_level, shows_log=shows_log)
+        door = _open_door(settings, stack)
         slots = tuple(find_slots(options.num_slots))
         changes = Changes()
         database = Database(state.database_path, changes.publish)
@@ -166,10 +202,27 @@ def serve(
             ),
             cluster_id=services.cluster_id,
             version=__version__,
+            socket=str(socket_path),
         )
         # What start-up made is not looked at again by the garbage collector.
         gc.freeze()
-        _run(state, services, record, listener, on_ready)
+        _run(state, services, record, listener, owner_listener, door, on_ready)
+
+
+def _open_door(settings: MasterSettings, stack: contextlib.ExitStack) -> Door:
+    from dstrial.master.http import DEFAULT_NUM_CONNECTIONS, Accounts, Door, Limits
+
+    accounts = Accounts(allow_others=settings.allow_other_users)
+    stack.callback(accounts.close)
+    num_possible = raise_limit()
+    num_connections = settings.num_connections or min(DEFAULT_NUM_CONNECTIONS, num_possible)
+    if num_possible < num_connections:
+        logger.warning(
+            "limits.connections is %d; expected at most %d, which the limit of open files allows (ulimit -n). That is used.",
+            num_connections,
+            num_possible,
+        )
+    return Door(Limits(num_connections=min(num_connections, num_possible)), accounts)
 
 
 def _listen(port: int) -> socket.socket:
@@ -208,9 +261,12 @@ def _run(
     services: Services,
     record: MasterRecord,
     listener: socket.socket,
+    owner_listener: socket.socket,
+    door: Door,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
     from dstrial.master.app import create_app
+    from dstrial.master.http import connection_protocol
     from dstrial.master.proxy import tunnel_protocol
     from dstrial.master.scheduler import Scheduler
 
@@ -227,7 +283,7 @@ def _run(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=connection_protocol(door),
             ws=tunnel_protocol(services),
             lifespan="off",
             access_log=False,
@@ -238,6 +294,8 @@ def _run(
             timeout_keep_alive=30,
         ),
         tell,
+        door,
+        owner_listener,
     )
 
     async def main() -> None:

@@ -69,7 +69,9 @@ _SETTINGS = Section(
             log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
         ),
         "detached_timeout_s": Rule(types=("integer",), default=300, minimum=1),
+        "allow_other_users": Rule(types=("boolean",), default=False),
         "limits": _section(
+            connections=Rule(types=("integer",), minimum=16),
             config_text_bytes=Rule(
                 types=("integer",), default=DEFAULT_LIMITS.text_bytes, minimum=2**12, maximum=2**24
             ),
@@ -100,6 +102,8 @@ class MasterSettings:
         tensorboard_memory_mib: how much memory a TensorBoard may use, MiB.
         detached_timeout_s: for how long nothing may be heard of a detached run, which sends a heartbeat every minute.
         limits: how large a config, a template or a command's config may be.
+        allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
+        num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
     """
 
     port: int | None
@@ -114,6 +118,8 @@ class MasterSettings:
     tensorboard_timeout: int
     tensorboard_memory_mib: int
     detached_timeout_s: int
+    allow_other_users: bool
+    num_connections: int | None
     limits: TextLimits = DEFAULT_LIMITS
 
     @classmethod
@@ -158,6 +164,8 @@ class MasterSettings:
             tensorboard_memory_mib=raw["tensorboard_memory_mib"],
             detached_timeout_s=raw["detached_timeout_s"],
             limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
+            allow_other_users=raw["allow_other_users"],
+            num_connections=raw["limits"]["connections"],
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -188,7 +196,9 @@ class MasterSettings:
             "tensorboard_timeout": self.tensorboard_timeout,
             "tensorboard_memory_mib": self.tensorboard_memory_mib,
             "detached_timeout_s": self.detached_timeout_s,
+            "allow_other_users": self.allow_other_users,
             "limits": {
+                "connections": self.num_connections,
                 "config_text_bytes": self.limits.text_bytes,
                 "config_values": self.limits.num_values,
             },

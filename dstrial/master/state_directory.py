@@ -6,6 +6,7 @@
     master.json       the process that serves, or served last (``MasterRecord``)
     master.lock       held by the process that serves
     master.log        the master's own log
+    master.sock       the UNIX socket by which the directory's owner reaches the master without a password
     credentials.json  passwords of the users that the first start made, mode 0600
     allocations/      one directory per allocation
     checkpoints/      the default checkpoint storage
@@ -45,6 +46,7 @@ class MasterRecord:
         slots: one entry per slot: ``id``, ``kind`` (``cpu``, ``cuda``, ``rocm``), ``brand``, ``uuid``.
         cluster_id: that of ``GET //info``.
         version: of dstrial.
+        socket: absolute path of the UNIX socket for the directory's owner; empty for a master of an earlier release.
     """
 
     pid: int
@@ -53,6 +55,7 @@ class MasterRecord:
     slots: tuple[dict[str, Any], ...]
     cluster_id: str
     version: str
+    socket: str = ""
 
     @property
     def address(self) -> str:

@@ -6,12 +6,13 @@ The rules of access are here and nowhere else; a handler that takes ids from a b
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import enum
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 import orjson
@@ -23,6 +24,7 @@ from dstrial.errors import RequestError
 from dstrial.master.api import guard, not_offered
 from dstrial.master.api.errors import error_response, status_and_text
 from dstrial.master.api.fields import Fields, camel, shown
+from dstrial.master.http.peers import Peer, peer_of_scope
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
@@ -57,8 +59,12 @@ class Access(enum.Enum):
     """A user's token, or that of an allocation for its own trial, task, allocation, for reading its experiment, and for
     checkpoints of its experiment or the one it started from. Told by the names of the path's parameters."""
 
+    OWNER = enum.auto()
+    """Whoever has come by the UNIX socket of the state directory, without a token."""
 
-PUBLIC, USER, ADMIN, TRIAL = Access.PUBLIC, Access.USER, Access.ADMIN, Access.TRIAL
+
+PUBLIC, USER, ADMIN, TRIAL, OWNER = Access.PUBLIC, Access.USER, Access.ADMIN, Access.TRIAL, Access.OWNER
+T = TypeVar("T")
 
 Answer: TypeAlias = "Mapping[str, Any] | Response"
 Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
@@ -120,10 +126,26 @@ class ApiRequest:
         content: the body, bytes.
     """
 
-    __slots__ = ("_query", "content", "headers", "identity", "path_params", "route", "scope", "services")
+    __slots__ = (
+        "_query",
+        "_receive",
+        "content",
+        "headers",
+        "identity",
+        "path_params",
+        "route",
+        "scope",
+        "services",
+    )
 
     def __init__(
-        self, services: Services, route: Route, scope: Scope, headers: Headers, path_params: dict[str, Any]
+        self,
+        services: Services,
+        route: Route,
+        scope: Scope,
+        headers: Headers,
+        path_params: dict[str, Any],
+        receive: Receive,
     ) -> None:
         self.services = services
         self.route = route
@@ -133,6 +155,30 @@ class ApiRequest:
         self.identity: Identity | None = None
         self.content = b""
         self._query: dict[str, list[str]] | None = None
+        self._receive = receive
+
+    @property
+    def peer(self) -> Peer:
+        """Who has connected, as far as the kernel tells."""
+        return peer_of_scope(self.scope)
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """Return what comes of some work, which is cancelled when the client leaves meanwhile."""
+
+        async def leave() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _GoneError
+            return working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
     @property
     def user(self) -> User:
@@ -408,8 +454,15 @@ class Api:
         headers = Headers(scope=scope)
         guard.check_host_and_origin(headers)
         found, values = self._find(scope)
-        request = ApiRequest(self._services, found, scope, headers, {})
-        if found.access is not Access.PUBLIC:
+        request = ApiRequest(self._services, found, scope, headers, {}, receive)
+        if found.access is Access.OWNER:
+            if not request.peer.is_at_owner_socket:
+                raise RequestError(
+                    403,
+                    f"{found.path} is for the owner of the state directory only; expected to be asked at its socket. Use "
+                    "`dstrial login`.",
+                )
+        elif found.access is not Access.PUBLIC:
             try:
                 request.identity = await guard.identify(self._services, headers, found.method)
             except RequestError as error:

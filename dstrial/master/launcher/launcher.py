@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import MasterError
+from dstrial.master import file_limit
 from dstrial.master.launcher import supervisor
 from dstrial.master.launcher.command import command_for
 from dstrial.master.launcher.environment import MARKER_VARIABLE, cluster_info_files, trial_environment
@@ -166,6 +167,9 @@ def start(directory: Path) -> SupervisorHandle:
         if child.poll() is not None:
             _children.pop(pid, None)
     _children[process.pid] = process
+    # Before it starts anything itself, which takes a Python's start.
+    with contextlib.suppress(ProcessLookupError):
+        file_limit.restore_limit(process.pid)
     started = supervisor.start_time(process.pid)
     return SupervisorHandle(process.pid, started or "ended")
 
