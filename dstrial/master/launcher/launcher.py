@@ -81,7 +81,7 @@ def prepare(request: AllocationRequest) -> None:
     directory = request.directory
     try:
         if directory.exists():
-            shutil.rmtree(directory)
+            remove(directory)
         directory.mkdir(mode=0o700, parents=True)
         workdir = directory / "workdir"
         workdir.mkdir(mode=0o700)
@@ -95,8 +95,8 @@ def prepare(request: AllocationRequest) -> None:
         info.mkdir(mode=0o700)
         for name, content in cluster_info_files(request).items():
             _write_private(info / name, content)
-        temporary = Path(tempfile.mkdtemp(prefix="dstrial-"))
         marker = secrets.token_hex(16)
+        temporary = Path(tempfile.gettempdir()) / f"dstrial-{marker[:10]}"
         _write_private(
             directory / "spec.json",
             {
@@ -107,6 +107,8 @@ def prepare(request: AllocationRequest) -> None:
                 "environment": trial_environment(request, marker=marker, temporary_directory=temporary),
             },
         )
+        # Last: whoever ends this allocation, or finds it half made, deletes what the file above names.
+        temporary.mkdir(mode=0o700)
     except OSError as error:
         raise MasterError(
             f"{directory} cannot be made ({error.strerror}); expected a directory for the trial's files. "
@@ -246,8 +248,22 @@ def remove(directory: Path) -> None:
     """Delete the directory of an allocation that has ended, with its temporary directory."""
     spec = _read_json(directory / "spec.json")
     if spec is not None:
-        shutil.rmtree(spec["temporary_directory"], ignore_errors=True)
-    shutil.rmtree(directory, ignore_errors=True)
+        _delete(Path(spec["temporary_directory"]))
+    _delete(directory)
+
+
+def _delete(directory: Path) -> None:
+    """Delete a directory, also what its trial has made read-only."""
+
+    def make_writable(_function: object, path: str, _error: object) -> None:
+        with contextlib.suppress(OSError):
+            for one in (Path(path).parent, Path(path)):
+                if not one.is_symlink() and one.is_dir():
+                    one.chmod(0o700)
+
+    if directory.is_dir():
+        shutil.rmtree(directory, onerror=make_writable)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
