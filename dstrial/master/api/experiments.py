@@ -15,6 +15,7 @@ from determined.common.api import bindings
 
 from dstrial.config import SavedRun
 from dstrial.config.documents import read_yaml_text
+from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.config.storage import laid_over
 from dstrial.config.submission import LABEL, Submission, check_submission, merge_override
 from dstrial.config.template_merge import merge_template
@@ -132,6 +133,9 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
         if not tgz:
             tgz = await services.read(_model_definition, parent_id)
+        config = await services.run(lambda: _with_secrets(config, template, parent))
+    else:
+        config = await services.run(lambda: _with_secrets(config, template))
     given = _readable(config, template)
     resumed = await services.read(resumption.of_submission, given)
     project = await services.read(holders.place, body.integer("projectId"), given)
@@ -143,7 +147,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     if body.flag("validateOnly"):
         return message(
             bindings.v1CreateExperimentResponse,
-            config=submission.config,
+            config=masked(submission.config, services.secret_names),
             experiment=_unsaved(request, submission, project),
             warnings=warnings,
         )
@@ -160,7 +164,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     )
     return message(
         bindings.v1CreateExperimentResponse,
-        config=submission.config,
+        config=masked(submission.config, services.secret_names),
         experiment=await shown(services, experiment_id),
         warnings=warnings,
     )
@@ -181,7 +185,8 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
         ConfigError: with every problem of the config.
         RequestError: its project is archived, or it is being deleted.
     """
-    services, config = request.services, body.text("config") or ""
+    services = request.services
+    config = await request.services.run(lambda: _with_secrets(body.text("config") or "", None))
     given = _readable(config, None)
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
@@ -219,6 +224,21 @@ def _readable(config: str, template: Mapping[str, Any] | None) -> dict[str, Any]
     return value if template is None else merge_template(template, value)
 
 
+def _with_secrets(config: str, template: Mapping[str, Any] | None, parent: sqlite3.Row | None = None) -> str:
+    """Return a config with the secrets of those that it comes from where it has the mask, as what was shown has.
+
+    Raises:
+        ConfigError: neither of them knows one.
+    """
+    if MASK not in config:
+        return config
+    sources: list[Any] = []
+    if parent is not None:
+        original = read_yaml_text(parent["original_config"], LABEL).value
+        sources += [original, json.loads(parent["template"] or "null"), json.loads(parent["config"])]
+    return unmasked_yaml(config, [*sources, template], LABEL)
+
+
 def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, Any] | None:
     text = workspaces.require(connection, workspace_id)["checkpoint_storage"]
     storage: dict[str, Any] | None = None if text is None else json.loads(text)
@@ -226,7 +246,8 @@ def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, 
 
 
 def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) -> dict[str, Any]:
-    config = submission.config
+    names = request.services.secret_names
+    config = masked(submission.config, names)
     return message(
         bindings.v1Experiment,
         archived=False,
@@ -235,7 +256,7 @@ def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) 
         jobId="",
         name=config["name"],
         numTrials=0,
-        originalConfig=submission.original,
+        originalConfig=masked_yaml(submission.original, names),
         projectId=project["id"],
         projectName=project["name"],
         projectOwnerId=project["owner_id"],
@@ -337,6 +358,7 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
         row = await services.read(experiment_rows.require, experiment_id)
         tgz = await services.read(_model_definition, experiment_id)
         merged = merge_override(row["original_config"], override)
+        merged = await services.run(lambda: _with_secrets(merged, None, row))
         resumed = await services.read(_resumed_by, experiment_id)
         template = json.loads(row["template"] or "null")
         storage = await services.read(_storage_of_experiment, experiment_id)

@@ -52,7 +52,8 @@ async def list_trials(request: ApiRequest) -> dict[str, Any]:
         return page, rows
 
     page, rows = await request.services.read(read)
-    return {"pagination": page.to_json(), "trials": [trial_json(row) for row in rows]}
+    names = request.services.secret_names
+    return {"pagination": page.to_json(), "trials": [trial_json(row, names) for row in rows]}
 
 
 async def show_trial(request: ApiRequest) -> dict[str, Any]:
@@ -64,7 +65,7 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
         return listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
 
     rows = await request.services.read(read)
-    return message(bindings.v1GetTrialResponse, trial=trial_json(rows[0]))
+    return message(bindings.v1GetTrialResponse, trial=trial_json(rows[0], request.services.secret_names))
 
 
 async def list_workloads(request: ApiRequest) -> dict[str, Any]:
@@ -101,6 +102,7 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
                 report_us=row["report_us"],
                 resources=row["resources"],
                 metadata=row["metadata"],
+                names=request.services.secret_names,
             )
             found.append((row["steps"], 2, {"checkpoint": workload}))
         return found
