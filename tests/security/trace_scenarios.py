@@ -144,7 +144,7 @@ def master_trials(watch: Watch, work: Path) -> None:
             done = submit(master, config(entrypoint), TRAIN)
             wait_until(master, done, "COMPLETED", deadline_s=DEADLINE_S)
             watch.step(f"{name}: completed")
-        for name in ("a rank killed", "the supervisor killed", "det experiment kill", "paused"):
+        for name in ("a rank killed", "the supervisor killed", "det experiment kill"):
             experiment_id = submit(master, config("python3 -m dstrial.launch train.py wait"), TRAIN)
             wait_for(lambda: has_printed(master, experiment_id, "is ready", 2), "both ranks")  # noqa: B023
             watch.look(name)
@@ -157,11 +157,6 @@ def master_trials(watch: Watch, work: Path) -> None:
                 os.kill(supervisor, signal.SIGKILL)
                 # Its trial is given a new allocation.
                 wait_for(lambda: has_printed(master, experiment_id, "is ready", 4), "both ranks, anew")  # noqa: B023
-                master.det("experiment", "kill", str(experiment_id))
-            elif name == "paused":
-                assert master.det("experiment", "pause", str(experiment_id)).returncode == 0
-                wait_for(lambda: not processes_with("train.py\0wait"), "the pause")
-                watch.step(name)
                 master.det("experiment", "kill", str(experiment_id))
             else:
                 assert master.det("experiment", "kill", str(experiment_id)).returncode == 0
