@@ -27,6 +27,7 @@ import uvloop
 from dstrial.errors import DstrialError, MasterError
 from dstrial.master.changes import Changes
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
+from dstrial.master.log_format import LogFormatter
 from dstrial.master.state_directory import (
     MasterRecord,
     StateDirectory,
@@ -193,13 +194,9 @@ def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> Non
     handlers: list[logging.Handler] = [logging.FileHandler(state.log_path, encoding="utf-8")]
     if shows_log:
         handlers.append(logging.StreamHandler())
-    logging.basicConfig(
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-        level=getattr(logging, level.upper(), logging.INFO),
-        handlers=handlers,
-        force=True,
-    )
+    for handler in handlers:
+        handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=getattr(logging, level.upper(), logging.INFO), handlers=handlers, force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 

@@ -15,6 +15,7 @@ from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.frame import ApiRequest
 from dstrial.master.api.messages import page_of
+from dstrial.master.api.shapes import as_data as as_data
 from dstrial.master.api.shapes import shown_config
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.command import life

@@ -37,7 +37,7 @@ async def launch(request: ApiRequest) -> dict[str, Any]:
     return message(
         bindings.v1LaunchCommandResponse,
         command=_json(request, row),
-        config=masked(spec.config, services.secret_names),
+        config=shapes.as_data(masked(spec.config, services.secret_names)),
         warnings=shapes.warnings_of(spec),
     )
 

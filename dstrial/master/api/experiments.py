@@ -25,7 +25,7 @@ from dstrial.master.api.experiment_actions import stored_states
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import experiment_json
+from dstrial.master.api.shapes import as_data, experiment_json
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.experiment import detached, experiments, holders
 from dstrial.master.interpreter import check_interpreter
@@ -147,7 +147,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     if body.flag("validateOnly"):
         return message(
             bindings.v1CreateExperimentResponse,
-            config=masked(submission.config, services.secret_names),
+            config=as_data(masked(submission.config, services.secret_names)),
             experiment=_unsaved(request, submission, project),
             warnings=warnings,
         )
@@ -164,7 +164,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     )
     return message(
         bindings.v1CreateExperimentResponse,
-        config=masked(submission.config, services.secret_names),
+        config=as_data(masked(submission.config, services.secret_names)),
         experiment=await shown(services, experiment_id),
         warnings=warnings,
     )
@@ -251,12 +251,12 @@ def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) 
     return message(
         bindings.v1Experiment,
         archived=False,
-        config=config,
+        config=as_data(config),
         id=0,
         jobId="",
         name=config["name"],
         numTrials=0,
-        originalConfig=masked_yaml(submission.original, names),
+        originalConfig=as_data(masked_yaml(submission.original, names)),
         projectId=project["id"],
         projectName=project["name"],
         projectOwnerId=project["owner_id"],

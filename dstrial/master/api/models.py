@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 from determined.common.api import bindings
 
 from dstrial.config.secrets import SecretNames
@@ -34,7 +35,7 @@ def model_json(row: sqlite3.Row) -> dict[str, Any]:
         description=row["description"],
         notes=row["notes"],
         metadata=stored(row["metadata"]),
-        labels=stored(row["labels"]),
+        labels=orjson.loads(row["labels"]),
         archived=bool(row["is_archived"]),
         creationTime=format_us(row["created_us"]),
         lastUpdatedTime=format_us(row["updated_us"]),
@@ -59,7 +60,7 @@ def _version_json(
         comment=row["comment"],
         notes=row["notes"],
         metadata=stored(row["metadata"]),
-        labels=stored(row["labels"]),
+        labels=orjson.loads(row["labels"]),
         creationTime=format_us(row["created_us"]),
         lastUpdatedTime=format_us(row["updated_us"]),
         userId=row["owner_id"],

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import orjson
 from determined.common.api import bindings
 
 from dstrial.errors import DstrialError, RequestError
@@ -51,7 +52,7 @@ def run_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         experiment=experiment,
         externalRunId=row["external_id"],
         hyperparameters=shown_config(row["hparams"], services.secret_names),
-        labels=stored(row["labels"]),
+        labels=orjson.loads(row["labels"]),
         localId=f"{row['project_key']}-{row['id']}",
         logPolicyMatched=row["log_policy_matched"],
         metadata=stored(row["metadata"]),

@@ -22,6 +22,11 @@ def stored(text: str | None) -> Any:
     return None if text is None else orjson.Fragment(text)
 
 
+def as_data(value: Any) -> Any:
+    """Return what is the user's own so that it is sent as it is, control characters included (see ``rendering``)."""
+    return orjson.Fragment(orjson.dumps(value))
+
+
 def shown_config(text: str | None, names: SecretNames) -> Any:
     """Return a config, or a part of one, that is stored as JSON as it is to be sent: its secrets masked."""
     return None if text is None else orjson.Fragment(masked_json(text, names))
@@ -48,7 +53,7 @@ def experiment_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         jobId=row["job_id"],
         name=row["name"],
         numTrials=row["num_trials"],
-        originalConfig=masked_yaml(row["original_config"], names),
+        originalConfig=as_data(masked_yaml(row["original_config"], names)),
         projectId=row["project_id"],
         projectOwnerId=row["project_owner_id"],
         searcherType=row["searcher_type"],
@@ -64,7 +69,7 @@ def experiment_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         duration=None if end is None else (end - row["start_us"]) // 1_000_000,
         endTime=time_or_none(end),
         forkedFrom=row["parent_id"],
-        labels=stored(row["labels"]),
+        labels=orjson.loads(row["labels"]),
         notes=row["notes"],
         parentArchived=bool(row["is_parent_archived"]),
         progress=row["progress"],

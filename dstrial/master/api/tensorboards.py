@@ -63,7 +63,7 @@ async def launch(request: ApiRequest) -> dict[str, Any]:
     return message(
         bindings.v1LaunchTensorboardResponse,
         tensorboard=_json(request, row),
-        config=masked(spec.config, services.secret_names),
+        config=shapes.as_data(masked(spec.config, services.secret_names)),
         warnings=shapes.warnings_of(spec),
     )
 

@@ -12,7 +12,7 @@ from dstrial.errors import RequestError
 from dstrial.master.api.experiment_checkpoints import checkpoints_page
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import checkpoint_workload, metrics_workload, trial_json
+from dstrial.master.api.shapes import as_data, checkpoint_workload, metrics_workload, trial_json
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import trials
 from dstrial.master.experiment.allocations import mark_ready
@@ -205,7 +205,7 @@ async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
     if len(json.dumps(metadata)) > _MAX_METADATA_BYTES:
         raise RequestError(413, "metadata is too large; expected at most 1 MiB. Keep it in a checkpoint.")
     await request.services.write(lambda tx: trials.set_metadata(tx, run_id, metadata))
-    return {"metadata": metadata}
+    return {"metadata": as_data(metadata)}
 
 
 async def report_alert(_request: ApiRequest) -> dict[str, Any]:
