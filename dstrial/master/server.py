@@ -50,6 +50,7 @@ _STREAM_END_S = 2.0
 _STOP_TIMEOUT_S = 24 * 3600.0
 """How long trials may take to save a checkpoint, seconds; each has its own ``preemption_timeout`` below that."""
 
+_PRIVATE_UMASK = 0o077
 _BACKLOG = 2048
 _SUBMISSIONS = frozenset(
     f"/api/v1/{path}"
@@ -134,13 +135,17 @@ def serve(
     Raises:
         MasterError: the directory is another master's, the port is taken, or the settings are wrong.
     """
+    from dstrial.master.launcher import launcher
     from dstrial.master.launcher.devices import find_slots
     from dstrial.master.services import open_services
     from dstrial.master.settings import MasterSettings
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     with contextlib.ExitStack() as stack:
+        # Trials get the user's umask back: what they write may be meant for others.
+        launcher.trial_umask = os.umask(_PRIVATE_UMASK)
         stack.enter_context(state.lock())
+        state.close_to_others()
         listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))
         port = int(listener.getsockname()[1])
         _configure_log(state, settings.log_level, shows_log=shows_log)

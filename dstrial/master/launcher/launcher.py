@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _STARTUP_HOOK = "startup-hook.sh"
 _KILL_TRIES = 50
 _KILL_PERIOD_S = 0.1
+trial_umask: int | None = None
+"""Umask of entrypoints, for a master whose own keeps everything private; None for that of this process."""
 # Supervisors that are children of this process, so that they can be reaped.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -104,6 +106,7 @@ def prepare(request: AllocationRequest) -> None:
                 "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),
                 "marker": marker,
+                "umask": trial_umask,
                 "environment": trial_environment(request, marker=marker, temporary_directory=temporary),
             },
         )

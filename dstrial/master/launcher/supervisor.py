@@ -91,6 +91,8 @@ class _Requests:
 def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes]":
     def in_child() -> None:
         os.setpgid(0, 0)
+        if spec.get("umask") is not None:
+            os.umask(spec["umask"])
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
