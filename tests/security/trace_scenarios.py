@@ -52,7 +52,9 @@ with det.core.init(distributed=distributed) as core:
     if len(sys.argv) > 1:
         time.sleep(600)
 """
+# Without its first line the files go where Determined puts them: no code of ours runs in such a process.
 DETACHED = """
+import dstrial
 from determined.experimental import core_v2
 core_v2.init(config=core_v2.Config(name="detached", checkpoint_storage=STORAGE))
 import torch.utils.tensorboard
