@@ -151,6 +151,7 @@ def test_explain_masks_the_keys_of_monitors(
         "name: a\nentrypoint: python3 train.py\nhyperparameters: {deepspeed_config: ds.json}\n"
         "searcher: {name: single, metric: loss, max_length: {batches: 1}}\n"
     )
+    (tmp_path / "train.py").write_text("")
     words = ("check", tmp_path / "exp.yaml", tmp_path, "--explain")
 
     text, as_json = dstrial_command(*words), dstrial_command(*words, "--json")
