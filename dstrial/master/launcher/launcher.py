@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _STARTUP_HOOK = "startup-hook.sh"
 _KILL_TRIES = 50
 _KILL_PERIOD_S = 0.1
+# For how many tries those are left alive who delete what the killed ones have in /dev/shm.
+_TRACKER_TRIES = 20
 trial_umask: int | None = None
 """Umask of entrypoints, for a master whose own keeps everything private; None for that of this process."""
 # Supervisors that are children of this process, so that they can be reaped.
@@ -227,11 +229,13 @@ def kill(handle: SupervisorHandle | None, directory: Path) -> None:
     spec = _read_json(directory / "spec.json")
     if spec is None:
         return
-    for _ in range(_KILL_TRIES):
+    for kill_try in range(_KILL_TRIES):
         left = _marked(f"{MARKER_VARIABLE}={spec['marker']}")
         if not left:
             return
         for pid in left:
+            if kill_try < _TRACKER_TRIES and supervisor.is_tracker(pid):
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_KILL_PERIOD_S)

@@ -282,3 +282,33 @@ def test_an_allocation_that_ends_leaves_no_directory_even_if_its_trial_made_one_
 
     assert not temporary.exists()
     assert not started[0].exists()
+
+
+SEMAPHORES = """
+import multiprocessing, multiprocessing.shared_memory, os, time
+
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+memory = multiprocessing.shared_memory.SharedMemory(create=True, size=100)
+print(semaphore._semlock.name, memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_killed_processes_leave_nothing_in_shared_memory(run: Callable[..., Started], is_lost: bool) -> None:
+    started = run(["python3", "-c", SEMAPHORES])
+    directory, handle = started
+    wait_for(lambda: printed(directory), "the names")
+    semaphore, memory = printed(directory)[-1][1].split()
+    places = [Path(f"/dev/shm/sem.{semaphore.lstrip('/')}"), Path("/dev/shm") / memory.lstrip("/")]
+    assert all(place.exists() for place in places)
+
+    if is_lost:
+        os.kill(handle.pid, signal.SIGKILL)
+        wait_for(lambda: not launcher.is_alive(handle), "the supervisor's end")
+        launcher.kill(None, directory)
+    else:
+        launcher.kill(handle, directory)
+        ended(started)
+
+    wait_for(lambda: not any(place.exists() for place in places), f"{places} to go", deadline_s=5)
