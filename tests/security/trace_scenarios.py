@@ -259,14 +259,13 @@ def launch(watch: Watch, work: Path) -> None:
     watch.step("launch: completed")
     long = digits(work, 100_000)
     for name, number in (("interrupted", signal.SIGINT), ("launcher killed", signal.SIGKILL)):
+        before = num_training(work)
         with (work / "launch.log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, str(long)], env=plain_env(), cwd=work, stdout=log, stderr=log
             )
-            wait_for(lambda: list(work.glob("runs/*/metrics.jsonl")) or process.poll() is not None, "ranks")  # noqa: B023
-            wait_for(lambda: len(rank_pids(work)) >= 2 or process.poll() is not None, "ranks")  # noqa: B023
+            wait_for(lambda: num_training(work) > before or process.poll() is not None, "ranks")  # noqa: B023
             assert process.poll() is None, (work / "launch.log").read_text()
-            time.sleep(3)
             watch.look(name)
             process.send_signal(number)
             process.wait()
@@ -274,6 +273,11 @@ def launch(watch: Watch, work: Path) -> None:
         watch.step(f"launch: {name}")
     run([*command, str(digits(work))], plain_env(), cwd=work)
     watch.step("launch: the next one")
+
+
+def num_training(work: Path) -> int:
+    """Return how many runs have reported metrics."""
+    return sum(path.stat().st_size > 0 for path in work.glob("runs/*/*/metrics.jsonl"))
 
 
 def rank_pids(work: Path) -> list[int]:
