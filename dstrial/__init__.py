@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dstrial import harness_paths
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -107,3 +109,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+harness_paths.install_outside_of_allocations()

@@ -153,7 +153,7 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
     if record is None and (running := state.running()) is not None:
         address = running.address
         try:
-            record = session(state, running).get(f"/api/v1/checkpoints/{_uuid_of(source.path)}")["checkpoint"]
+            record = session(running).get(f"/api/v1/checkpoints/{_uuid_of(source.path)}")["checkpoint"]
         except RequestError as error:
             if error.status not in (400, 404):
                 raise

@@ -24,6 +24,7 @@ from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir, find_runs, utc_now
 from dstrial.local.run_monitor import RunMonitor, RunView
+from dstrial.visible_text import visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -342,10 +343,10 @@ def _train(
         exit_code = verdict.exit_code
         if verdict.state is not RunState.COMPLETED and followed.view is not None:
             lines += _ways_on(followed)
-    out.write("\n".join(lines) + "\n")
+    out.write(visible("\n".join(lines)) + "\n")
     if out.is_lost and err.isatty():
-        err.write("\n".join(lines) + "\n")
-    err.write(failure_text(outcome))
+        err.write(visible("\n".join(lines)) + "\n")
+    err.write(visible(failure_text(outcome)))
     return exit_code
 
 

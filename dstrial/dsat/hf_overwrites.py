@@ -85,7 +85,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 
 
 def effective_directory(environ: Mapping[str, str]) -> Path:
-    """Return where the effective config of a trial is kept: its run directory, its launcher's files, else a private directory.
+    """Return where the effective config of a trial is kept: its run directory, its launcher's files, else the user's cache.
 
     Raises:
         ConfigError: the private directory belongs to somebody else.
@@ -95,7 +95,7 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
     elif environ.get(EXPERIMENT_VARIABLE):
         directory = Path(environ[EXPERIMENT_VARIABLE]).parent
     else:
-        directory = Path(tempfile.gettempdir()) / f"dstrial-{os.getuid()}"
+        directory = _cache_directory()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.lstat().st_uid != os.getuid():
         raise ConfigError(
@@ -104,10 +104,22 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
                     str(directory),
                     "a directory of another user",
                     "one of this user, for the effective DeepSpeed config",
-                    "Set TMPDIR to a directory of yours.",
+                    "Set XDG_CACHE_HOME to a directory of yours.",
                 )
             ]
         )
+    return directory
+
+
+def _cache_directory() -> Path:
+    """Return the place for ranks that no launcher of ours has started; nobody knows when the last of them has ended."""
+    import platformdirs
+
+    directory = Path(platformdirs.user_cache_dir("dstrial")) / "deepspeed_config"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # an account without a home directory
+        return Path(tempfile.gettempdir()) / f"dstrial-{os.getuid()}"
     return directory
 
 

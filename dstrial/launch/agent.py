@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
 from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
+from dstrial.scratch import scratch_directory
 
 _MONITOR_INTERVAL_S = 0.05
 _RENDEZVOUS_TIMEOUT_S = 900
@@ -107,7 +107,7 @@ def run_ranks(
         shutdown_timeout_s=shutdown_timeout_s, failure_grace_s=failure_grace_s, on_stop=on_stop
     )
     with contextlib.ExitStack() as stack:
-        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dstrial-launch-")))
+        work_dir = stack.enter_context(scratch_directory("dstrial-launch-"))
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         is_redirected = log_dir is not None or on_line is not None

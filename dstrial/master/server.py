@@ -29,6 +29,7 @@ from dstrial.master import owner_socket
 from dstrial.master.changes import Changes
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
+from dstrial.master.log_format import LogFormatter
 from dstrial.master.state_directory import (
     MasterRecord,
     StateDirectory,
@@ -53,6 +54,7 @@ _STREAM_END_S = 2.0
 _STOP_TIMEOUT_S = 24 * 3600.0
 """How long trials may take to save a checkpoint, seconds; each has its own ``preemption_timeout`` below that."""
 
+_PRIVATE_UMASK = 0o077
 _BACKLOG = 2048
 _SUBMISSIONS = frozenset(
     f"/api/v1/{path}"
@@ -164,13 +166,17 @@ def serve(
     Raises:
         MasterError: the directory is another master's, the port is taken, or the settings are wrong.
     """
+    from dstrial.master.launcher import launcher
     from dstrial.master.launcher.devices import find_slots
     from dstrial.master.services import open_services
     from dstrial.master.settings import MasterSettings
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     with contextlib.ExitStack() as stack:
+        # Trials get the user's umask back: what they write may be meant for others.
+        launcher.trial_umask = os.umask(_PRIVATE_UMASK)
         stack.enter_context(state.lock())
+        state.close_to_others()
         listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))
         port = int(listener.getsockname()[1])
         last = state.read_record()
@@ -246,13 +252,9 @@ def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> Non
     handlers: list[logging.Handler] = [logging.FileHandler(state.log_path, encoding="utf-8")]
     if shows_log:
         handlers.append(logging.StreamHandler())
-    logging.basicConfig(
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-        level=getattr(logging, level.upper(), logging.INFO),
-        handlers=handlers,
-        force=True,
-    )
+    for handler in handlers:
+        handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=getattr(logging, level.upper(), logging.INFO), handlers=handlers, force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 

@@ -25,6 +25,7 @@ from dstrial.master.store.tokens import TokenStore
 if TYPE_CHECKING:
     import sqlite3
 
+    from dstrial.config.secrets import SecretNames
     from dstrial.master.launcher.devices import Slot
     from dstrial.master.settings import MasterSettings
 
@@ -79,6 +80,11 @@ class Services:
 
     def __post_init__(self) -> None:
         self.tokens = TokenStore(self.read, self.changes)
+
+    @property
+    def secret_names(self) -> SecretNames:
+        """What is masked where configs are shown."""
+        return self.settings.secret_names
 
     async def read(
         self, function: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs

@@ -11,6 +11,7 @@ from dstrial.config.documents import read_yaml
 from dstrial.config.findings import Findings, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.limits import DEFAULT_LIMITS, TextLimits
+from dstrial.config.secrets import SecretNames, masked, masked_shell
 from dstrial.config.submission import MasterDefaults
 
 DEFAULT_PORT = 8080
@@ -79,6 +80,7 @@ _SETTINGS = Section(
                 types=("integer",), default=DEFAULT_LIMITS.num_values, minimum=1000, maximum=10**6
             ),
         ),
+        "masked_names": Rule(types=("list",), default=[]),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -104,6 +106,7 @@ class MasterSettings:
         limits: how large a config, a template or a command's config may be.
         allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
         num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
+        secret_names: what is masked where configs are shown.
     """
 
     port: int | None
@@ -121,6 +124,7 @@ class MasterSettings:
     allow_other_users: bool
     num_connections: int | None
     limits: TextLimits = DEFAULT_LIMITS
+    secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -166,6 +170,7 @@ class MasterSettings:
             limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
             allow_other_users=raw["allow_other_users"],
             num_connections=raw["limits"]["connections"],
+            secret_names=SecretNames(tuple(raw["masked_names"])),
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -176,8 +181,8 @@ class MasterSettings:
         return MasterDefaults(storage, self.environment_variables, self.launch_error, self.limits)
 
     def as_config(self) -> dict[str, Any]:
-        """Return the settings in the form of Determined's master configuration."""
-        return {
+        """Return the settings in the form of Determined's master configuration, their secrets masked."""
+        config = {
             "port": self.port or DEFAULT_PORT,
             "launch_error": self.launch_error,
             "log": {"level": self.log_level, "color": self.log_color},
@@ -190,7 +195,7 @@ class MasterSettings:
             "resource_pools": [{"pool_name": self.pool_name}],
             "task_container_defaults": {
                 "environment_variables": list(self.environment_variables),
-                "startup_hook": self.startup_hook,
+                "startup_hook": masked_shell(self.startup_hook, self.secret_names),
             },
             "retention_policy": {"log_retention_days": self.log_retention_days},
             "tensorboard_timeout": self.tensorboard_timeout,
@@ -202,7 +207,10 @@ class MasterSettings:
                 "config_text_bytes": self.limits.text_bytes,
                 "config_values": self.limits.num_values,
             },
+            "masked_names": list(self.secret_names.patterns),
         }
+        shown: dict[str, Any] = masked(config, self.secret_names)
+        return shown
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Findings) -> str:
@@ -238,6 +246,14 @@ def _check(raw: Mapping[str, Any], findings: Findings) -> None:
                 render(entry),
                 "NAME=value",
                 "Write OMP_NUM_THREADS=4, for example.",
+            )
+    for index, entry in enumerate(raw["masked_names"]):
+        if not isinstance(entry, str) or not entry.strip("*? "):
+            findings.problem(
+                ("masked_names", index),
+                render(entry),
+                "a name, with * and ? for what varies",
+                'Write "*_LICENSE", for example.',
             )
     host_path = raw["checkpoint_storage"]["host_path"]
     if host_path is not None and not host_path.startswith("/"):

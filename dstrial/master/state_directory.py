@@ -140,6 +140,13 @@ class StateDirectory:
                 "written to. Name another one with --state-dir."
             ) from error
 
+    def close_to_others(self) -> None:
+        """Take every right of other accounts from the files that an earlier master, or the command that starts it, made."""
+        for path in self.path.iterdir():
+            if path.is_file() and not path.is_symlink():
+                with contextlib.suppress(OSError):
+                    path.chmod(0o600)
+
     def read_record(self) -> MasterRecord | None:
         """Return the process that serves or served last; None if none ever did, or its record is damaged.
 

@@ -8,7 +8,6 @@ import inspect
 import os
 import runpy
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from dstrial.errors import TrialContractError
 from dstrial.local.run_directory import RUN_DIR_VARIABLE
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.scratch import scratch_directory
 
 _ARGUMENTS = inspect.signature(deepspeed.initialize)
 _AUTO = "auto"
@@ -232,9 +232,9 @@ def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
 def _stand_in_directory() -> Iterator[None]:
     """Be in a directory that shows what this one holds, so that files which the script makes are not left in it."""
     real = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="dstrial-described-") as made:
+    with scratch_directory("dstrial-described-") as made:
         for path in real.iterdir():
-            (Path(made) / path.name).symlink_to(path)
+            (made / path.name).symlink_to(path)
         os.chdir(made)
         try:
             yield

@@ -8,7 +8,6 @@ import json
 import logging
 import pathlib
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ from dstrial.engine.saved_engine import SavedEngine
 from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
 from dstrial.loop.trust import trusts_code
+from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.integrations.huggingface")
 
@@ -164,8 +164,8 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
     if state.get("train_batch_size") in (None, train_batch_size):
         yield found.trainer_directory
         return
-    with tempfile.TemporaryDirectory(prefix="dstrial-resume-") as made:
-        directory = pathlib.Path(made) / found.trainer_directory.name
+    with scratch_directory("dstrial-resume-") as made:
+        directory = made / found.trainer_directory.name
         directory.mkdir()
         for path in found.trainer_directory.iterdir():
             if path.name != STATE_NAME:

@@ -15,6 +15,7 @@ from determined.common.api import bindings
 
 from dstrial.config import SavedRun
 from dstrial.config.documents import Document, read_yaml_text
+from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.config.storage import laid_over
 from dstrial.config.submission import LABEL, Submission, check_submission, merge_override
 from dstrial.config.template_merge import merge_template
@@ -24,7 +25,7 @@ from dstrial.master.api.experiment_actions import stored_states
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import experiment_json
+from dstrial.master.api.shapes import as_data, experiment_json
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.experiment import detached, experiments, holders
 from dstrial.master.interpreter import check_interpreter
@@ -135,6 +136,9 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
         if not tgz:
             tgz = await services.read(_model_definition, parent_id)
+        config = await services.check(lambda: _with_secrets(services, config, template, parent))
+    else:
+        config = await services.check(lambda: _with_secrets(services, config, template))
     document, given = await services.check(lambda: _readable(services, config, template))
     resumed = await services.read(resumption.of_submission, given)
     project = await services.read(holders.place, body.integer("projectId"), given)
@@ -146,7 +150,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     if body.flag("validateOnly"):
         return message(
             bindings.v1CreateExperimentResponse,
-            config=submission.config,
+            config=as_data(masked(submission.config, services.secret_names)),
             experiment=_unsaved(request, submission, project),
             warnings=warnings,
         )
@@ -163,7 +167,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     )
     return message(
         bindings.v1CreateExperimentResponse,
-        config=submission.config,
+        config=as_data(masked(submission.config, services.secret_names)),
         experiment=await shown(services, experiment_id),
         warnings=warnings,
     )
@@ -184,7 +188,8 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
         ConfigError: with every problem of the config.
         RequestError: its project is archived, or it is being deleted.
     """
-    services, config = request.services, body.text("config") or ""
+    services = request.services
+    config = await services.check(lambda: _with_secrets(services, body.text("config") or "", None))
     document, given = await services.check(lambda: _readable(services, config, None))
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
@@ -226,6 +231,24 @@ def _readable(
     return document, document.value if template is None else merge_template(template, document.value)
 
 
+def _with_secrets(
+    services: Services, config: str, template: Mapping[str, Any] | None, parent: sqlite3.Row | None = None
+) -> str:
+    """Return a config with the secrets of those that it comes from where it has the mask, as what was shown has.
+
+    Raises:
+        ConfigError: neither of them knows one.
+    """
+    if MASK not in config:
+        return config
+    limits = services.settings.limits
+    sources: list[Any] = []
+    if parent is not None:
+        original = read_yaml_text(parent["original_config"], LABEL, limits).value
+        sources += [original, json.loads(parent["template"] or "null"), json.loads(parent["config"])]
+    return unmasked_yaml(config, [*sources, template], LABEL, limits)
+
+
 def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, Any] | None:
     text = workspaces.require(connection, workspace_id)["checkpoint_storage"]
     storage: dict[str, Any] | None = None if text is None else json.loads(text)
@@ -233,16 +256,17 @@ def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, 
 
 
 def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) -> dict[str, Any]:
-    config = submission.config
+    names = request.services.secret_names
+    config = masked(submission.config, names)
     return message(
         bindings.v1Experiment,
         archived=False,
-        config=config,
+        config=as_data(config),
         id=0,
         jobId="",
         name=config["name"],
         numTrials=0,
-        originalConfig=submission.original,
+        originalConfig=as_data(masked_yaml(submission.original, names)),
         projectId=project["id"],
         projectName=project["name"],
         projectOwnerId=project["owner_id"],
@@ -345,6 +369,7 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
         tgz = await services.read(_model_definition, experiment_id)
         limits = services.settings.limits
         merged = await services.check(lambda: merge_override(row["original_config"], override, limits))
+        merged = await services.check(lambda: _with_secrets(services, merged, None, row))
         resumed = await services.read(_resumed_by, experiment_id)
         template = json.loads(row["template"] or "null")
         storage = await services.read(_storage_of_experiment, experiment_id)

@@ -24,6 +24,7 @@ from dstrial.errors import RequestError
 from dstrial.master.api import guard, not_offered
 from dstrial.master.api.errors import error_response, status_and_text
 from dstrial.master.api.fields import Fields, camel, shown
+from dstrial.master.api.rendering import to_json
 from dstrial.master.http.peers import Peer, peer_of_scope
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
@@ -542,7 +543,7 @@ def _number(name: str, text: str) -> int:
 def _response(answer: Answer) -> Response:
     if isinstance(answer, Response):
         return answer
-    return Response(orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
+    return Response(to_json(answer), media_type="application/json")
 
 
 class _GoneError(Exception):

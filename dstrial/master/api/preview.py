@@ -6,6 +6,7 @@ from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config.secrets import masked
 from dstrial.config.submission import search_section
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message
@@ -24,7 +25,7 @@ async def preview_search(request: ApiRequest) -> dict[str, Any]:
         bindings.v1PreviewHPSearchResponse,
         summary=message(
             bindings.v1SearchSummary,
-            config=summary.config,
+            config=masked(summary.config, request.services.secret_names),
             trials=[_trials(trials) for trials in summary.trials],
         ),
     )

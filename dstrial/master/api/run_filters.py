@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
+from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import shown
 from dstrial.master.api.shapes import shown_state
@@ -109,7 +110,8 @@ def _column(name: Any) -> Callable[[sqlite3.Row], Any]:
         return _COLUMNS[name]
     kind, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
     if rest and kind == "hp":
-        return lambda row: _below(json.loads(row["hparams"]), rest.split("."))
+        # As it is shown: nobody is to guess a secret by asking what it is greater than.
+        return lambda row: _below(json.loads(masked_json(row["hparams"], SecretNames())), rest.split("."))
     if rest and kind == "metadata":
         return lambda row: _below(json.loads(row["metadata"] or "{}"), rest.split("."))
     metric, _, summary = rest.rpartition(".")
