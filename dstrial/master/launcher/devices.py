@@ -24,13 +24,16 @@ class Slot:
         id: index of the device, from 0.
         kind: what it is.
         brand: its name.
-        uuid: what names it in ``CUDA_VISIBLE_DEVICES`` and the like; a CPU slot's own name otherwise.
+        uuid: what names it for good; a CPU slot's own name otherwise.
+        visible_as: what names it in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
+            ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index there. Empty otherwise.
     """
 
     id: int
     kind: SlotKind
     brand: str
     uuid: str
+    visible_as: str = ""
 
 
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
@@ -87,8 +90,8 @@ def _cuda() -> Iterator[Slot]:
                 for device in found
                 if word == device[0] or (len(word) > 4 and device[1].startswith(word))
             ]
-        for index, (_, uuid, name) in enumerate(found):
-            yield Slot(index, "cuda", name, uuid)
+        for slot_id, (index_there, uuid, name) in enumerate(found):
+            yield Slot(slot_id, "cuda", name, uuid, index_there)
     finally:
         pynvml.nvmlShutdown()
 
