@@ -274,6 +274,7 @@ def _rewrite(source: CheckpointSource, experiment: ExperimentConfig, workspace: 
         num_ranks=num_slots,
         env=_variables(source, experiment),
         log_dir=run_directory.begin_logs(),
+        serves_store=False,
     )
     return _newest(source, run_directory, outcome)
 

@@ -8,14 +8,16 @@ import dataclasses
 import datetime
 import importlib.util
 import os
-import socket
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
 
 from dstrial.errors import RankError, RankTimeoutError
-from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
+from dstrial.ranks.device_memory import ask_torch_for_free_memory
+from dstrial.ranks.identity import RankIdentity
+from dstrial.ranks.meeting import as_init_method, open_store
+from dstrial.ranks.sockets import free_port, loopback_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -79,9 +81,11 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     and DeepSpeed read are set where missing (until ``shutdown``). The backend is that of DeepSpeed's
     accelerator, gloo on CPU.
 
-    Rank 0 serves the rendezvous at ``identity.master_port``. If another program on the machine holds a
-    port that was derived from the job's id, rank 0 fails at once with an error that names it, and
-    setting ``MASTER_PORT`` chooses another.
+    Ranks of ``dstrial.launch`` on one machine meet in a file of its own, a single rank nowhere. Else rank 0 serves
+    the rendezvous at ``identity.master_port``, on loopback if the job is on one machine, unless torchrun serves it.
+    If another program on the machine holds a port that was derived from the job's id, rank 0 fails at once with an
+    error that names it, and setting ``MASTER_PORT`` chooses another. On one machine gloo and NCCL keep to loopback
+    unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say otherwise.
 
     Args:
         identity: who this process is, from ``identify(os.environ)``.
@@ -95,12 +99,13 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     """
     global _created
     prepare_accelerator()
+    ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
         return
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    addr, port = identity.master_addr, identity.master_port or _free_port()
+    addr, port = identity.master_addr, identity.master_port or free_port()
     wanted = {
         "RANK": str(identity.rank),
         "WORLD_SIZE": str(identity.world_size),
@@ -109,6 +114,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
         "MASTER_PORT": str(port),
         # DeepSpeed's CPU accelerator counts its "devices" with it, and runs numactl if it is missing.
         "LOCAL_SIZE": str(identity.local_world_size),
+        **(loopback_only(os.environ) if identity.num_nodes == 1 else {}),
     }
     missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
     os.environ.update(missing)
@@ -116,13 +122,18 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     accelerator = get_accelerator()
     device(identity)
     try:
+        store = open_store(identity, timeout_s=timeout_s)
         with without_compiled_collectives(is_cpu=accelerator.device_name() == "cpu"):
             deepspeed.init_distributed(
                 dist_backend=accelerator.communication_backend_name(),
                 auto_mpi_discovery=False,
                 timeout=datetime.timedelta(seconds=timeout_s),
+                init_method=as_init_method(store, identity),
                 verbose=False,
             )
+    except RankError:
+        shutdown()
+        raise
     except torch.distributed.DistStoreError as error:
         raise RankTimeoutError(
             f"the rendezvous at {addr}:{port} has waited {timeout_s:g} s for all {identity.world_size} ranks "
@@ -131,9 +142,8 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
         ) from error
     except torch.distributed.DistNetworkError as error:
         shutdown()
-        problem = "is in use by another program" if "EADDRINUSE" in str(error) else f"cannot be used: {error}"
         raise RankError(
-            f"the rendezvous address {addr}:{port} {problem}; expected a port that rank 0 can serve and all "
+            f"the rendezvous address {addr}:{port} cannot be used: {error}; expected a port that rank 0 can serve and all "
             "ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same for all ranks."
         ) from error
     _created = _Created(tuple(missing), made_group=True)
@@ -236,9 +246,3 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
         del vars(ops)[name]
         if probed is not None:
             vars(ops)[name] = probed
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK_ADDR, 0))
-        return int(probe.getsockname()[1])
