@@ -343,6 +343,7 @@ def _rewrite(
         num_ranks=num_slots,
         env=_variables(source, experiment),
         log_dir=run_directory.begin_logs(),
+        serves_store=False,
     )
     return _newest(source, run_directory, outcome)
 

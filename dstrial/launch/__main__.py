@@ -112,6 +112,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
                 experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
             ),
             on_stop=_tell_stopping,
+            serves_store=not options.trial,
         )
 
 
@@ -179,6 +180,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             on_line=_print_for_cluster,
             on_stop=_tell_stopping,
             placement=placement,
+            serves_store=not options.trial,
         )
     if run is not None:
         write_json_atomically(run.outcome_path, outcome.to_json())

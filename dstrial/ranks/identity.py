@@ -74,8 +74,8 @@ class RankIdentity:
 def identify(environ: Mapping[str, str]) -> RankIdentity:
     """Say which rank this process is.
 
-    A job on one machine needs no master address: ranks meet on the loopback interface, on a port that
-    every rank derives from the job's id (one of 14,000; see ``process_group`` for what happens when
+    A job on one machine needs no master address: ranks meet on the loopback interface (those of ``dstrial.launch`` in a
+    file), on a port that every rank derives from the job's id (one of 14,000; see ``process_group`` for what happens when
     it is taken). Several machines need ``MASTER_ADDR``; Determined's ``DET_CHIEF_IP`` serves too.
 
     Args:

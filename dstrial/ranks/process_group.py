@@ -10,15 +10,17 @@ import importlib
 import importlib.util
 import logging
 import os
-import socket
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 from dstrial.errors import RankError, RankTimeoutError
+from dstrial.ranks.device_memory import ask_torch_for_free_memory
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
-from dstrial.ranks.identity import DEVICE_VARIABLE, LOOPBACK_ADDR, RankIdentity, device_variable
+from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
+from dstrial.ranks.meeting import as_init_method, open_store
+from dstrial.ranks.sockets import free_port, loopback_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -101,9 +103,11 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     and DeepSpeed read are set where missing (until ``shutdown``). The backend is that of DeepSpeed's
     accelerator, gloo on CPU.
 
-    Rank 0 serves the rendezvous at ``identity.master_port``. If another program on the machine holds a
-    port that was derived from the job's id, rank 0 fails at once with an error that names it, and
-    setting ``MASTER_PORT`` chooses another.
+    Ranks of ``dstrial.launch`` on one machine meet in a file of its own, a single rank nowhere. Else rank 0 serves
+    the rendezvous at ``identity.master_port``, on loopback if the job is on one machine, unless torchrun serves it.
+    If another program on the machine holds a port that was derived from the job's id, rank 0 fails at once with an
+    error that names it, and setting ``MASTER_PORT`` chooses another. On one machine gloo and NCCL keep to loopback
+    unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say otherwise.
 
     Args:
         identity: who this process is, from ``identify(os.environ)``.
@@ -117,12 +121,13 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     """
     global _created
     prepare_accelerator()
+    ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
         return
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    addr, port = identity.master_addr, identity.master_port or _free_port()
+    addr, port = identity.master_addr, identity.master_port or free_port()
     accelerator = get_accelerator()
     is_cpu = accelerator.device_name() == "cpu"
     own_device = device(identity)
@@ -137,6 +142,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
         "MASTER_PORT": str(port),
         # DeepSpeed's CPU accelerator counts its "devices" with it, and runs numactl if it is missing.
         "LOCAL_SIZE": str(identity.local_world_size),
+        **(loopback_only(os.environ) if identity.num_nodes == 1 else {}),
     }
     missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
     changes = {**missing, **_variables_of_device(identity, own_device)}
@@ -146,15 +152,20 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_s)
     replaced: tuple[tuple[Any, str, Any], ...] = ()
     try:
+        init_method = as_init_method(open_store(identity, timeout_s=timeout_s), identity)
         if shares:
-            replaced = _share_device(identity, own_device, timeout)
+            replaced = _share_device(identity, own_device, init_method, timeout)
         with without_compiled_collectives(is_cpu=is_cpu):
             deepspeed.init_distributed(
                 dist_backend="gloo" if shares else accelerator.communication_backend_name(),
                 auto_mpi_discovery=False,
                 timeout=timeout,
+                init_method=init_method,
                 verbose=False,
             )
+    except RankError:
+        shutdown()
+        raise
     except torch.distributed.DistStoreError as error:
         raise RankTimeoutError(
             f"the rendezvous at {addr}:{port} has waited {timeout_s:g} s for all {identity.world_size} ranks "
@@ -163,9 +174,8 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
         ) from error
     except torch.distributed.DistNetworkError as error:
         shutdown()
-        problem = "is in use by another program" if "EADDRINUSE" in str(error) else f"cannot be used: {error}"
         raise RankError(
-            f"the rendezvous address {addr}:{port} {problem}; expected a port that rank 0 can serve and all "
+            f"the rendezvous address {addr}:{port} cannot be used: {error}; expected a port that rank 0 can serve and all "
             "ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same for all ranks."
         ) from error
     _created = _Created(before, made_group=True, replaced=replaced)
@@ -186,7 +196,7 @@ def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> di
 
 
 def _share_device(
-    identity: RankIdentity, own_device: torch.device, timeout: datetime.timedelta
+    identity: RankIdentity, own_device: torch.device, init_method: str, timeout: datetime.timedelta
 ) -> tuple[tuple[Any, str, Any], ...]:
     """Make a gloo group for ranks that share a device, before DeepSpeed would make one of NCCL.
 
@@ -208,7 +218,7 @@ def _share_device(
             identity.local_world_size,
             own_device,
         )
-    torch.distributed.init_process_group("gloo", timeout=timeout)
+    torch.distributed.init_process_group("gloo", init_method=init_method, timeout=timeout)
     # Not `import deepspeed.comm.torch as`, which finds the `torch` that deepspeed.comm imports.
     backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
     replaced = tuple((backend, name, getattr(backend, name)) for name in ("send", "recv"))
@@ -330,9 +340,3 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
         del vars(ops)[name]
         if probed is not None:
             vars(ops)[name] = probed
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK_ADDR, 0))
-        return int(probe.getsockname()[1])

@@ -30,6 +30,8 @@ _RETRIES = {
     "status_forcelist": [502, 503, 504],
 }
 _OWN_FILES = Path(__file__).parent
+# What HIP looks at. A second one, set by the user for the master, would count within the devices of the first.
+_ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
@@ -110,6 +112,8 @@ def trial_environment(
     env["TMPDIR"] = str(temporary_directory)
     env.update(_protocol_variables(request))
     env.update({name: str(port) for name, port in request.ports.items()})
+    if any(slot.kind == "rocm" for slot in request.slots):
+        env = {name: value for name, value in env.items() if name not in _ROCM_VISIBILITY}
     env.update(_device_variables(request, env))
     env[ALLOCATION_DIR_VARIABLE] = str(request.directory)
     env[MARKER_VARIABLE] = marker
@@ -173,9 +177,14 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
     uuids = ",".join(names)
     if "cuda" in kinds:
         shared = {SHARE_VARIABLE: "1"} if len(names) < len(request.slots) else {}
-        return {"CUDA_VISIBLE_DEVICES": uuids, **shared}
+        # DeepSpeed takes them for integers (0.19.8 cuda_accelerator.py:188) and counts them as NVML does, in the order of the PCI
+        # bus, which is CUDA's only if asked for. A MIG instance has a UUID only; CUDA takes indices or UUIDs, not both.
+        indices = dict.fromkeys(slot.visible_as for slot in request.slots)
+        visible = ",".join(indices) if all(index.isdecimal() for index in indices) else uuids
+        return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **shared}
     if "rocm" in kinds:
-        return {"HIP_VISIBLE_DEVICES": uuids, "ROCR_VISIBLE_DEVICES": uuids}
+        # Not ROCR_VISIBLE_DEVICES as well: HIP counts within what that leaves.
+        return {"HIP_VISIBLE_DEVICES": uuids}
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
