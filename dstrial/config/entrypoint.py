@@ -24,7 +24,7 @@ class TrialSource:
 
     Attributes:
         trial: ``module:Class``, or None if the entrypoint names none.
-        mentions_pipeline: whether ``PipelineModule`` appears in that module; a hint, no more.
+        mentions_pipeline: whether ``PipelineModule`` appears in the class, or in what of its module it refers to.
         filler: what puts values in place of ``"auto"`` in the DeepSpeed config of a script; None for a trial, and where the
             script's source does not tell.
     """
@@ -106,8 +106,28 @@ def check_entrypoint(
         findings.problem(
             "entrypoint", f"{render(trial)}, and {path} has no {class_name}", "an existing class", fix
         )
-    mentions = any(getattr(n, "id", getattr(n, "attr", None)) == "PipelineModule" for n in ast.walk(tree))
-    return TrialSource(trial, mentions)
+    return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name))
+
+
+def _names_used(tree: ast.Module, name: str) -> set[str]:
+    """Return the names that appear in a definition of a module, and in those definitions that it refers to.
+
+    A module may define an ordinary trial beside a pipeline, so what stands elsewhere in it says nothing. Where the module does
+    not define the name itself, everything in it counts.
+    """
+    definitions = {
+        node.name: node
+        for node in tree.body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    found: set[str] = set()
+    waiting: list[ast.AST] = [definitions.get(name, tree)]
+    while waiting:
+        names = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(waiting.pop())}
+        new = {one for one in names if isinstance(one, str)} - found
+        found |= new
+        waiting += [definitions[one] for one in sorted(new & definitions.keys())]
+    return found
 
 
 def _words(entrypoint: str | Sequence[str] | None) -> list[str]:

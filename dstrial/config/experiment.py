@@ -355,11 +355,17 @@ def _sizes(
             return ParallelSizes((stages or 1) * model, stages or 1, model, stages is not None)
     world_size = max(slots, 1)
     if stages is None and model is None:
-        hint = "; the source mentions PipelineModule" if source.mentions_pipeline else ""
-        if world_size > 1 or hint:
+        if source.mentions_pipeline and world_size > 1:
+            findings.problem(
+                "data.dstrial.pipeline_stages",
+                f"not given, while {source.trial} uses PipelineModule on {world_size} slots",
+                "the number of stages, without which the replicas that share a batch cannot be counted",
+                "Write data: {dstrial: {pipeline_stages: 2}}, for example; 1 if it is a pipeline of one stage.",
+            )
+        elif world_size > 1:
             notes.append(
                 f"data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so {world_size} "
-                f"data-parallel {'replica' if world_size == 1 else 'replicas'}{hint}"
+                "data-parallel replicas"
             )
     per_replica = (stages or 1) * (model or 1)
     if world_size % per_replica:

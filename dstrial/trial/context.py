@@ -21,6 +21,7 @@ from dstrial.config import (
     overwrite_deepspeed_config,
     resolve_batch,
 )
+from dstrial.config.replicas import replicas_of
 from dstrial.config.saved_run import given_settings, run_metadata
 from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
@@ -413,7 +414,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         name: str = "deepspeed_config",
         overwrite: str = "overwrite_deepspeed_args",
         *,
-        model_parallel_size: int = 1,
+        model_parallel_size: int | None = None,
     ) -> dict[str, Any]:
         """Return a DeepSpeed config ready for ``deepspeed.initialize``: read, overwritten, batch sizes solved.
 
@@ -423,19 +424,28 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Args:
             name: hyperparameter that holds the path of the JSON, or the config itself.
             overwrite: hyperparameter with what to merge over it; may be missing.
-            model_parallel_size: ranks that form one replica: pipeline stages times tensor-parallel size.
+            model_parallel_size: ranks that form one replica: pipeline stages times tensor-parallel size. None takes
+                ``pipeline_stages`` times ``model_parallel_size`` of ``data.dstrial``, as ``dstrial check`` does.
 
         Returns:
             A new dict.
 
         Raises:
-            ConfigError: the batch equation has no solution for these replicas.
+            ConfigError: the batch equation has no solution for these replicas, the ranks cannot be divided into replicas of
+                that size, or ``data.dstrial`` gives another size than ``model_parallel_size`` does.
             ValueError: the hyperparameter does not exist.
 
         Ranks: any; no communication. Not in Determined.
         """
         merged = overwrite_deepspeed_config(self.get_hparam(name), self.get_hparams().get(overwrite) or {})
-        data_parallel_size = self.distributed.size // model_parallel_size
+        data_config = (self._exp_conf or {}).get("data") or {}
+        engines = () if self._resumed is None else self._resumed.saved.engines
+        data_parallel_size = replicas_of(
+            data_config,
+            self.distributed.size,
+            model_parallel_size,
+            otherwise=engines[0].ranks_per_replica if engines else 1,
+        )
         kept = None if self._resumed is None else self._resumed.resolve(merged, data_parallel_size)
         return resolve_batch(merged, data_parallel_size) if kept is None else kept
 
