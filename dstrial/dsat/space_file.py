@@ -32,7 +32,14 @@ def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tupl
         ConfigError: with all problems of the file.
     """
     problems: list[ConfigProblem] = []
-    given = read_yaml(path, f"--space {path}").value
+    try:
+        given = read_yaml(path, str(path)).value
+    except ConfigError as error:
+        found = [
+            ConfigProblem("--space", f"{one.where}, which is {one.got}", one.expected, one.fix)
+            for one in error.problems
+        ]
+        raise ConfigError(found) from error
     if not isinstance(given, Mapping):
         fix = "Write zero_optimization.sub_group_size: [1e8, 1e9], for example."
         raise ConfigError([ConfigProblem(f"{path}", render(given), "a mapping of paths to lists", fix)])

@@ -84,6 +84,8 @@ class Player:
 
     def play(self, method: str, path: str, body: Any) -> Played:
         """Send one request, and watch the master's memory and its answers to others meanwhile."""
+        # First, as encoding holds this process's interpreter too, in which the others are asked for.
+        body = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         before = self._memory_mib("VmRSS")
         waits: list[float] = []

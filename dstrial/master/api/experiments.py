@@ -220,12 +220,13 @@ def _files(body: Fields) -> list[Any]:
 
 def _readable(
     services: Services, config: str, template: Mapping[str, Any] | None
-) -> tuple[Document | None, dict[str, Any]]:
-    """Return a config, and its values over its template; what is wrong with it is said by its check."""
-    try:
-        document = read_yaml_text(config, LABEL, services.settings.limits)
-    except ConfigError:
-        return None, {}
+) -> tuple[Document, dict[str, Any]]:
+    """Return a config, and its values over its template, empty if it is no mapping, which its check says.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    document = read_yaml_text(config, LABEL, services.settings.limits)
     if not isinstance(document.value, dict):
         return document, {}
     return document, document.value if template is None else merge_template(template, document.value)
