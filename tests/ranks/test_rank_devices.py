@@ -130,6 +130,8 @@ def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
 
 
 def start_on_the_only_visible_device() -> dict[str, Any]:
+    import torch.distributed
+
     from dstrial.ranks import identify, init_process_group, shutdown
 
     calls: list[tuple[str, Any]] = []
@@ -137,6 +139,7 @@ def start_on_the_only_visible_device() -> dict[str, Any]:
     before = dict(os.environ)
     who = identify(os.environ)
     init_process_group(who, timeout_s=60)
+    torch.distributed.barrier()  # or the first to leave breaks connections that the other still makes
     seen = {
         "calls": calls,
         "deepspeed's": os.environ["LOCAL_RANK"],
