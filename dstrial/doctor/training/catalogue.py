@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
     _check("system-metrics", "metrics of a trial arrive at the master", 15, 120),
     _check("warm-start", "a warm start trains as a fresh process does", 3, 60),
     _check(
-        "operators", "DeepSpeed's FusedAdam and CPUAdam compile, behind a lock that a kill has left", 40, 200
+        "operators", "DeepSpeed's FusedAdam and CPUAdam compile, behind a lock that a kill has left", 60, 300
     ),
     _check("compile", "torch.compile gives the same losses", 25, 240),
     _check("loop-overhead", "what dstrial's loop adds to a step", 12, 90),
