@@ -28,7 +28,7 @@ from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
-from dstrial.scratch import scratch_directory
+from dstrial.scratch import compile_cache, scratch_directory
 
 _MONITOR_INTERVAL_S = 0.05
 _RENDEZVOUS_TIMEOUT_S = 900
@@ -137,7 +137,7 @@ def run_ranks(
 def _rank_variables(
     env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
 ) -> dict[str, str]:
-    defaults = {}
+    defaults = compile_cache()
     if is_redirected:
         # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
         defaults["PYTHONUNBUFFERED"] = "1"
