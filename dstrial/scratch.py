@@ -12,8 +12,27 @@ from pathlib import Path
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Reads until this process has closed its end or died, then deletes. It ignores what Ctrl-C sends to all of a terminal.
 _KEEPER = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
+
+
+def compile_cache() -> dict[str, str]:
+    """Return the variable that puts torch's compile cache into the user's own cache; none if it is set or there is no place.
+
+    By itself torch loads compiled code from ``/tmp/torchinductor_<user>``, a name that another account may make first
+    (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``, ``default_cache_dir``).
+    """
+    if os.environ.get(_CACHE_VARIABLE):
+        return {}
+    import platformdirs
+
+    directory = Path(platformdirs.user_cache_dir("dstrial")) / "torchinductor"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # an account without a home directory
+        return {}
+    return {_CACHE_VARIABLE: str(directory)}
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from dstrial.ranks.secret import SECRET_VARIABLE, new_secret
 from dstrial.ranks.sockets import loopback_only
 from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable
-from dstrial.scratch import scratch_directory
+from dstrial.scratch import compile_cache, scratch_directory
 
 _MONITOR_INTERVAL_S = 0.05
 
@@ -154,7 +154,7 @@ def _rank_variables(
     env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
 ) -> dict[str, str]:
     # Or a script that looks for a device before it imports DeepSpeed could not fork workers that use one.
-    defaults = {NVML_CHECK_VARIABLE: "1"}
+    defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
         # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
         defaults["PYTHONUNBUFFERED"] = "1"

@@ -31,6 +31,9 @@ from dstrial.ranks.peer_loss import is_watchdogs_end
 # Ranks that lost a peer mostly end by themselves; only then are the others told to.
 _UNTOLD_GRACE_S = 2.0
 
+_TRACKER = b"from multiprocessing.resource_tracker import main;main("
+_TRACKER_TIMEOUT_S = 1.0
+
 
 class Supervisor:
     """The state of the ranks of one launch on this machine.
@@ -165,6 +168,10 @@ class Supervisor:
             status = 255
         else:
             status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            _kill_group(pid)
+            give_up_at_s = time.monotonic() + _TRACKER_TIMEOUT_S
+            while time.monotonic() < give_up_at_s and _kill_group(pid):
+                time.sleep(0.02)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         self._ended[local_rank] = (ended_s, status)
@@ -189,5 +196,24 @@ class Supervisor:
         for local_rank in local_ranks:
             if local_rank not in self._kill_sent:
                 self._kill_sent.add(local_rank)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._pids[local_rank], signal.SIGKILL)
+                _kill_group(self._pids[local_rank])
+
+
+def _kill_group(group: int) -> bool:
+    """Send SIGKILL to a process group but for Python's resource trackers, and say whether one of these lives.
+
+    They delete semaphores and shared memory of the others when these have ended, and then end themselves.
+    """
+    has_tracker = False
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+            if int(fields[2]) != group or fields[0] in (b"Z", b"X"):
+                continue
+            if _TRACKER in (entry / "cmdline").read_bytes():
+                has_tracker = True
+            else:
+                os.kill(int(entry.name), signal.SIGKILL)
+    return has_tracker

@@ -15,6 +15,7 @@ from typing import Any
 
 from dstrial.master.launcher.request import TRIAL, AllocationRequest
 from dstrial.ranks.devices import SHARE_VARIABLE
+from dstrial.scratch import compile_cache
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
@@ -102,6 +103,8 @@ def trial_environment(
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
+    # TMPDIR goes with the allocation, and what torch has compiled is wanted by the next one.
+    env.update(compile_cache())
     env.update(_user_variables(request))
     bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
     env["PATH"] = os.pathsep.join([*bin_dirs, env.get("PATH", os.defpath)])
