@@ -6,11 +6,17 @@ TORCH ?= torch==2.13.0
 PYTHON ?= $(shell command -v python3.11 2>/dev/null || command -v python3)
 # More options for pytest: make test PYTEST_ARGS="-k boundaries".
 PYTEST_ARGS ?=
+# Where `make gpu` keeps its log and results, and what it may take.
+GPU_OUT ?= build/gpu
+GPU_MINUTES ?= 9.5
 # Test processes at once, one a core: make test WORKERS=0 runs all in one, as a debugger needs it.
 WORKERS ?= logical
 
 VENV := .venv
 BIN := $(VENV)/bin
+# The oldest torch that is supported. PyPI has it for x86 with CUDA only, about 3 GB with the libraries that it needs.
+TORCH_OLDEST_VENV := .venv-torch-oldest
+TORCH_OLDEST ?= torch==2.6.0
 # The oldest transformers that is supported, with the accelerate of its time.
 HF4 := .venv-hf4
 HF4_CONSTRAINTS := transformers==4.56.* accelerate==1.11.*
@@ -18,10 +24,10 @@ HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples
 	$(wildcard tests/dsat/test_hf_*.py tests/dsat/test_trainer_*.py tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-hf4 check format bench clean
+.PHONY: help venv run test test-hf4 test-torch-oldest gpu check format bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.package ## create .venv/ with torch and this package, editable
 
@@ -33,6 +39,19 @@ test: venv ## run every test that needs no accelerator
 
 test-hf4: $(HF4)/.package ## run the tests that train with transformers or accelerate with 4.56 and 1.11, in .venv-hf4/
 	$(HF4)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS) $(HF_TESTS)
+
+test-torch-oldest: ## run every test that needs no accelerator with the oldest torch, in .venv-torch-oldest/
+	$(MAKE) $(TORCH_OLDEST_VENV)/.package TORCH="$(TORCH_OLDEST)"
+	DS_ACCELERATOR=cpu $(TORCH_OLDEST_VENV)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# A bare GPU machine has its own torch: an interpreter that is named is taken as it is, and nothing is installed.
+ifeq ($(origin PYTHON),command line)
+gpu: ## on a GPU: the tests marked gpu and dstrial doctor --train, without a network, within 10 minutes; PYTHON=python3 takes that one
+	tools/prove_on_gpu.sh "$(PYTHON)" "$(GPU_OUT)" "$(GPU_MINUTES)"
+else
+gpu: venv
+	tools/prove_on_gpu.sh $(BIN)/python "$(GPU_OUT)" "$(GPU_MINUTES)"
+endif
 
 check: venv ## lint, formatting, types, import layers
 	$(BIN)/ruff check .
@@ -47,11 +66,11 @@ format: venv ## let ruff rewrite what `make check` would complain about
 bench: venv ## measure what the loop adds to bare DeepSpeed
 	$(BIN)/python benchmarks/loop_overhead.py
 
-clean: ## remove both environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(HF4) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove all environments, caches and build outputs; runs/ stays
+	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find dstrial tests model_defs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# These rules make both environments; % is the directory.
+# These rules make the environments; % is the directory.
 %/.python:
 	@test -n "$(PYTHON)" || { echo "No python3 is on PATH; expected Python 3.10 or later. Install python3.11." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

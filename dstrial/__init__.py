@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dstrial import harness_paths
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from attrdict import AttrDict
     from determined.pytorch import (
         Batch,
-        DataLoader,
         Epoch,
         MetricReducer,
         PyTorchCallback,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from dstrial.surroundings import core_context
     from dstrial.trainer import Trainer, init
     from dstrial.trial.context import DeepSpeedTrialContext
+    from dstrial.trial.data import DataLoader
     from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
     from dstrial.trial.trial import DeepSpeedTrial
 
@@ -48,11 +50,12 @@ __all__ = [
     "FitResult",
     # for scripts with a loop of their own
     "core_context",
+    # Determined's, which pins records where there is an accelerator
+    "DataLoader",
     # Determined's own, unchanged
     "Batch",
     "Epoch",
     "TrainUnit",
-    "DataLoader",
     "TorchData",
     "samplers",
     "PyTorchCallback",
@@ -70,7 +73,7 @@ _HOMES = {
     "AttrDict": "attrdict",
     "Batch": "determined.pytorch",
     "ConfigError": "dstrial.errors",
-    "DataLoader": "determined.pytorch",
+    "DataLoader": "dstrial.trial.data",
     "DeepSpeedTrial": "dstrial.trial.trial",
     "DeepSpeedTrialContext": "dstrial.trial.context",
     "DstrialError": "dstrial.errors",
@@ -106,3 +109,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+harness_paths.install_outside_of_allocations()

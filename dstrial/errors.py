@@ -10,7 +10,8 @@ The tree, drawn once::
     ├── CheckpointError               a checkpoint cannot be written or used
     │   ├── CheckpointNotFoundError   asked to resume, and there is nothing complete to resume from
     │   ├── CheckpointDamagedError    a file is missing or its size or checksum differs from the manifest
-    │   └── CheckpointLayoutError     it was written for another number or arrangement of ranks
+    │   ├── CheckpointLayoutError     it was written for another number or arrangement of ranks
+    │   └── UntrustedCheckpointError  a file holds what would run code when it is loaded; names file and class
     ├── RankError                     the ranks of this job do not agree or cannot reach each other
     │   ├── RankTimeoutError          a rank did not arrive at an operation in time; names the missing ranks
     │   └── RankIdentityError         the environment does not say consistently who this process is
@@ -94,6 +95,10 @@ class CheckpointDamagedError(CheckpointError):
 
 class CheckpointLayoutError(CheckpointError):
     """A checkpoint was written for another number or arrangement of ranks than are running."""
+
+
+class UntrustedCheckpointError(CheckpointError):
+    """Files of a checkpoint hold classes or functions that are not on the list of what may be loaded."""
 
 
 class RankError(DstrialError):

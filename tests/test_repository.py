@@ -148,3 +148,34 @@ def test_the_license_is_apache_2() -> None:
     assert "Apache License" in license_text
     assert "Version 2.0, January 2004" in license_text
     assert "END OF TERMS AND CONDITIONS" in license_text
+
+
+def test_make_gpu_takes_an_interpreter_as_it_is_and_makes_no_environment_for_it(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(text_of("Makefile"))
+    (tmp_path / "pyproject.toml").write_text("")
+
+    def planned(*arguments: str) -> str:
+        # Without the variables of a make that may run this test.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        command = ["make", "--dry-run", "gpu", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        ).stdout
+
+    taken = planned("PYTHON=python3", "GPU_OUT=there")
+    assert "prove_on_gpu.sh" in taken
+    assert '"there"' in taken
+    assert "venv" not in taken
+    assert "pip install" in planned()
+
+
+@pytest.mark.process
+def test_the_proof_on_a_gpu_refuses_what_is_no_interpreter(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "tools" / "prove_on_gpu.sh", "no-such-python", tmp_path / "out", "1"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "PYTHON is no-such-python" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
+import pathlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from dstrial import __version__
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import Manifest
-from dstrial.errors import CheckpointError
+from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 FileKind = Literal["weights", "optimizer", "rank state", "configuration", "code", "other"]
 """``optimizer`` holds the master weights too, wherever DeepSpeed keeps any; ``rank state`` is the trial's own of each rank."""
@@ -85,14 +86,23 @@ def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout
 
     Raises:
         CheckpointError: another release of dstrial wrote it, in another form.
+        CheckpointDamagedError: it names a folder outside of the checkpoint.
     """
     try:
-        return tuple(Layout.from_json(values) for values in manifest.layouts)
-    except (KeyError, TypeError) as error:
+        layouts = tuple(Layout.from_json(values) for values in manifest.layouts)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"checkpoint {root} describes its layout in another form ({error}); expected that of dstrial "
-            f"{importlib.metadata.version('dstrial')}. Use the release that wrote it."
+            f"{__version__}. Use the release that wrote it."
         ) from error
+    for layout in layouts:
+        folder = pathlib.PurePosixPath(layout.folder)
+        if folder.is_absolute() or ".." in folder.parts:
+            raise CheckpointDamagedError(
+                f"checkpoint {root} has an engine in {layout.folder!r}, outside of the checkpoint; expected a folder of it. Use "
+                "another checkpoint."
+            )
+    return layouts
 
 
 def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:

@@ -11,11 +11,15 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dstrial.checkpoint.seal import is_intact, sealed
+from dstrial.checkpoint import signature
+from dstrial.checkpoint.seal import SEAL_KEY, is_intact, sealed
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a checkpoint directory."""
+
+MANIFEST_DIGEST = "manifest_sha256"
+"""Key of a checkpoint's metadata: the SHA-256 of the manifest, as the trial that wrote it reported it to the master."""
 
 FORMAT = 1
 """Version of the manifest's form that this release writes, and the newest that it reads."""
@@ -116,13 +120,15 @@ class Manifest:
 
 
 def write_manifest(root: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Write ``manifest`` into the checkpoint directory ``root``, replacing one that is there.
+    """Write ``manifest`` into the checkpoint directory ``root``, signed by this account, replacing one that is there.
 
     It is not waited for the disk: the completion mark does that for all files.
     """
     target = pathlib.Path(root) / MANIFEST_NAME
     temporary = target.with_name(target.name + ".tmp")
-    temporary.write_text(json.dumps(sealed(manifest.to_json()), indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(
+        json.dumps(sealed(signature.signed(manifest.to_json())), indent=1) + "\n", encoding="utf-8"
+    )
     temporary.replace(target)
 
 
@@ -157,6 +163,20 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     if not is_intact(values):
         raise _damaged(path, "of another content than its own checksum says")
     return _manifest_of(path, values)
+
+
+def is_own_manifest(root: str | os.PathLike[str]) -> bool:
+    """Say whether the manifest of ``root`` bears this account's signature; False where there is none that can be read.
+
+    It speaks for files only that were compared with it.
+    """
+    try:
+        values = json.loads((pathlib.Path(root) / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(values, dict):
+        return False
+    return signature.is_own({key: value for key, value in values.items() if key != SEAL_KEY})
 
 
 def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, FileEntry]:
@@ -215,7 +235,7 @@ def _manifest_of(path: pathlib.Path, values: Mapping[str, Any]) -> Manifest:
     files: dict[str, FileEntry] = {}
     for name, entry in take(values, "", "files", dict).items():
         pure = pathlib.PurePosixPath(name)
-        if not isinstance(entry, dict) or pure.is_absolute() or ".." in pure.parts:
+        if not isinstance(entry, dict) or pure.is_absolute() or ".." in pure.parts or "\0" in name:
             raise _damaged(path, f"without a usable files.{name}")
         where = f"files.{name}."
         files[name] = FileEntry(

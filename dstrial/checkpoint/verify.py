@@ -55,7 +55,9 @@ def verify_files(
     for path, entry in manifest.files.items():
         if wanted is not None and path not in wanted:
             continue
-        found = _look_at(pathlib.Path(root) / path, entry.num_bytes, entry.sha256, on_bytes)
+        found = _look_at(
+            pathlib.Path(root), pathlib.Path(root) / path, entry.num_bytes, entry.sha256, on_bytes
+        )
         if found is not None:
             kind, got, expected = found
             damages.append(Damage(path, kind, got, expected, entry.reader_ranks))
@@ -113,10 +115,16 @@ def damaged_error(root: str | os.PathLike[str], damages: Sequence[Damage]) -> Ch
 
 
 def _look_at(
-    path: pathlib.Path, num_bytes: int, sha256: str, on_bytes: Callable[[int], None] | None
+    root: pathlib.Path,
+    path: pathlib.Path,
+    num_bytes: int,
+    sha256: str,
+    on_bytes: Callable[[int], None] | None,
 ) -> tuple[Literal["missing", "unreadable", "size", "checksum"], str, str] | None:
     size = f"{num_bytes:,} bytes"
     try:
+        if not path.resolve().is_relative_to(root.resolve()):
+            return "unreadable", "a link that leads out of the checkpoint", f"a file of {size}"
         found_bytes = path.stat().st_size
         if not path.is_file():
             return "missing", "no file", size

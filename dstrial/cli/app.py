@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from dstrial import __version__
 from dstrial.cli.streams import to_null_device
 from dstrial.errors import DstrialError
 
@@ -22,8 +22,10 @@ COMMANDS = {
     "check": "check an experiment config and its DeepSpeed config; starts nothing",
     "checkpoint": "inspect, verify, compare, export and reshape checkpoints",
     "convert": "make an experiment of another tool's config",
+    "doctor": "say whether this machine has what training needs, or prove it by training",
     "down": "stop all trials with a checkpoint and end the master",
     "dsat": "tune the DeepSpeed configuration of an experiment",
+    "login": "log det in to the master of this machine, without a password",
     "logs": "print the master's own log",
     "run": "train one experiment on this machine and follow it",
     "status": "show the master's address, slots, experiments and disk use",
@@ -39,9 +41,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         command: the subcommand that will run; None if none is named, when all are only listed.
     """
     parser = argparse.ArgumentParser(prog="dstrial", description="Determined-style trials for DeepSpeed.")
-    parser.add_argument(
-        "--version", action="version", version=f"dstrial {importlib.metadata.version('dstrial')}"
-    )
+    parser.add_argument("--version", action="version", version=f"dstrial {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_text in COMMANDS.items():
         if name == command:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.cli.run_resume import chosen_point
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
-from dstrial.config.explain import DEFAULT_ORIGIN
+from dstrial.config.explain import DEFAULT_ORIGIN, ExplainedValue
+from dstrial.config.secrets import MASK, SecretNames, masked
 from dstrial.errors import ConfigError
+from dstrial.visible_text import visible_line
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _PLAIN_COLUMNS = 160
+_SECRETS = SecretNames()
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,7 +94,7 @@ def _summary(config: ExperimentConfig, *, with_values: bool) -> dict[str, Any]:
             "batch_equation": checked.batch.equation if checked.batch else None,
         }
         if with_values:
-            configs[key]["effective"] = checked.effective
+            configs[key]["effective"] = masked(checked.effective, _SECRETS)
             configs[key]["origins"] = {row.key: row.origin for row in explain(source, checked)}
     return {
         "ok": True,
@@ -124,6 +127,13 @@ def _checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSource, CheckR
     return {"deepspeed_config": (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
 
 
+def _shown_value(row: ExplainedValue) -> str:
+    """Return a value as it is printed: DeepSpeed's monitors, ``comet`` for example, are given keys."""
+    name = row.key.rpartition(".")[2]
+    is_secret = row.value not in ('""', "null", "true", "false") and _SECRETS.has_field(name, row.value)
+    return MASK if is_secret else visible_line(row.value)
+
+
 def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -135,7 +145,9 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult) -> N
         table.add_column(heading, overflow="fold")
     for row in explain(source, checked):
         is_default = row.origin.startswith(DEFAULT_ORIGIN)
-        table.add_row(Text(row.key), Text(row.value), Text(row.origin), style="dim" if is_default else None)
+        table.add_row(
+            Text(row.key), Text(_shown_value(row)), Text(row.origin), style="dim" if is_default else None
+        )
     console.print(table)
 
 

@@ -20,6 +20,7 @@ from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
     add_place_arguments,
+    add_trust_argument,
     find_checkpoint,
 )
 from dstrial.cli.text_table import text_table
@@ -72,6 +73,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
     parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
+    add_trust_argument(parser)
     add_place_arguments(parser)
 
 
@@ -162,7 +164,8 @@ def _compare_state(
     from dstrial.engine.open_saved import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
-        open_saved_engine(side.source.path, engine_idx, side.layouts[engine_idx]) for side in (a, b)
+        open_saved_engine(side.source.path, engine_idx, side.layouts[engine_idx], trusts_code=args.trust_code)
+        for side in (a, b)
     )
     name = f"engine {engine_idx}"
     if "config" in sections:

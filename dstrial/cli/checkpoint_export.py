@@ -22,6 +22,7 @@ from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
     add_place_arguments,
+    add_trust_argument,
     find_checkpoint,
 )
 from dstrial.errors import CheckpointError, CheckpointLayoutError
@@ -88,6 +89,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--no-verify", action="store_true", help="do not compare the files with their checksums first"
     )
     parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
+    add_trust_argument(parser)
     add_place_arguments(parser)
 
 
@@ -128,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
     _require_engine_files(source, manifest, layouts, engine_idx)
     if not args.no_verify:
         _verify(source, manifest, layouts, engine_idx, is_plain=args.no_progress)
-    weights = _weights(source, engine_idx, layouts[engine_idx], args.dtype)
+    weights = _weights(source, engine_idx, layouts[engine_idx], args.dtype, trusts_code=args.trust_code)
     if weights.unequal:
         sys.stderr.write(
             f"warning: the copies of {', '.join(weights.unequal)} on the pipeline's stages differ, because its layers tie only "
@@ -217,14 +219,16 @@ def _verify(
         raise damaged_error(source.path, damages)
 
 
-def _weights(source: CheckpointSource, engine_idx: int, layout: Layout, dtype: str) -> ModelWeights:
+def _weights(
+    source: CheckpointSource, engine_idx: int, layout: Layout, dtype: str, *, trusts_code: bool
+) -> ModelWeights:
     import torch
 
     from dstrial.engine.export import ModelWeights
     from dstrial.engine.open_saved import open_saved_engine
 
     name = _DTYPES[dtype]
-    saved = open_saved_engine(source.path, engine_idx, layout)
+    saved = open_saved_engine(source.path, engine_idx, layout, trusts_code=trusts_code)
     return ModelWeights(saved, None if name is None else getattr(torch, name))
 
 
@@ -246,9 +250,18 @@ def _write(
                 weights,
                 temporary,
                 max_shard_bytes=args.max_shard_size or size_argument(_DEFAULT_SHARD),
-                files=find_model_files(_places_of_files(args.files_from, source, folder)),
+                files=[
+                    path
+                    for path in find_model_files(_places_of_files(args.files_from, source, folder))
+                    if not _is_led_out(path, source.path)
+                ],
                 on_bytes=bar.advance,
             )
+
+
+def _is_led_out(path: Path, root: Path) -> bool:
+    """Whether a link in a checkpoint leads out of it: a stranger's could lead to any file of this machine."""
+    return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 
 def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -> Iterator[Path]:

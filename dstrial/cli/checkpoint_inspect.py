@@ -25,6 +25,7 @@ from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
     add_place_arguments,
+    add_trust_argument,
     find_checkpoint,
 )
 from dstrial.cli.text_table import field_lines, text_table
@@ -58,6 +59,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--parameters", action="store_true", help="list every parameter with shape, dtype, group and stage"
     )
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
+    add_trust_argument(parser)
     add_place_arguments(parser)
 
 
@@ -68,12 +70,12 @@ def main(args: argparse.Namespace) -> int:
         DstrialError: there is no such checkpoint, or its manifest cannot be read.
     """
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
-    contents = _contents(source, with_parameters=args.parameters)
+    contents = _contents(source, with_parameters=args.parameters, trusts_code=args.trust_code)
     sys.stdout.write(json.dumps(contents, indent=2) + "\n" if args.as_json else _text(contents))
     return 0
 
 
-def _contents(source: CheckpointSource, *, with_parameters: bool) -> dict[str, Any]:
+def _contents(source: CheckpointSource, *, with_parameters: bool, trusts_code: bool) -> dict[str, Any]:
     manifest = read_manifest(source.path)
     layouts = layouts_of(manifest, source.path)
     configuration = configuration_of(source.path)
@@ -83,7 +85,7 @@ def _contents(source: CheckpointSource, *, with_parameters: bool) -> dict[str, A
         engine = {
             **layout_fields(layout),
             "parameters": _counts(layout),
-            "optimizer_state": _optimizer(source, engine_idx, layout),
+            "optimizer_state": _optimizer(source, engine_idx, layout, trusts_code=trusts_code),
         }
         if with_parameters:
             engine["parameter_table"] = _parameter_table(layout)
@@ -119,12 +121,14 @@ def _counts(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _optimizer(source: CheckpointSource, engine_idx: int, layout: Layout) -> dict[str, Any]:
+def _optimizer(
+    source: CheckpointSource, engine_idx: int, layout: Layout, *, trusts_code: bool
+) -> dict[str, Any]:
     """The optimizer's settings and counters, or why they cannot be read, which is no reason to show nothing else."""
     from dstrial.engine.open_saved import open_saved_engine, optimizer_summary
 
     try:
-        return optimizer_summary(open_saved_engine(source.path, engine_idx, layout))
+        return optimizer_summary(open_saved_engine(source.path, engine_idx, layout, trusts_code=trusts_code))
     except CheckpointError as error:
         return {"problem": str(error)}
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import read_manifest
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest
 from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.checkpoint.summary import configuration_of
 from dstrial.cli.checkpoint_export import require_new
@@ -24,14 +24,21 @@ from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
     add_place_arguments,
+    add_trust_argument,
     find_checkpoint,
+    is_vouched_for,
 )
 from dstrial.cli.run_entrypoint import parse_entrypoint
 from dstrial.cli.run_outcome import failure_text
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
 from dstrial.config.documents import yaml_text
 from dstrial.config.saved_run import RESUME_VARIABLE
-from dstrial.errors import CheckpointError, CheckpointLayoutError, LaunchError
+from dstrial.errors import (
+    CheckpointError,
+    CheckpointLayoutError,
+    LaunchError,
+    UntrustedCheckpointError,
+)
 from dstrial.launch.arguments import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
@@ -77,6 +84,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="ZeRO stage, 0 to 3 (default: that of the checkpoint)",
     )
     parser.add_argument("--context", metavar="DIR", help="directory of the model definition")
+    add_trust_argument(parser)
     add_place_arguments(parser)
 
 
@@ -91,10 +99,19 @@ def main(args: argparse.Namespace) -> int:
     require_new(output)
     layouts = layouts_of(read_manifest(source.path), source.path)
     _require_possible(source, layouts)
+    is_vouched = args.trust_code or is_vouched_for(source)
     with _workspace(output) as workspace:
-        context_dir = _context_dir(args.context, source, workspace)
-        experiment = _experiment(source, context_dir, workspace, args.slots, args.zero_stage)
-        written = _rewrite(source, experiment, workspace, args.slots)
+        context_dir = _context_dir(args.context, source, workspace, is_vouched=is_vouched)
+        experiment = _experiment(
+            source,
+            context_dir,
+            workspace,
+            args.slots,
+            args.zero_stage,
+            is_vouched=is_vouched,
+            trusts=args.trust_code,
+        )
+        written = _rewrite(source, experiment, workspace, args.slots, is_vouched=is_vouched)
         _require_layout(written, layouts, args.slots, args.zero_stage)
         require_new(output)
         written.rename(output)
@@ -136,11 +153,11 @@ def _workspace(output: Path) -> Iterator[Path]:
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path) -> Path:
+def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_vouched: bool) -> Path:
     """Return the directory of the trial's model definition.
 
     Raises:
-        CheckpointError: nobody has it.
+        CheckpointError: nobody has it, or only whoever wrote the checkpoint.
     """
     if asked is not None:
         if not Path(asked).is_dir():
@@ -148,11 +165,11 @@ def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path) -
                 f"--context is {asked!r}; expected the directory of the model definition. Correct the path."
             )
         return Path(asked).resolve()
-    if source.run_directory is not None:
+    if source.run_directory is not None and is_vouched:
         of_run = Path(source.run_directory.read_record().context_dir)
         if of_run.is_dir():
             return of_run
-    if (source.path / "code").is_dir():
+    if (source.path / "code").is_dir() and is_vouched:
         return source.path / "code"
     if source.client is not None and source.record is not None:
         from dstrial.master.model_definition import unpack
@@ -163,6 +180,12 @@ def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path) -
         directory.mkdir()
         unpack(base64.b64decode(answer["b64Tgz"]), directory)
         return directory
+    if not is_vouched:
+        raise UntrustedCheckpointError(
+            f"checkpoint {source.path} is not known to be written by this account; expected a model definition that does not "
+            "come with it, for reshaping runs it. Name its directory with --context, or add --trust-code if you trust who wrote "
+            "it."
+        )
     raise CheckpointError(
         f"checkpoint {source.path} has no model definition beside it; expected the trial's own, which makes the engines. Name "
         "its directory with --context."
@@ -170,7 +193,14 @@ def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path) -
 
 
 def _experiment(
-    source: CheckpointSource, context_dir: Path, workspace: Path, num_slots: int, zero_stage: int | None
+    source: CheckpointSource,
+    context_dir: Path,
+    workspace: Path,
+    num_slots: int,
+    zero_stage: int | None,
+    *,
+    is_vouched: bool,
+    trusts: bool,
 ) -> ExperimentConfig:
     """Return the experiment of the checkpoint for another layout, written down and checked.
 
@@ -188,6 +218,9 @@ def _experiment(
     path = workspace / "experiment.yaml"
     steps = read_manifest(source.path).steps_completed
     values = _config_for(config, hparams, num_slots, zero_stage, steps)
+    if not is_vouched:
+        _leave_out_what_runs(values)
+    _set_trust(values, source, trusts=trusts)
     path.write_text(yaml_text(values), encoding="utf-8")
     return load_experiment(
         path,
@@ -235,11 +268,41 @@ def _config_for(
     }
 
 
-def _rewrite(source: CheckpointSource, experiment: ExperimentConfig, workspace: Path, num_slots: int) -> Path:
+def _leave_out_what_runs(values: dict[str, Any]) -> None:
+    """Take out of a stranger's config, in place, what has programs run that nobody has chosen here."""
+    from dstrial.trainer import AROUND_FIT_KEY
+
+    values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH and the like
+    values["hyperparameters"].pop(AROUND_FIT_KEY, None)  # names a function that is called
+
+
+def _set_trust(values: dict[str, Any], source: CheckpointSource, *, trusts: bool) -> None:
+    """Let the ranks trust these files if the user does, and only then."""
+    data = values.get("data")
+    data = dict(data) if isinstance(data, Mapping) else {}
+    section = data.get("dstrial")
+    section = dict(section) if isinstance(section, Mapping) else {}
+    section.pop("trust_checkpoint_code", None)
+    if trusts:
+        section["trust_checkpoint_code"] = hash_file(source.path / MANIFEST_NAME).sha256
+    values["data"] = (
+        {**data, "dstrial": section} if section else {k: v for k, v in data.items() if k != "dstrial"}
+    )
+
+
+def _rewrite(
+    source: CheckpointSource,
+    experiment: ExperimentConfig,
+    workspace: Path,
+    num_slots: int,
+    *,
+    is_vouched: bool,
+) -> Path:
     """Let ranks restore the checkpoint and save it again; return where they did.
 
     Raises:
         CheckpointError: the trial is a script, which cannot be told to end at once.
+        UntrustedCheckpointError: it is a stranger's script.
         LaunchError: the ranks failed, or were stopped.
     """
     from dstrial.launch import run_ranks, trial_command
@@ -250,6 +313,12 @@ def _rewrite(source: CheckpointSource, experiment: ExperimentConfig, workspace: 
             f"the trial's entrypoint is the command {' '.join(entrypoint.words)!r}; expected a trial class (module:Class) or "
             "a script with Hugging Face's Trainer, which can be told to end before the first batch. Resume the run on the new "
             "number of slots: it is reshaped then."
+        )
+    if entrypoint.trial is None and not is_vouched:
+        raise UntrustedCheckpointError(
+            f"the entrypoint of checkpoint {source.path}, which is not known to be written by this account, is the command "
+            f"{' '.join(entrypoint.words)!r}; expected a trial class (module:Class), for reshaping runs it. Add --trust-code if "
+            "you trust who wrote it."
         )
     run_directory = RunDirectory.create(
         workspace / "runs",
@@ -274,6 +343,7 @@ def _rewrite(source: CheckpointSource, experiment: ExperimentConfig, workspace: 
         num_ranks=num_slots,
         env=_variables(source, experiment),
         log_dir=run_directory.begin_logs(),
+        serves_store=False,
     )
     return _newest(source, run_directory, outcome)
 

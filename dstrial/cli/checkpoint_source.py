@@ -9,8 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.manifest import MANIFEST_NAME
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    hash_file,
+    is_own_manifest,
+    read_manifest,
+)
 from dstrial.checkpoint.mark import MARK_NAME
+from dstrial.checkpoint.verify import verify_files
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -61,6 +68,16 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     add_state_dir_argument(parser)
 
 
+def add_trust_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trust-code``."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="load files of the named checkpoint also where they hold classes that are not on dstrial's list, which can run "
+        "any code: for checkpoints of people whom you trust",
+    )
+
+
 def find_checkpoint(
     asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
 ) -> CheckpointSource:
@@ -88,6 +105,29 @@ def find_checkpoint(
     for found in sorted(runs.glob(f"*/*/checkpoints/{asked}")):
         return _in_directory(found.resolve(), asked)
     return _of_master(asked, StateDirectory.choose(state_dir), runs)
+
+
+def is_vouched_for(source: CheckpointSource) -> bool:
+    """Say whether the configuration and the code in a checkpoint are known to be written here.
+
+    They are if this account's signature is on the manifest, or a master that was asked for the checkpoint has its SHA-256, and
+    they are as the manifest says. The other files are not looked at.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    manifest = read_manifest(source.path)
+    reported = ((source.record or {}).get("metadata") or {}).get(MANIFEST_DIGEST)
+    is_known = reported is not None and reported == hash_file(source.path / MANIFEST_NAME).sha256
+    if not is_known and not is_own_manifest(source.path):
+        return False
+    names = [name for name in manifest.files if name == "load_data.json" or name.startswith("code/")]
+    present = [
+        path.relative_to(source.path).as_posix()
+        for path in (source.path / "code").rglob("*")
+        if not path.is_dir() or path.is_symlink()
+    ]
+    return set(present) <= set(names) and not verify_files(source.path, manifest, names)
 
 
 def _is_uuid(text: str) -> bool:
@@ -124,7 +164,7 @@ def _of_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSourc
             f"checkpoint {asked} is in no run of {runs}, and no master runs with state directory {state.path}; expected one of "
             "them to know it. Start the master with `dstrial up`, or name the checkpoint's directory."
         )
-    client = session(state, record)
+    client = session(record)
     try:
         answer = client.get(f"/api/v1/checkpoints/{asked}")["checkpoint"]
     except RequestError as error:

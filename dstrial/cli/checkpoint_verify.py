@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import quote
 
-from dstrial.checkpoint.manifest import read_manifest
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    hash_file,
+    is_own_manifest,
+    read_manifest,
+)
+from dstrial.checkpoint.mark import read_mark
 from dstrial.checkpoint.wholeness import Wholeness, bytes_to_read, examine
 from dstrial.cli.bytes_bar import BytesBar, size_text
 from dstrial.cli.checkpoint_source import (
@@ -16,13 +26,18 @@ from dstrial.cli.checkpoint_source import (
     add_place_arguments,
     find_checkpoint,
 )
-from dstrial.errors import CheckpointError
+from dstrial.errors import CheckpointError, RequestError
+from dstrial.master.state_directory import StateDirectory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _EPILOG = """\
-exit status: 0 if the checkpoint is whole, 1 if not, 2 for wrong usage
+A manifest says which files a checkpoint consists of; everybody can make one that matches its files. So it is compared with the
+SHA-256 that the running master has from the trial that wrote the checkpoint: it is as registered, the manifest has changed
+since, or the checkpoint is not registered here.
+
+exit status: 0 if the checkpoint is whole, 1 if a file differs or the manifest has changed since, 2 for wrong usage
 
 examples:
   dstrial checkpoint verify runs/gpt2/20260101T120000Z-1a2b3c
@@ -60,6 +75,7 @@ def main(args: argparse.Namespace) -> int:
             raise
         _print_json({"path": str(source.path), "is_whole": False, "error": str(error), "faults": []})
         return 1
+    registration = registration_of(source, StateDirectory.choose(args.state_dir))
     if args.as_json:
         _print_json(
             {
@@ -67,6 +83,7 @@ def main(args: argparse.Namespace) -> int:
                 "is_whole": wholeness.is_whole,
                 "num_files": wholeness.num_files,
                 "num_bytes": wholeness.num_bytes,
+                "registration": dataclasses.asdict(registration),
                 "faults": [
                     {
                         "path": fault.path,
@@ -84,7 +101,76 @@ def main(args: argparse.Namespace) -> int:
         )
     else:
         _print_text(source, wholeness)
-    return 0 if wholeness.is_whole else 1
+        sys.stdout.write(f"{registration}\n")
+    return 0 if wholeness.is_whole and registration.state != "changed" else 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Registration:
+    """Whether the manifest is the one that was registered.
+
+    Attributes:
+        state: ``registered``, as it is; ``changed`` since; or ``unknown``, not registered here.
+        by: address of the master that was asked; None where none runs.
+        registered: SHA-256 of the manifest that it has; None where it has none.
+        found: SHA-256 of the manifest that is there.
+        is_signed: whether this account's signature is on the manifest.
+    """
+
+    state: Literal["registered", "changed", "unknown"]
+    by: str | None
+    registered: str | None
+    found: str
+    is_signed: bool
+
+    def __str__(self) -> str:
+        if self.state == "registered":
+            return f"manifest: as registered by the master at {self.by} (SHA-256 {self.found[:12]})"
+        if self.state == "changed":
+            return (
+                f"manifest changed since the master at {self.by} registered it: SHA-256 is {self.found[:12]}; expected "
+                f"{str(self.registered)[:12]}. Somebody has made another manifest: use another checkpoint."
+            )
+        who = "no master runs" if self.by is None else f"the master at {self.by} has no manifest of it"
+        signed = "bears" if self.is_signed else "does not bear"
+        return f"not registered here: {who}; the manifest {signed} this account's signature (SHA-256 {self.found[:12]})"
+
+
+def registration_of(source: CheckpointSource, state: StateDirectory) -> Registration:
+    """Compare the manifest with what the master has registered.
+
+    Args:
+        source: the checkpoint; the running master is asked for it where it was not found through one.
+        state: of the master.
+
+    Raises:
+        MasterError: the master does not answer.
+    """
+    from dstrial.master.login import session
+
+    found, is_signed = hash_file(source.path / MANIFEST_NAME).sha256, is_own_manifest(source.path)
+    record, address = source.record, None if source.client is None else source.client.address
+    if record is None and (running := state.running()) is not None:
+        address = running.address
+        try:
+            record = session(running).get(f"/api/v1/checkpoints/{_uuid_of(source.path)}")["checkpoint"]
+        except RequestError as error:
+            if error.status not in (400, 404):
+                raise
+    registered = None if record is None else (record.get("metadata") or {}).get(MANIFEST_DIGEST)
+    if registered is None:
+        return Registration("unknown", address, None, found, is_signed)
+    state_of: Literal["registered", "changed"] = "registered" if registered == found else "changed"
+    return Registration(state_of, address, str(registered), found, is_signed)
+
+
+def _uuid_of(path: Path) -> str:
+    """Return the name under which a directory's checkpoint was stored: the mark's, where it was copied, else its own."""
+    try:
+        name = read_mark(path).get("uuid")
+    except CheckpointError:
+        name = None
+    return quote(name if isinstance(name, str) else path.name, safe="")
 
 
 def verified(source: CheckpointSource, *, is_plain: bool) -> Wholeness:

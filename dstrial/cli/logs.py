@@ -12,6 +12,7 @@ from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import MasterError
 from dstrial.master.daemon import tail
 from dstrial.master.state_directory import StateDirectory
+from dstrial.visible_text import visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         )
     size = state.log_path.stat().st_size
     for line in tail(state.log_path, args.lines):
-        sys.stdout.write(f"{line}\n")
+        sys.stdout.write(f"{visible(line)}\n")
     sys.stdout.flush()
     if args.follow:
         _follow(state.log_path, size)
@@ -74,6 +75,6 @@ def _follow(path: Path, position: int) -> None:
                 content = file.read()
             complete = content[: content.rfind(b"\n") + 1]
             position += len(complete)
-            sys.stdout.write(complete.decode("utf-8", errors="replace"))
+            sys.stdout.write(visible(complete.decode("utf-8", errors="replace")))
             sys.stdout.flush()
         time.sleep(_POLL_PERIOD_S)

@@ -11,17 +11,20 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import Verdict, failure_text, judge, judge_experiment, outcome_of, summary
 from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
 from dstrial.cli.streams import LastingStream
 from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir, find_runs, utc_now
 from dstrial.local.run_monitor import RunMonitor, RunView
+from dstrial.visible_text import visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -60,6 +63,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--resume",
         metavar="latest|RUN_DIR|CHECKPOINT",
         help="go on with the newest run of this name and context that has a checkpoint, with a run, or from a checkpoint",
+    )
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="with --resume: load the checkpoint also where it holds classes that are not on dstrial's list, which can run any "
+        "code: for checkpoints of people whom you trust",
     )
     kind.add_argument(
         "--test",
@@ -106,10 +115,11 @@ def _read_request(args: argparse.Namespace) -> _Request:
     """Read and check everything that can be checked before anything is made."""
     point = chosen_point(args)
     resumed = None if point is None else point.saved_run()
+    overrides = [*args.config, *_trust_override(args, point)]
     given = load_experiment(
         args.experiment,
         args.context_dir,
-        args.config,
+        overrides,
         require_concrete=False,
         require_entrypoint=True,
         slots=args.slots,
@@ -120,7 +130,7 @@ def _read_request(args: argparse.Namespace) -> _Request:
         given = load_experiment(
             args.experiment,
             args.context_dir,
-            args.config,
+            overrides,
             require_entrypoint=True,
             slots=args.slots,
             resumed=resumed,
@@ -139,13 +149,33 @@ def _read_request(args: argparse.Namespace) -> _Request:
     return _Request(args, given, entrypoint, point, is_search, _max_restarts(args, given))
 
 
+def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
+    """Return ``--trust-code`` as a setting that names the files: what the run writes later has to be vouched for by itself.
+
+    Raises:
+        ConfigError: there is no checkpoint to trust.
+    """
+    if not args.trust_code:
+        return []
+    manifest = None if point is None else point.checkpoint / MANIFEST_NAME
+    if manifest is None or not manifest.is_file():
+        problem = ConfigProblem(
+            "--trust-code",
+            "given without --resume"
+            if point is None
+            else f"given for {point.checkpoint}, which has no {MANIFEST_NAME}",
+            "a checkpoint that dstrial wrote",
+            "Name it with --resume, or leave --trust-code out.",
+        )
+        raise ConfigError([problem])
+    return [f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'"]
+
+
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
     """What the user wrote; where nothing is written, whoever follows is told of a failure at once."""
-    import yaml
-
     if args.test:
         return 0
-    is_given = "max_restarts" in (yaml.safe_load(experiment.path.read_text(encoding="utf-8")) or {})
+    is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
     is_given = is_given or any(override.startswith("max_restarts=") for override in args.config)
     return experiment.max_restarts if is_given else 0
 
@@ -204,6 +234,8 @@ def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[
         words += ["--runs-dir", args.runs_dir]
     if args.no_progress:
         words.append("--no-progress")
+    if args.trust_code:
+        words.append("--trust-code")
     if args.test:
         words.append("--test")
     if (resume or args.resume) is not None:
@@ -311,10 +343,10 @@ def _train(
         exit_code = verdict.exit_code
         if verdict.state is not RunState.COMPLETED and followed.view is not None:
             lines += _ways_on(followed)
-    out.write("\n".join(lines) + "\n")
+    out.write(visible("\n".join(lines)) + "\n")
     if out.is_lost and err.isatty():
-        err.write("\n".join(lines) + "\n")
-    err.write(failure_text(outcome))
+        err.write(visible("\n".join(lines)) + "\n")
+    err.write(visible(failure_text(outcome)))
     return exit_code
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dstrial.cli.streams import LastingStream
 from dstrial.local.run_monitor import Report, RunView, named_metric
+from dstrial.visible_text import visible
 
 _POLL_PERIOD_S = 0.2
 
@@ -96,12 +97,12 @@ class PlainDisplay:
         """Write the line to the same stream of this process."""
         target = self._err if stream == "stderr" else self._out
         with self._lock:
-            target.write(_prefixed(rank, self._num_ranks, line) + "\n")
+            target.write(_prefixed(rank, self._num_ranks, visible(line)) + "\n")
 
     def message(self, text: str) -> None:
         """Write the text to the standard output."""
         with self._lock:
-            self._out.write(text + "\n")
+            self._out.write(visible(text) + "\n")
 
     def view(self, view: RunView) -> None:
         """Write one line per training or validation report."""
@@ -143,8 +144,8 @@ class BarDisplay:
         self.message(_prefixed(rank, self._num_ranks, line))
 
     def message(self, text: str) -> None:
-        """Print the text above the bar, as it is."""
-        self._progress.console.print(Text.from_ansi(text), soft_wrap=True)
+        """Print the text above the bar, without reading markup in it."""
+        self._progress.console.print(Text(visible(text)), soft_wrap=True)
 
     def view(self, view: RunView) -> None:
         """Move the bar."""

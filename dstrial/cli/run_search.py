@@ -16,7 +16,8 @@ from dstrial.master.observe import ExperimentView, TrialView
 if TYPE_CHECKING:
     from dstrial.cli.run_entrypoint import Entrypoint
     from dstrial.cli.streams import LastingStream
-    from dstrial.config import ExperimentConfig
+    from dstrial.config.secrets import SecretNames, masked
+from dstrial.config import ExperimentConfig
 
 _MOST_TRIALS_SHOWN = 50
 
@@ -145,7 +146,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
 
 def _hparams(trial: TrialView, experiment: ExperimentConfig) -> str:
     """The hyperparameters that the search chose."""
-    values = json.loads(trial.hparams)
+    values = masked(json.loads(trial.hparams), SecretNames())
     specs = experiment.raw.get("hyperparameters") or {}
     return " ".join(f"{name}={_short(value)}" for name, value in _chosen(values, specs))
 

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,13 +92,17 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
     is_new = record is None
     if record is None:
         from dstrial.master.launcher.devices import find_slots
+        from dstrial.ranks.devices import may_share
 
         found = find_slots(None)
         is_cpu = all(slot.kind == "cpu" for slot in found)
-        options = daemon.MasterOptions(num_slots=num_slots if is_cpu and num_slots > len(found) else None)
+        can_offer_more = is_cpu or may_share(os.environ)
+        options = daemon.MasterOptions(
+            num_slots=num_slots if can_offer_more and num_slots > len(found) else None
+        )
         record = daemon.start(state, options, may_take_another_port=True)
-        log_in(state, record, lambda _address: False)
-    return Master(state, record, session(state, record)), is_new
+        log_in(record, lambda _address: False)
+    return Master(state, record, session(record)), is_new
 
 
 def read_context(context_dir: Path) -> list[v1File]:

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.up import add_state_dir_argument, describe_slots
+from dstrial.errors import DstrialError
 from dstrial.master import daemon
+from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+
+_ANSWER_TIMEOUT_S = 5.0
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
         "running": record is not None,
         "address": None if record is None else record.address,
         "pid": None if record is None else record.pid,
+        "answers": record is not None and _answers(record),
         "slots": None if record is None else _slots(record, usage.num_slots_used),
         "experiments": usage.experiments,
         "trials": usage.trials,
@@ -48,6 +53,15 @@ def main(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_text(record, fields))
     return 0 if record is not None else 1
+
+
+def _answers(record: MasterRecord) -> bool:
+    """Whether the master answers its owner, however many others ask at its port."""
+    try:
+        Client(record.address, socket=record.socket, timeout_s=_ANSWER_TIMEOUT_S).get("/info")
+    except DstrialError:
+        return False
+    return True
 
 
 def _slots(record: MasterRecord, num_used: int) -> dict[str, int]:
@@ -63,6 +77,8 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
             ("address", f"{record.address} (process {record.pid})"),
             ("slots", f"{describe_slots(record)}; {slots['used']} used, {slots['free']} free"),
         ]
+        if not fields["answers"]:
+            rows.append(("answers", f"no, not in {_ANSWER_TIMEOUT_S:g} s; see why with `dstrial logs`"))
     rows += [(name, _counts(fields[name])) for name in ("experiments", "trials")]
     rows.append(("state", f"{fields['state_dir']} ({_size(fields['disk_bytes'])})"))
     return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)

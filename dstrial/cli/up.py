@@ -143,12 +143,12 @@ def _tell(state: StateDirectory, record: MasterRecord) -> None:
     """Log ``det`` in and print what the user has to know."""
     from dstrial.master.login import log_in
 
-    outcome = log_in(state, record, _may_replace)
+    outcome = log_in(record, _may_replace)
     rows = [
         ("address", f"{record.address} (process {record.pid})"),
         ("slots", describe_slots(record)),
         ("state", str(state.path)),
-        *_login_rows(state, record, outcome),
+        *_login_rows(outcome),
     ]
     sys.stdout.write("".join(f"{name + ':':<10}{value}\n" for name, value in rows))
     if record.port != daemon.DEFAULT_PORT:
@@ -165,23 +165,21 @@ def describe_slots(record: MasterRecord) -> str:
     return ", ".join(f"{count} {name}" for name, count in kinds.items()) or "none"
 
 
-def _login_rows(
-    state: StateDirectory, record: MasterRecord, outcome: dict[str, Login]
-) -> list[tuple[str, str]]:
+def _login_rows(outcome: dict[str, Login]) -> list[tuple[str, str]]:
     from dstrial.master.login import USERNAME, Login
 
     foreign = [address for address, login in outcome.items() if login is Login.FOREIGN]
-    if Login.UNKNOWN in outcome.values():
+    if Login.REFUSED in outcome.values():
         sys.stderr.write(
-            f"warning: the password of user {USERNAME!r} has been changed since the first start, so det is not logged in. "
-            f"Log in with `det -m {record.address} user login {USERNAME}`\n"
+            f"warning: there is no active user {USERNAME!r} (any more), so det is not logged in. Log in as another one with "
+            "`dstrial login --user NAME`\n"
         )
         return [("det", "not logged in")]
     if not foreign:
         return [("det", "logged in")]
     sys.stderr.write(
-        f"warning: det is logged in to another master at {' and '.join(foreign)}; that is left as it is. Log in with "
-        f"`det -m {record.address} user login {USERNAME}`; the password is in {state.credentials_path}\n"
+        f"warning: det is logged in to another master at {' and '.join(foreign)}; that is left as it is. Replace that "
+        "login with `dstrial login`\n"
     )
     return [("det", "not logged in" if len(foreign) == len(outcome) else f"not logged in at {foreign[0]}")]
 

@@ -75,8 +75,24 @@ def check_deepspeed(
         filler: what puts values in place of ``"auto"``, which then decides instead of ``auto``; None if that is not known.
         installed: version of DeepSpeed that will run; by default the installed one, found without importing it.
     """
-    rules = deepspeed_rules()
     findings = Findings(lines or {}, where)
+    try:
+        return _check(config, sizes, findings, auto=auto, filler=filler, installed=installed)
+    except ConfigError as error:
+        # So many that the check stopped in the middle.
+        return CheckResult(error.problems, tuple(findings.warnings), {}, None, tuple(findings.notes), {})
+
+
+def _check(
+    config: Mapping[str, Any],
+    sizes: ParallelSizes,
+    findings: Findings,
+    *,
+    auto: Literal["error", "warning"],
+    filler: Filler | None,
+    installed: str | None,
+) -> CheckResult:
+    rules = deepspeed_rules()
     installed = installed or installed_deepspeed_version() or rules.version
     is_foreign = installed.split("+")[0] != rules.version
     if is_foreign:

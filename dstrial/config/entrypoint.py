@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dstrial.config.fillers import Filler
 from dstrial.config.findings import Findings, render
-from dstrial.config.script_source import find_script
+from dstrial.config.script_source import find_script, parsed
 
 _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -24,7 +24,7 @@ class TrialSource:
 
     Attributes:
         trial: ``module:Class``, or None if the entrypoint names none.
-        mentions_pipeline: whether ``PipelineModule`` appears in that module; a hint, no more.
+        mentions_pipeline: whether ``PipelineModule`` appears in the class, or in what of its module it refers to.
         filler: what puts values in place of ``"auto"`` in the DeepSpeed config of a script; None for a trial, and where the
             script's source does not tell.
     """
@@ -83,7 +83,7 @@ def check_entrypoint(
             )
         return TrialSource(trial)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parsed(path)
     except SyntaxError as error:
         where = f"{path}:{error.lineno}"
         fix = "Correct the source."
@@ -96,6 +96,8 @@ def check_entrypoint(
             "entrypoint", f"{render(trial)}, and {path} is unreadable", "a module", "Correct the file."
         )
         return TrialSource(trial)
+    if tree is None:
+        return TrialSource(trial)
     names, is_complete = _top_level_names(tree)
     if is_complete and class_name not in names:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -104,8 +106,28 @@ def check_entrypoint(
         findings.problem(
             "entrypoint", f"{render(trial)}, and {path} has no {class_name}", "an existing class", fix
         )
-    mentions = any(getattr(n, "id", getattr(n, "attr", None)) == "PipelineModule" for n in ast.walk(tree))
-    return TrialSource(trial, mentions)
+    return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name))
+
+
+def _names_used(tree: ast.Module, name: str) -> set[str]:
+    """Return the names that appear in a definition of a module, and in those definitions that it refers to.
+
+    A module may define an ordinary trial beside a pipeline, so what stands elsewhere in it says nothing. Where the module does
+    not define the name itself, everything in it counts.
+    """
+    definitions = {
+        node.name: node
+        for node in tree.body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    found: set[str] = set()
+    waiting: list[ast.AST] = [definitions.get(name, tree)]
+    while waiting:
+        names = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(waiting.pop())}
+        new = {one for one in names if isinstance(one, str)} - found
+        found |= new
+        waiting += [definitions[one] for one in sorted(new & definitions.keys())]
+    return found
 
 
 def _words(entrypoint: str | Sequence[str] | None) -> list[str]:

@@ -44,6 +44,10 @@ _DIALECT = Dialect(
 )
 
 
+_MAX_ENTRYPOINT_CHARS = 2**16
+_MAX_OTHER_ENGINES = 20
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentConfig:
     """A checked experiment config.
@@ -235,7 +239,16 @@ def check_experiment(
             "the trial wraps its engine"
         )
     checks: dict[str, tuple[DeepSpeedSource, CheckResult]] = {}
-    for key in (MAIN_KEY, *other_configs(hyperparameters)):
+    others = tuple(other_configs(hyperparameters))
+    if len(others) > _MAX_OTHER_ENGINES:
+        findings.problem(
+            "hyperparameters",
+            f"a mapping with {len(others)} keys that end in {MAIN_KEY}",
+            f"at most {_MAX_OTHER_ENGINES} engines",
+            "Remove some.",
+        )
+        others = ()
+    for key in (MAIN_KEY, *others):
         found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
         if found is not None:
             auto: Literal["error", "warning"] = "error" if source.trial else "warning"
@@ -306,6 +319,14 @@ def _check_entrypoint(
             fix = "Add entrypoint: model_def:MyTrial for class MyTrial in model_def.py."
             findings.problem("entrypoint", "not given", "module:Class, or a command", fix)
         return TrialSource(None)
+    num_chars = len(entrypoint) if isinstance(entrypoint, str) else sum(len(str(word)) for word in entrypoint)
+    if num_chars > _MAX_ENTRYPOINT_CHARS:
+        # The system takes no longer word, and taking a text apart takes the square of its length.
+        fix = "Put it into a script of the model definition."
+        findings.problem(
+            "entrypoint", f"{num_chars} characters long", f"at most {_MAX_ENTRYPOINT_CHARS} characters", fix
+        )
+        return TrialSource(None)
     if isinstance(entrypoint, list) and not all(isinstance(word, str) for word in entrypoint):
         findings.problem("entrypoint", render(entrypoint), "a list of strings", "Quote every word.")
         return TrialSource(None)
@@ -334,11 +355,17 @@ def _sizes(
             return ParallelSizes((stages or 1) * model, stages or 1, model, stages is not None)
     world_size = max(slots, 1)
     if stages is None and model is None:
-        hint = "; the source mentions PipelineModule" if source.mentions_pipeline else ""
-        if world_size > 1 or hint:
+        if source.mentions_pipeline and world_size > 1:
+            findings.problem(
+                "data.dstrial.pipeline_stages",
+                f"not given, while {source.trial} uses PipelineModule on {world_size} slots",
+                "the number of stages, without which the replicas that share a batch cannot be counted",
+                "Write data: {dstrial: {pipeline_stages: 2}}, for example; 1 if it is a pipeline of one stage.",
+            )
+        elif world_size > 1:
             notes.append(
                 f"data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so {world_size} "
-                f"data-parallel {'replica' if world_size == 1 else 'replicas'}{hint}"
+                "data-parallel replicas"
             )
     per_replica = (stages or 1) * (model or 1)
     if world_size % per_replica:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import posixpath
+import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from dstrial.config.experiment_rules import (
@@ -52,7 +55,7 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
         return
     name = searcher["name"]
     if name is None:
-        if "name" not in given:
+        if given.get("name") is None:
             findings.problem(
                 "searcher.name", "not given", f"one of {', '.join(SEARCHERS)}", "Add name: single."
             )
@@ -71,14 +74,17 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
         _check_searcher_fields(name, searcher, given, findings)
         allowed = (*_SEARCHER_COMMON, *_SEARCHER_KEYS[name])
         raw["searcher"] = {key: value for key, value in searcher.items() if key in allowed}
-    if searcher["metric"] is None and "metric" not in given:
+    if searcher["metric"] is None and given.get("metric") is None:
         fix = "Name the validation metric that says which checkpoint is best."
         findings.problem("searcher.metric", "not given", "the name of a validation metric", fix)
-    if searcher["max_length"] is not None and not is_length(searcher["max_length"], allow_integer=True):
+    max_length = searcher["max_length"]
+    if max_length is not None and not (
+        is_length(max_length, allow_integer=True) and Length.from_config(max_length).value
+    ):
         findings.problem(
             "searcher.max_length",
-            render(searcher["max_length"]),
-            "a number of batches, or one of {batches: n}, {epochs: n}, {records: n}",
+            render(max_length),
+            "a number of batches, or one of {batches: n}, {epochs: n}, {records: n}, with n of at least 1",
             "Write {batches: 1000}, for example.",
         )
     if searcher["source_trial_id"] is not None and searcher["source_checkpoint_uuid"] is not None:
@@ -92,7 +98,7 @@ def _check_searcher_fields(
     name: str, searcher: Mapping[str, Any], given: Mapping[str, Any], findings: Findings
 ) -> None:
     for field in SEARCHER_REQUIRES.get(name, ()):
-        if searcher[field] is None and field not in given:
+        if searcher[field] is None and given.get(field) is None:
             fix = f"Add {field}."
             findings.problem(f"searcher.{field}", "not given", f"an integer of at least 1 for {name}", fix)
     is_timed = searcher["max_time"] is not None and searcher["time_metric"] is not None
@@ -101,7 +107,7 @@ def _check_searcher_fields(
         findings.problem("searcher.max_time", "not given", f"max_time and time_metric for {name}", fix)
     elif (searcher["max_time"] is None) != (searcher["time_metric"] is None):
         missing = "max_time" if searcher["max_time"] is None else "time_metric"
-        if missing not in given:
+        if given.get(missing) is None:
             fix = "Add time_metric: batches." if missing == "time_metric" else "Add max_time: 1000."
             findings.problem(f"searcher.{missing}", "not given", "max_time and time_metric together", fix)
     for field in given:
@@ -140,6 +146,63 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Findings) -> 
     if host_path is not None and not host_path.startswith("/"):
         fix = f"Write /{host_path}, or the full path."
         findings.problem("checkpoint_storage.host_path", render(host_path), "an absolute path", fix)
+    _check_kept_within(storage, findings)
+    if kind == "azure":
+        _check_azure(storage, findings)
+
+
+def _check_kept_within(storage: Mapping[str, Any], findings: Findings) -> None:
+    """Check that no path leads out of where the storage lies.
+
+    Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
+    passes for a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
+    """
+    host_path, prefix = storage["host_path"], storage["prefix"]
+    for key in ("storage_path", "checkpoint_path", "tensorboard_path"):
+        inner = storage[key]
+        if inner is None:
+            continue
+        root = PurePosixPath(host_path or "/")
+        whole = PurePosixPath(posixpath.normpath(root / inner))
+        has_left = ".." in posixpath.normpath(inner).split("/")
+        is_elsewhere = host_path is not None and not whole.is_relative_to(posixpath.normpath(root))
+        if has_left or is_elsewhere:
+            findings.problem(
+                f"checkpoint_storage.{key}",
+                render(inner),
+                f"a directory below host_path{'' if host_path is None else f' ({host_path})'}",
+                "Write a relative path without .., or change host_path.",
+            )
+    if prefix is not None and ".." in prefix.split("/"):
+        findings.problem(
+            "checkpoint_storage.prefix",
+            render(prefix),
+            "a prefix without ..",
+            "Write it out, without .. in it.",
+        )
+
+
+def _check_azure(storage: Mapping[str, Any], findings: Findings) -> None:
+    """Check that one way to log in is given.
+
+    Source: Determined 0.38.1 common/storage/azure_client.py, which silently takes the connection string of several.
+    """
+    has_string = storage["connection_string"] is not None
+    if has_string and (storage["account_url"] is not None or storage["credential"] is not None):
+        other = "account_url" if storage["account_url"] is not None else "credential"
+        findings.problem(
+            "checkpoint_storage.connection_string",
+            f"given with {other}",
+            "either connection_string, or account_url with its credential",
+            f"Remove {other}, or connection_string.",
+        )
+    elif not has_string and storage["account_url"] is None:
+        findings.problem(
+            "checkpoint_storage.account_url",
+            "not given",
+            "account_url, or connection_string",
+            "Add one of the two.",
+        )
 
 
 def check_profiling(raw: Mapping[str, Any], findings: Findings) -> None:
@@ -210,12 +273,18 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
     if section is None:
         return
     if not isinstance(section, Mapping):
-        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots or background_saving"
+        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots, background_saving or trust_checkpoint_code"
         findings.problem(
             "data.dstrial", render(section), expected, "Write {pipeline_stages: 2}, for example."
         )
         return
-    known = ("pipeline_stages", "model_parallel_size", "min_slots", "background_saving")
+    known = (
+        "pipeline_stages",
+        "model_parallel_size",
+        "min_slots",
+        "background_saving",
+        "trust_checkpoint_code",
+    )
     slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)
     if at_least is not None and isinstance(slots, int) and at_least > max(slots, 1):
         findings.problem(
@@ -228,6 +297,16 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
     if saving is not None and not isinstance(saving, bool):
         findings.problem(
             "data.dstrial.background_saving", render(saving), "true or false", "Write true, or leave it out."
+        )
+    trusted = section.get("trust_checkpoint_code")
+    if trusted is not None and (
+        not isinstance(trusted, str) or re.fullmatch("[0-9a-f]{64}", trusted) is None
+    ):
+        findings.problem(
+            "data.dstrial.trust_checkpoint_code",
+            render(trusted),
+            "the SHA-256 of a checkpoint's manifest, 64 hexadecimal digits, as the refusal of the checkpoint names it",
+            "Copy it from there: only these very files are trusted then.",
         )
     for key in section:
         if key not in known:

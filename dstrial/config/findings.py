@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import ConfigError, ConfigProblem
+
+_T = TypeVar("_T")
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list positions from the top of a document down to one value."""
@@ -17,7 +19,11 @@ Lines: TypeAlias = Mapping[KeyPath, str]
 OVERRIDE_LABEL = "--config"
 """Label of what the command line gave; ``--config: key`` where that key is the top of what is checked."""
 
+MAX_PROBLEMS = 100
+"""After so many problems a check stops, so that a hostile config costs little and an answer stays short."""
+
 _MAX_RENDERED_CHARS = 80
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def dotted(path: KeyPath) -> str:
@@ -35,8 +41,13 @@ def key_path(text: str) -> KeyPath:
 
 def render(value: Any) -> str:
     """Return a value as it would stand in a JSON file, shortened to about 80 characters."""
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        # Piece by piece: a whole config is large, and many problems may be about the same part of it.
+        for piece in _ENCODER.iterencode(value):
+            text += piece
+            if len(text) > _MAX_RENDERED_CHARS:
+                break
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= _MAX_RENDERED_CHARS else text[: _MAX_RENDERED_CHARS - 1] + "…"
@@ -71,6 +82,7 @@ class Findings:
         self.problems: list[ConfigProblem] = []
         self.warnings: list[str] = []
         self.notes: list[str] = []
+        self._known: tuple[set[ConfigProblem], set[str], set[str]] = (set(), set(), set())
 
     def place(self, path: KeyPath | str) -> str:
         """Return ``file:line: key`` for a key path or a dotted key."""
@@ -82,22 +94,28 @@ class Findings:
         return f"{label}{separator}{dotted(parts)}"
 
     def problem(self, path: KeyPath | str, got: str, expected: str, fix: str) -> None:
-        """Record an error; see :class:`dstrial.errors.ConfigProblem` for the parts of the sentence."""
-        found = ConfigProblem(self.place(path), got, expected, fix)
-        if found not in self.problems:
-            self.problems.append(found)
+        """Record an error; see :class:`dstrial.errors.ConfigProblem` for the parts of the sentence.
+
+        Raises:
+            ConfigError: this is problem number ``MAX_PROBLEMS``, and there may be many more.
+        """
+        _add_new(self.problems, self._known[0], ConfigProblem(self.place(path), got, expected, fix))
+        if len(self.problems) >= MAX_PROBLEMS:
+            more = ConfigProblem(
+                self._where,
+                f"wrong in at least {MAX_PROBLEMS} places",
+                "none that is wrong",
+                "Correct those above, and check again.",
+            )
+            raise ConfigError([*self.problems, more])
 
     def warn(self, path: KeyPath | str, text: str) -> None:
         """Record something that training survives; ``text`` goes on after ``file:line: key``."""
-        found = f"{self.place(path)} {text}"
-        if found not in self.warnings:
-            self.warnings.append(found)
+        _add_new(self.warnings, self._known[1], f"{self.place(path)} {text}")
 
     def note(self, path: KeyPath | str, text: str) -> None:
         """Record something that is right and worth knowing; ``text`` goes on after ``file:line: key``."""
-        found = f"{self.place(path)} {text}"
-        if found not in self.notes:
-            self.notes.append(found)
+        _add_new(self.notes, self._known[2], f"{self.place(path)} {text}")
 
     def raise_if_any(self) -> None:
         """Raise a ConfigError with every problem recorded so far.
@@ -107,3 +125,12 @@ class Findings:
         """
         if self.problems:
             raise ConfigError(self.problems)
+
+
+def _add_new(found: list[_T], known: set[_T], one: _T) -> None:
+    """Append what is not there yet; ``known`` is what was there when it was asked last, as others append too."""
+    if len(known) != len(found):
+        known.update(found)
+    if one not in known:
+        found.append(one)
+        known.add(one)

@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from dstrial.config.documents import Document, parse_yaml_value
 from dstrial.config.findings import OVERRIDE_LABEL, KeyPath, key_path
+from dstrial.config.limits import check_value
 from dstrial.errors import ConfigError, ConfigProblem
 
 
@@ -38,23 +37,23 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
             problems.append(ConfigProblem(OVERRIDE_LABEL, repr(override), "key=value with a dotted key", fix))
             continue
         try:
-            parsed = _parse(text)
-        except yaml.YAMLError:
-            fix = "Quote the value for the shell and for YAML."
-            problems.append(ConfigProblem(f"{OVERRIDE_LABEL}: {key}", repr(text), "a YAML value", fix))
+            parsed = _parse(text, f"{OVERRIDE_LABEL}: {key}")
+        except ConfigError as error:
+            problems += error.problems
             continue
         _set(value, path, parsed)
         lines = {known: line for known, line in lines.items() if known[: len(path)] != path}
         lines[path] = OVERRIDE_LABEL
     if problems:
         raise ConfigError(problems)
+    check_value(value, f"{document.label} with {OVERRIDE_LABEL}")
     return dataclasses.replace(document, value=value, lines=lines)
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str, label: str) -> Any:
     if not text.startswith(("[", "{")) and "," in text:
-        return [parse_yaml_value(part) for part in text.split(",")]
-    return parse_yaml_value(text)
+        return [parse_yaml_value(part, label) for part in text.split(",")]
+    return parse_yaml_value(text, label)
 
 
 def _set(value: Any, path: KeyPath, new: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,11 @@ Library = Literal["trainer", "accelerate"]
 _TRAINER_MODULES = ("transformers", "trl")
 _TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
 _ACCELERATE_NAMES = ("Accelerator",)
+_MAX_SOURCE_BYTES = 2**18
+_MAX_SOURCE_WORDS = 40_000
+"""Larger sources are not looked at: Python parses a file in one piece, during which nothing else of the process runs."""
+_MAX_MODULES = 50
+_WORD = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,10 +60,11 @@ def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
 def _script(path: Path, arguments: Sequence[str], context_dir: Path) -> ScriptSource:
     roots = (path.parent, context_dir)
     found = _libraries(path)
-    for module in _imported_modules(path):
-        below = _module_file(module, roots)
-        if below is not None:
-            found |= _libraries(below)
+    below = {
+        file: None for module in _imported_modules(path) if (file := _module_file(module, roots)) is not None
+    }
+    for file in list(below)[:_MAX_MODULES]:
+        found |= _libraries(file)
     library: Library | None = next((name for name in ("trainer", "accelerate") if name in found), None)
     return ScriptSource(path, CommandLine.of(arguments), library)
 
@@ -120,7 +127,29 @@ def _module_file(module: str, roots: Sequence[Path]) -> Path | None:
 
 def _tree(path: Path) -> ast.Module | None:
     try:
-        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+        return parsed(path)
     except (OSError, UnicodeDecodeError, SyntaxError):
         # Whoever runs it is told where.
+        return None
+
+
+def parsed(path: Path) -> ast.Module | None:
+    """Return the syntax tree of a Python file; None for a file that is too large or nested too deeply to be looked at.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+        SyntaxError: it is not Python.
+    """
+    if path.stat().st_size > _MAX_SOURCE_BYTES:
+        return None
+    source = path.read_text(encoding="utf-8")
+    if "\0" in source:
+        # A ValueError before Python 3.12.
+        raise SyntaxError("source code string cannot contain null bytes", (str(path), 1, 1, ""))
+    if sum(1 for _ in _WORD.finditer(source)) > _MAX_SOURCE_WORDS:
+        return None
+    try:
+        return ast.parse(source, str(path))
+    except (RecursionError, MemoryError):
         return None

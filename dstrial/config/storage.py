@@ -9,6 +9,7 @@ from dstrial.config.experiment_check import check_storage
 from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.findings import Findings
 from dstrial.config.keys import Dialect, Section, check_keys
+from dstrial.config.limits import check_value
 
 _SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
 _FIELDS = {
@@ -50,6 +51,7 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
     Raises:
         ConfigError: with all problems.
     """
+    check_value(given, label)
     findings = Findings({}, label)
     section = Section({"checkpoint_storage": EXPERIMENT.keys["checkpoint_storage"]})
     dialect = Dialect(name=label, null_is_absent=True)

@@ -8,20 +8,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.documents import read_yaml_text, yaml_text
+from dstrial.config.documents import Document, read_yaml_text, yaml_text
 from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
 from dstrial.config.experiment_rules import EXPERIMENT
-from dstrial.config.findings import Findings, render
+from dstrial.config.findings import MAX_PROBLEMS, Findings, KeyPath, dotted, render
 from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.limits import DEFAULT_LIMITS, TextLimits, check_value
 from dstrial.config.mounts import complete_mounts
 from dstrial.config.resume_rules import fitting_slots
 from dstrial.config.saved_run import SavedRun
@@ -42,6 +44,12 @@ NO_IMAGE = "none: the embedded master runs trials without containers"
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 _MAX_RUNGS = 1000
 _MAX_AT_ONCE = 10_000
+_MAX_BYTES_AT_ONCE = 64 * 2**20
+_MAX_GRID_POINTS = 10**9
+_MANY = 10**18
+_MAX_POLICIES = 100
+_MAX_PATTERN_CHARS = 2000
+_LONG_NUMBER = re.compile(r"[0-9]{19}")
 _ADJECTIVES = (
     "agile",
     "bold",
@@ -80,11 +88,13 @@ class MasterDefaults:
         checkpoint_storage: its own storage, for experiments that name none, and its fields for those that name the same type.
         environment_variables: ``NAME=value`` each, before those of the experiment.
         launch_error: whether an experiment that needs more slots than there are, or than it may use, is refused.
+        limits: how large a config may be.
     """
 
     checkpoint_storage: Mapping[str, Any]
     environment_variables: tuple[str, ...] = ()
     launch_error: bool = True
+    limits: TextLimits = DEFAULT_LIMITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +127,7 @@ def check_submission(
     resumed: SavedRun | None = None,
     template: Mapping[str, Any] | None = None,
     is_detached: bool = False,
+    document: Document | None = None,
 ) -> Submission:
     """Check a config with its model definition, and fill in every default.
 
@@ -129,16 +140,19 @@ def check_submission(
         template: a part of a config that gives what the config leaves out.
         is_detached: whether its trials run elsewhere: no entrypoint is needed, and the searcher, which does not search, may
             have any name.
+        document: the same YAML, if it has been read; its value is changed.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
     """
-    document = read_yaml_text(config_text, LABEL)
+    if document is None:
+        document = read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
 
     def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
         _check_time(raw["searcher"], findings)
         _check_rungs(raw["searcher"], findings)
+        _check_grid(raw, findings)
         _check_concurrency(raw, findings)
         check_variables(raw, findings)
         _check_lists(raw, findings)
@@ -235,15 +249,18 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
     )
 
 
-def search_section(config_text: str) -> dict[str, Any]:
+def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
     """Return ``hyperparameters`` and ``searcher`` of a config with defaults, which is all that a preview needs.
+
+    Args:
+        given: the config's values; not changed.
+        limits: how large it may be.
 
     Raises:
         ConfigError: with all problems of these two.
     """
-    document = read_yaml_text(config_text, LABEL)
-    findings = Findings(document.lines, LABEL)
-    given = document.value
+    check_value(given, LABEL, limits)
+    findings = Findings({}, LABEL)
     if not isinstance(given, dict):
         findings.problem(
             (), render(given), "a mapping with searcher and hyperparameters", "Pass an experiment config."
@@ -257,6 +274,7 @@ def search_section(config_text: str) -> dict[str, Any]:
     hyperparameters = raw["hyperparameters"]
     needs_counts = raw["searcher"]["name"] == "grid"
     concrete_values(hyperparameters, findings, require_concrete=False, needs_counts=needs_counts)
+    _check_grid(raw, findings)
     findings.raise_if_any()
     return {"hyperparameters": normalised_specs(hyperparameters), "searcher": raw["searcher"]}
 
@@ -320,12 +338,33 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
         at_once = min(limit or searcher["max_trials"], searcher["max_trials"])
     else:
         at_once = min(limit or 0, searcher.get("max_trials") or 0)
+    size = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 0
+    if at_once * size > _MAX_BYTES_AT_ONCE:
+        findings.problem(
+            "searcher.max_concurrent_trials",
+            f"{limit}, with which {at_once} trials of {size} bytes of hyperparameters each begin at once",
+            f"at most {_MAX_BYTES_AT_ONCE} bytes of hyperparameters at once",
+            f"Set it to {max(_MAX_BYTES_AT_ONCE // size, 1)} or less, or move long values into files of the model definition.",
+        )
     if at_once > _MAX_AT_ONCE:
         findings.problem(
             "searcher.max_concurrent_trials",
             f"{limit}, with which {at_once} trials begin at once",
             f"at most {_MAX_AT_ONCE} at once",
             "Set it to the number of trials that can really run, 16 for example.",
+        )
+
+
+def _check_grid(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Refuse a grid that no search ends; its number of points may have more digits than Python writes."""
+    if findings.problems or raw["searcher"]["name"] != "grid":
+        return
+    if _num_grid_points(raw["hyperparameters"]) > _MAX_GRID_POINTS:
+        findings.problem(
+            "hyperparameters",
+            f"a grid of more than {_MAX_GRID_POINTS} points",
+            f"at most {_MAX_GRID_POINTS}",
+            "Lower the counts, or search with name: random and max_trials.",
         )
 
 
@@ -343,6 +382,8 @@ def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] =
             num_points *= min(spec["count"], spec["maxval"] - spec["minval"] + 1)
         elif spec["type"] != "const":
             num_points *= spec["count"]
+        # Enough is known; a product of thousands of counts is a number of as many digits.
+        num_points = min(num_points, _MANY)
     return num_points
 
 
@@ -368,7 +409,13 @@ def _check_lists(raw: Mapping[str, Any], findings: Findings) -> None:
     for index, label in enumerate(raw["labels"] or []):
         if not isinstance(label, str):
             findings.problem(("labels", index), render(label), "a string", "Put it into quotes.")
-    for index, policy in enumerate(raw["log_policies"] or []):
+    policies = raw["log_policies"] or []
+    if len(policies) > _MAX_POLICIES:
+        findings.problem(
+            "log_policies", f"a list of {len(policies)}", f"at most {_MAX_POLICIES} policies", "Remove some."
+        )
+        policies = []
+    for index, policy in enumerate(policies):
         if not isinstance(policy, Mapping) or not ({"pattern", "name"} & policy.keys()):
             findings.problem(
                 ("log_policies", index),
@@ -399,9 +446,15 @@ def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> 
     pattern = policy.get("pattern")
     if pattern is None:
         return
+    if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN_CHARS:
+        expected = f"at most {_MAX_PATTERN_CHARS} characters"
+        findings.problem(
+            (*where, "pattern"), f"{len(pattern)} characters long", expected, "Write a shorter pattern."
+        )
+        return
     try:
         re.compile(pattern)
-    except (re.error, TypeError) as error:
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
         findings.problem(
             (*where, "pattern"), render(pattern), f"a regular expression ({error})", "Correct the pattern."
         )
@@ -428,27 +481,63 @@ def random_name(what: str) -> str:
 
 
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config as JSON reads it back: string keys, and dates as texts."""
-    plain: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    """Return the config as JSON reads it back: string keys, and dates as texts.
+
+    Raises:
+        ConfigError: a number is none that JSON has, or more than every reader of the answers takes.
+    """
+    text = json.dumps(config, default=str)
+    plain: dict[str, Any] = json.loads(text)
+    if "NaN" in text or "Infinity" in text or _LONG_NUMBER.search(text):
+        problems = [
+            ConfigProblem(
+                f"{LABEL}: {dotted(path)}",
+                str(number)[:40],
+                "a finite number of 64 bits",
+                "Put it into quotes.",
+            )
+            for path, number in _odd_numbers(plain, ())
+        ]
+        if problems:
+            raise ConfigError(problems[:MAX_PROBLEMS])
     return plain
 
 
-def merge_override(original: str, override: str) -> str:
+def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
+    """Yield the numbers that JSON does not have, or that are integers of more than 64 bits."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _odd_numbers(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _odd_numbers(inner, (*path, index))
+    elif (isinstance(value, float) and not math.isfinite(value)) or (
+        isinstance(value, int) and not -(2**63) <= value < 2**64
+    ):
+        yield path, value
+
+
+def merge_override(original: str, override: str, limits: TextLimits = DEFAULT_LIMITS) -> str:
     """Return a config with another one laid over it, as ``det experiment continue --config`` asks.
 
     Mappings are merged key by key, but a hyperparameter is replaced as a whole; everything else is replaced.
 
+    Args:
+        original: YAML.
+        override: YAML.
+        limits: how large both may be.
+
     Raises:
         ConfigError: one of the two is not YAML or no mapping, or the searcher's type changes.
     """
-    base = read_yaml_text(original, LABEL).value or {}
-    changes = read_yaml_text(override, "the changed config").value or {}
+    base = read_yaml_text(original, LABEL, limits).value or {}
+    changes = read_yaml_text(override, "the changed config", limits).value or {}
     if not isinstance(base, dict) or not isinstance(changes, dict):
         raise ConfigError(
             [ConfigProblem("the changed config", render(changes), "a mapping", "Pass --config key=value.")]
         )
     merged = _merge(base, changes, ())
-    before, after = (base.get("searcher") or {}).get("name"), (merged.get("searcher") or {}).get("name")
+    before, after = (_searcher_name(config) for config in (base, merged))
     if before != after:
         problem = ConfigProblem(
             "searcher.name",
@@ -458,6 +547,11 @@ def merge_override(original: str, override: str) -> str:
         )
         raise ConfigError([problem])
     return yaml_text(merged)
+
+
+def _searcher_name(config: Mapping[str, Any]) -> Any:
+    searcher = config.get("searcher")
+    return searcher.get("name") if isinstance(searcher, Mapping) else None
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Source: Determined 0.38.1, schemas/test_cases/v0/merging.yaml and the merge rule
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from dstrial.config.hyperparameters import is_specification
@@ -88,7 +88,15 @@ def _shallow(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 def _united(base: Any, over: Any) -> Any:
     if not isinstance(base, list) or not isinstance(over, list):
         return copy.deepcopy(over)
-    return [*over, *(item for item in base if item not in over)]
+    there = {_frozen(item) for item in over}
+    return [*over, *(item for item in base if _frozen(item) not in there)]
+
+
+def _frozen(item: Any) -> Hashable:
+    """Return what is equal where items are, to be looked up: two long lists are not compared each with each."""
+    if isinstance(item, Mapping):
+        return frozenset((key, _frozen(value)) for key, value in item.items())
+    return tuple(_frozen(one) for one in item) if isinstance(item, list) else item
 
 
 def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
@@ -97,8 +105,8 @@ def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, list) or not isinstance(over, list):
             return copy.deepcopy(over)
-        taken = [name(item) for item in over]
-        return copy.deepcopy([*over, *(item for item in base if name(item) not in taken)])
+        taken = {_frozen(name(item)) for item in over}
+        return copy.deepcopy([*over, *(item for item in base if _frozen(name(item)) not in taken)])
 
     return merge
 
@@ -140,15 +148,16 @@ def _image(base: Any, over: Any) -> Any:
 def _policies(base: Any, over: Any) -> Any:
     if not isinstance(base, list) or not isinstance(over, list):
         return copy.deepcopy(over)
+    named = {_frozen(_name(item)): item for item in reversed(base) if _name(item) is not None}
     merged = []
     for policy in over:
-        below = next(
-            (item for item in base if _name(item) is not None and _name(item) == _name(policy)), None
-        )
+        below = named.get(_frozen(_name(policy)))
         merged.append(policy if below is None else {**below, **policy})
-    names = [_name(policy) for policy in over]
+    names, there = {_frozen(_name(policy)) for policy in over}, {_frozen(policy) for policy in over}
     merged += [
-        item for item in base if (_name(item) is None or _name(item) not in names) and item not in over
+        item
+        for item in base
+        if (_name(item) is None or _frozen(_name(item)) not in names) and _frozen(item) not in there
     ]
     return copy.deepcopy(merged)
 

@@ -229,6 +229,12 @@ def _add_sample_batch(add: Callable[..., None]) -> None:
         help="what batches look like: the largest of so many first ones of the training loader (4), or one that `torch.save` "
         "has written, as the loader gives it; for a script, what its engine is called with",
     )
+    add(
+        "--trust-code",
+        action="store_true",
+        help="load the file of --sample-batch also where it holds other classes than tensors and plain values, which can run any "
+        "code: for files of people whom you trust",
+    )
 
 
 def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:

@@ -31,6 +31,7 @@ def trial_request(
     exp_conf: Mapping[str, Any] | None = None,
     num_batches: int = NUM_BATCHES,
     sample_batch: Path | None = None,
+    trusts_code: bool = False,
     device_bytes: int | None = None,
 ) -> DryRunRequest:
     """Return the request of a trial's dry run.
@@ -45,6 +46,7 @@ def trial_request(
         exp_conf: experiment config, if the trial asks for it.
         num_batches: of so many first batches of the training loader the largest counts.
         sample_batch: file with a batch, by ``torch.save``, which is taken instead; None for the loader's.
+        trusts_code: whether that file may run code when it is loaded.
         device_bytes: memory of one device; None for no limit.
     """
     options = {
@@ -54,6 +56,7 @@ def trial_request(
         "exp_conf": None if exp_conf is None else dict(exp_conf),
         "num_batches": num_batches,
         "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
+        "trusts_code": trusts_code,
     }
     return DryRunRequest(
         workload=_TRIAL,
@@ -76,6 +79,7 @@ def script_request(
     target: Target = "cpu",
     exp_conf: Mapping[str, Any] | None = None,
     sample_batch: Path | None = None,
+    trusts_code: bool = False,
     device_bytes: int | None = None,
 ) -> DryRunRequest:
     """Return the request of a script's dry run: it runs until its engine gets its first batch.
@@ -90,6 +94,7 @@ def script_request(
         exp_conf: experiment config, if the script asks for it.
         sample_batch: file with what the engine is called with, by ``torch.save``: a mapping of keyword arguments, or positional
             ones; None for what the script calls it with first.
+        trusts_code: whether that file may run code when it is loaded.
         device_bytes: memory of one device; None for no limit.
     """
     return DryRunRequest(
@@ -99,6 +104,7 @@ def script_request(
             "hparams": dict(hparams),
             "exp_conf": None if exp_conf is None else dict(exp_conf),
             "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
+            "trusts_code": trusts_code,
         },
         deepspeed_config=deepspeed_config,
         world_size=world_size,

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from dstrial.config.saved_run import RESUME_VARIABLE
+from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.late_backend import LateBackend
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.results import TrialResult
@@ -51,7 +52,8 @@ def run_full(
     """
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    write_text_atomically(path, text, is_private=bool(secrets_in(config, SecretNames())))
     if settings.args.local:
         return _train_here(settings, path, signals, tell)
     number_path = record.path / "full_experiment_id.txt"

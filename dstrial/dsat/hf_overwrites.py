@@ -5,7 +5,6 @@ The only effects: files are read, one is written, and what was decided is logged
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
+from dstrial.config.documents import read_json_text
 from dstrial.config.findings import Findings
 from dstrial.config.saved_run import SavedRun
 from dstrial.dsat.trainer_arguments import CONFIG_FLAG, ReconciledArguments, reconcile
@@ -85,7 +85,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 
 
 def effective_directory(environ: Mapping[str, str]) -> Path:
-    """Return where the effective config of a trial is kept: its run directory, its launcher's files, else a private directory.
+    """Return where the effective config of a trial is kept: its run directory, its launcher's files, else the user's cache.
 
     Raises:
         ConfigError: the private directory belongs to somebody else.
@@ -95,7 +95,7 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
     elif environ.get(EXPERIMENT_VARIABLE):
         directory = Path(environ[EXPERIMENT_VARIABLE]).parent
     else:
-        directory = Path(tempfile.gettempdir()) / f"dstrial-{os.getuid()}"
+        directory = _cache_directory()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.lstat().st_uid != os.getuid():
         raise ConfigError(
@@ -104,10 +104,22 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
                     str(directory),
                     "a directory of another user",
                     "one of this user, for the effective DeepSpeed config",
-                    "Set TMPDIR to a directory of yours.",
+                    "Set XDG_CACHE_HOME to a directory of yours.",
                 )
             ]
         )
+    return directory
+
+
+def _cache_directory() -> Path:
+    """Return the place for ranks that no launcher of ours has started; nobody knows when the last of them has ended."""
+    import platformdirs
+
+    directory = Path(platformdirs.user_cache_dir("dstrial")) / "deepspeed_config"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # an account without a home directory
+        return Path(tempfile.gettempdir()) / f"dstrial-{os.getuid()}"
     return directory
 
 
@@ -167,8 +179,8 @@ def _source(args: Sequence[str], hparams: Mapping[str, Any]) -> DeepSpeedSource 
         return None
     if named is None:
         named = CommandLine.of(args).value(CONFIG_FLAG)
-        with contextlib.suppress(json.JSONDecodeError, TypeError):
-            named = json.loads(named)  # type: ignore[arg-type]  # None is a TypeError, and stays None
+        if isinstance(named, str) and named.lstrip().startswith("{"):
+            named = read_json_text(named, CONFIG_FLAG).value
     findings = Findings({}, "experiment config")
     source = read_deepspeed(
         MAIN_KEY, {MAIN_KEY: named, _OVERWRITE_KEY: overwrite}, Path(), {}, "experiment config", findings

@@ -137,6 +137,7 @@ def request_maker(
     asked = getattr(settings.args, "sample_batch", None)
     sample_batch = Path(asked) if isinstance(asked, str) else None
     num_batches = asked if isinstance(asked, int) else NUM_BATCHES
+    trusts_code = bool(getattr(settings.args, "trust_code", False))
 
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
         candidate = space.candidate(structure, 0 if is_accumulating else space.ladder.last)
@@ -157,6 +158,7 @@ def request_maker(
                 target=target,
                 exp_conf=settings.experiment.raw,
                 sample_batch=sample_batch,
+                trusts_code=trusts_code,
                 device_bytes=capacity_bytes,
             )
         return trial_request(
@@ -169,6 +171,7 @@ def request_maker(
             exp_conf=settings.experiment.raw,
             num_batches=num_batches,
             sample_batch=sample_batch,
+            trusts_code=trusts_code,
             device_bytes=capacity_bytes,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.methods.method import Finish
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
@@ -39,7 +40,9 @@ class SearchFiles:
             if best is not None:
                 config = full_config(self._settings, best.candidate)
                 text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-                write_text_atomically(self._record.best_experiment_path, text)
+                # It is to be run as it is, so that its secrets are in it.
+                is_private = bool(secrets_in(config, SecretNames()))
+                write_text_atomically(self._record.best_experiment_path, text, is_private=is_private)
         except OSError as error:
             self._tell(f"the results cannot be written ({error}); expected room on the disk")
 

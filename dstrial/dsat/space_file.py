@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dstrial.config.documents import read_yaml
+from dstrial.config.findings import render
 from dstrial.dsat.candidate import HYPERPARAMETERS
 from dstrial.dsat.knobs import ZERO
 from dstrial.errors import ConfigError, ConfigProblem
@@ -33,14 +33,16 @@ def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tupl
     """
     problems: list[ConfigProblem] = []
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = str(error).partition("\n")[0]
-        fix = "Pass a YAML or JSON file with paths and lists of values."
-        raise ConfigError([ConfigProblem("--space", f"{path} ({reason})", "a readable file", fix)]) from error
+        given = read_yaml(path, str(path)).value
+    except ConfigError as error:
+        found = [
+            ConfigProblem("--space", f"{one.where}, which is {one.got}", one.expected, one.fix)
+            for one in error.problems
+        ]
+        raise ConfigError(found) from error
     if not isinstance(given, Mapping):
         fix = "Write zero_optimization.sub_group_size: [1e8, 1e9], for example."
-        raise ConfigError([ConfigProblem(f"{path}", repr(given), "a mapping of paths to lists", fix)])
+        raise ConfigError([ConfigProblem(f"{path}", render(given), "a mapping of paths to lists", fix)])
     result: dict[str, tuple[Any, ...]] = {}
     for key, values in given.items():
         name = str(key)
@@ -57,7 +59,7 @@ def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tupl
         if not isinstance(values, list) or not values:
             problems.append(
                 ConfigProblem(
-                    f"{path}: {name}", repr(values), "a list with at least one value", "List the values."
+                    f"{path}: {name}", render(values), "a list with at least one value", "List the values."
                 )
             )
             continue
@@ -73,7 +75,7 @@ def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tupl
 
 
 def _whole(value: Any) -> Any:
-    """YAML reads 1e9 as text and 1.0e9 as a float; sizes are integers."""
+    """YAML reads 1e9 as a float, and what is quoted as text; sizes are integers."""
     if isinstance(value, str):
         try:
             value = float(value)

@@ -40,6 +40,10 @@ class EngineAdapter(Protocol):
         """Micro batches of one replica in one optimizer step (``gradient_accumulation_steps``)."""
 
     @property
+    def micro_batches_stepped(self) -> int:
+        """Micro batches that have gone through ``step`` (a pipeline's ``train_batch``) since the engine was made."""
+
+    @property
     def data_parallel_rank(self) -> int:
         """Which replica this rank belongs to, from 0."""
 

@@ -64,6 +64,11 @@ class DataParallelAdapter:
         return self._micro_batches_per_batch
 
     @property
+    def micro_batches_stepped(self) -> int:
+        """DeepSpeed counts the calls of ``step`` (0.19.8 runtime/engine.py:3680)."""
+        return int(self._engine.micro_steps)
+
+    @property
     def data_parallel_rank(self) -> int:
         """Which replica this rank belongs to, from 0."""
         return self._data_parallel_rank

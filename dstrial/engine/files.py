@@ -16,6 +16,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import partition_uniform
 
+from dstrial.errors import CheckpointDamagedError
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFiles:
@@ -86,6 +88,31 @@ def expected_files(
         for path in files.read:
             readers.setdefault(path, []).append(rank)
     return dict(sorted(readers.items()))
+
+
+def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> str | None:
+    """Return the tag that ``latest`` names; None where there is no such file.
+
+    Args:
+        load_dir: what ``load_checkpoint`` is given.
+        is_universal: whether the engine loads universal checkpoints, whose tag is in a file of its own.
+
+    Raises:
+        CheckpointDamagedError: it is no name of a folder: DeepSpeed joins it to the directory as it is, so ``../../x`` would have
+            files loaded that no manifest names.
+
+    Ranks: any; no communication.
+    Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
+    """
+    path = pathlib.Path(load_dir) / ("latest_universal" if is_universal else "latest")
+    if not path.is_file():
+        return None
+    tag = path.read_text(encoding="utf-8", errors="replace").strip()
+    if pathlib.PurePosixPath(tag).name != tag or tag in ("", "..") or "\0" in tag:
+        raise CheckpointDamagedError(
+            f"{path} names {tag[:80]!r}; expected the name of a folder beside it, as DeepSpeed writes it. Use another checkpoint."
+        )
+    return tag
 
 
 def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]:

@@ -17,17 +17,21 @@ from dstrial.errors import CheckpointError
 _TIED_PREFIX = "tied_modules."
 
 
-def open_saved_engine(root: str | pathlib.Path, engine_idx: int, layout: Layout) -> SavedEngine:
+def open_saved_engine(
+    root: str | pathlib.Path, engine_idx: int, layout: Layout, *, trusts_code: bool = False
+) -> SavedEngine:
     """Open one engine of a checkpoint that ``DeepSpeedTrial.save``, Accelerate or the Hugging Face Trainer wrote.
 
     Args:
         root: the checkpoint's directory.
         engine_idx: which of the trial's engines, 0-based.
         layout: that engine's.
+        trusts_code: whether somebody vouches for the files, see ``safe_load.load``.
 
     Raises:
         CheckpointLayoutError: its state cannot be read by parameter.
         CheckpointDamagedError: a file is missing or cannot be read.
+        UntrustedCheckpointError: a file holds classes that are not on the list.
 
     Ranks: any; no communication.
     """
@@ -35,10 +39,12 @@ def open_saved_engine(root: str | pathlib.Path, engine_idx: int, layout: Layout)
     tied: dict[str, Mapping[str, torch.Tensor]] = {}
     if any(place.name.startswith(_TIED_PREFIX) for place in layout.parameters):
         for rank in range(layout.world_size):
-            state = read_rank_state(path, rank)
+            state = read_rank_state(path, rank, trusts_code=trusts_code)
             for key, of_layer in state["engines"][engine_idx].get("tied_modules", {}).items():
                 tied.setdefault(key, of_layer)  # ranks of the first stage come first
-    return SavedEngine(path, layout.folder or folder_in(path, engine_idx), layout, tied)
+    return SavedEngine(
+        path, layout.folder or folder_in(path, engine_idx), layout, tied, trusts_code=trusts_code
+    )
 
 
 def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
@@ -47,16 +53,17 @@ def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
     return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
 
 
-def read_rank_state(root: str | pathlib.Path, rank: int) -> dict[str, Any]:
+def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
     """Return what the trial saved on one rank beside the engines, its tensors mapped from the file.
 
     Raises:
         CheckpointDamagedError: the file is missing or cannot be read.
+        UntrustedCheckpointError: it holds classes that are not on the list, and nobody vouches for it.
         CheckpointError: it holds objects of classes that cannot be imported here.
     """
     path = pathlib.Path(root) / rank_state_name(rank)
     try:
-        return load_mapped(path, holds=f"the state of rank {rank}")
+        return load_mapped(path, holds=f"the state of rank {rank}", trusts_code=trusts_code)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f"{path} holds objects of the trial's own classes, which cannot be imported here ({error}); expected the model "

@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from dstrial import __version__
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 
 
@@ -80,7 +81,8 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
         micro_batch_size=int(engine.train_micro_batch_size_per_gpu()),
         micro_batches_per_batch=int(engine.gradient_accumulation_steps()),
         versions={
-            **{package: importlib.metadata.version(package) for package in ("deepspeed", "torch", "dstrial")},
+            "dstrial": __version__,
+            **{package: importlib.metadata.version(package) for package in ("deepspeed", "torch")},
             "python": platform.python_version(),
         },
         buffers=tuple(buffer for _, its_buffers in ordered for buffer in its_buffers),

@@ -83,6 +83,11 @@ class PipelineAdapter:
         return self._micro_batches_per_batch
 
     @property
+    def micro_batches_stepped(self) -> int:
+        """A pipeline steps once per schedule, in which every micro batch of a batch is."""
+        return int(self._engine.global_steps) * self._micro_batches_per_batch
+
+    @property
     def data_parallel_rank(self) -> int:
         """Which pipeline this rank belongs to, from 0."""
         return self._data_parallel_rank

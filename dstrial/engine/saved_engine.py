@@ -40,6 +40,7 @@ class SavedEngine:
         tag: the engine's folder in it.
         layout: how it was arranged, from the manifest.
         tied: state of the layers that a pipeline ties, by key and name; DeepSpeed's files do not say which they are.
+        trusts_code: whether somebody vouches for the files, see ``safe_load.load``.
 
     Raises:
         CheckpointLayoutError: state of a kind that cannot be read by parameter.
@@ -53,7 +54,10 @@ class SavedEngine:
         tag: str,
         layout: Layout,
         tied: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+        *,
+        trusts_code: bool = False,
     ) -> None:
+        self._trusts_code = trusts_code
         self._tied = {} if tied is None else tied
         self.layout = layout
         self._directory = pathlib.Path(root) / tag
@@ -379,7 +383,9 @@ class SavedEngine:
         )
 
     def _map(self, name: str) -> dict[str, Any]:
-        return load_mapped(self._directory / name, holds="a file of the checkpoint")
+        return load_mapped(
+            self._directory / name, holds="a file of the checkpoint", trusts_code=self._trusts_code
+        )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

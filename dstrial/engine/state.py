@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
-from dstrial.engine.files import describe_rank, engine_files, missing_files
+from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files
 from dstrial.errors import CheckpointError
 
 
@@ -166,8 +166,7 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load as DeepSpeed documents it. Ranks: all, collectively."""
         if tag is None:
-            latest = pathlib.Path(load_dir) / "latest"
-            tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+            tag = latest_tag(load_dir, is_universal=bool(engine.load_universal_checkpoint()))
         loaded, client_state = type(engine).load_checkpoint(
             engine,
             load_dir,

@@ -12,15 +12,14 @@ import logging
 import pathlib
 import pickle
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from dstrial.engine.host_memory import available_bytes
+from dstrial.engine.pinned_memory import HostMemory, PageableMemory
 
 logger = logging.getLogger("dstrial.engine")
 
@@ -36,7 +35,7 @@ class HostBuffers:
     Args:
         num_sharers: ranks on this machine that allocate at the same time.
         available: returns how many bytes the machine has left; None if it does not say.
-        pins: whether to lock buffers in memory, for fast copies from a CUDA device.
+        memory: where buffers come from; ordinary memory if None.
     """
 
     def __init__(
@@ -44,11 +43,11 @@ class HostBuffers:
         num_sharers: int = 1,
         available: Callable[[], int | None] = available_bytes,
         *,
-        pins: bool = False,
+        memory: HostMemory | None = None,
     ) -> None:
         self._num_sharers = num_sharers
         self._available = available
-        self._pins = pins
+        self._memory = memory or PageableMemory()
         self._free: dict[int, list[torch.UntypedStorage]] = {}
         self._taken: list[torch.UntypedStorage] = []
         self._has_said = False
@@ -71,7 +70,7 @@ class HostBuffers:
 
         def allocate() -> None:
             for size in sizes:
-                buffer = _allocate(size, pins=self._pins)
+                buffer = self._allocate(size)
                 # The kernel gives memory only when it is written to.
                 torch.empty(0, dtype=torch.uint8).set_(buffer).zero_()
                 self._free.setdefault(size, []).append(buffer)
@@ -113,7 +112,7 @@ class HostBuffers:
         """Return a buffer of exactly this size, whose content is arbitrary."""
         self._end_preparing()
         free = self._free.get(num_bytes)
-        buffer = free.pop() if free else _allocate(num_bytes, pins=self._pins)
+        buffer = free.pop() if free else self._allocate(num_bytes)
         self._taken.append(buffer)
         return buffer
 
@@ -129,20 +128,12 @@ class HostBuffers:
         """Free everything."""
         self.release()
         self._free = {}
+        self._memory.forget()
 
-
-def _allocate(num_bytes: int, *, pins: bool) -> torch.UntypedStorage:
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
-    # numpy asks the kernel for huge pages, which makes the first copy several times faster than into torch's own memory.
-    array = np.empty(num_bytes, dtype=np.uint8)
-    if pins:
-        # Not torch's pinned memory, which is rounded up to a power of two.
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        address = array.ctypes.data
-        if runtime.cudaHostRegister(address, num_bytes, 0) == 0:
-            weakref.finalize(array, runtime.cudaHostUnregister, address).atexit = False
-    return torch.from_numpy(array).untyped_storage()
+    def _allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return self._memory.allocate(num_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,6 +153,42 @@ class _Held:
     storages: tuple[torch.UntypedStorage, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _DeviceCopies:
+    """Copies that a device has been asked for.
+
+    Attributes:
+        event: behind them; None where the device has been waited for.
+        device_idx: the device.
+    """
+
+    event: Any
+    device_idx: int
+
+    @classmethod
+    def mark(cls) -> _DeviceCopies:
+        """Remember everything that the current stream has been given so far."""
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cuda":
+            accelerator.synchronize()
+            return cls(None, 0)
+        event = accelerator.Event()
+        event.record()
+        return cls(event, int(accelerator.current_device()))
+
+    def wait(self) -> None:
+        """Wait for it, in any thread."""
+        if self.event is None:
+            return
+        from deepspeed.accelerator import get_accelerator
+
+        # The current device belongs to the thread, and the runtime would make a context on device 0.
+        get_accelerator().set_device(self.device_idx)
+        self.event.synchronize()
+
+
 class StateCopies:
     """The values that a rank is about to write, as they are when they are handed in.
 
@@ -175,7 +202,8 @@ class StateCopies:
         self._buffers = buffers
         self._held: list[_Held] = []
         self._own: set[int] = set()
-        self._has_device_copies = False
+        self._device_sources: list[torch.UntypedStorage] = []
+        self._copied: _DeviceCopies | None = None
         self._error: Exception | None = None
 
     @property
@@ -223,7 +251,7 @@ class StateCopies:
         if storage.device.type == "cpu":
             copy.copy_(storage)
         else:
-            self._has_device_copies = True
+            self._device_sources.append(storage)
             copy.copy_(storage, non_blocking=True)
         return copy
 
@@ -234,7 +262,8 @@ class StateCopies:
             storage = self._take(buffers, item.numel() * item.element_size())
             strides = torch.empty_like(item, device="meta").stride()
             copy = torch.empty(0, dtype=item.dtype).set_(storage, 0, item.shape, strides)
-            self._has_device_copies = self._has_device_copies or item.device.type != "cpu"
+            if item.device.type != "cpu":
+                self._device_sources.append(item.untyped_storage())
             return copy.copy_(item.detach(), non_blocking=True)
         if isinstance(item, list):
             return [self._cloned(buffers, value) for value in item]
@@ -250,11 +279,21 @@ class StateCopies:
         return buffer
 
     def finish_copying(self) -> None:
-        """Wait until everything has left the accelerator; training may change the state afterwards."""
-        if self._has_device_copies:
-            from deepspeed.accelerator import get_accelerator
+        """Let training change the state afterwards: what it asks of the accelerator from now on comes behind the copies.
 
-            get_accelerator().synchronize()
+        On CUDA nothing waits here: copies lie on the stream that training goes on with, before the next forward, and ``write``
+        waits for them. Not on a stream of their own, because a forward changes state, too, such as the statistics of
+        normalisation layers. Elsewhere the device is waited for.
+        """
+        if self._device_sources:
+            self._copied = _DeviceCopies.mark()
+
+    def _end_copying(self) -> None:
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied.wait()
+        # Until here, or memory that a library frees on a stream of its own might be given away before it is copied.
+        self._device_sources.clear()
 
     def write(self) -> None:
         """Write what is held, in the order in which it was handed in, and take the buffers back.
@@ -266,6 +305,7 @@ class StateCopies:
         """
         held, self._held = self._held, []
         try:
+            self._end_copying()
             if self._error is not None:
                 raise self._error
             while held:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from dstrial.local.run_directory import (
     RunDirectory,
     default_runs_dir,
 )
+from dstrial.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from determined import ClusterInfo
@@ -101,9 +101,9 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
     if experiment is not None:
         env |= experiment.environment_variables
     num_ranks = num_slots(options.slots, configured)
-    with tempfile.TemporaryDirectory(prefix="dstrial-script-") as directory:
+    with scratch_directory("dstrial-script-") as directory:
         if experiment is not None and not options.trial:
-            env |= _script_variables(experiment, num_ranks, Path(directory), env)
+            env |= _script_variables(experiment, num_ranks, directory, env)
         return run_ranks(
             command,
             num_ranks=num_ranks,
@@ -112,6 +112,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
                 experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
             ),
             on_stop=_tell_stopping,
+            serves_store=not options.trial,
         )
 
 
@@ -156,12 +157,12 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
     env = {"DET_CHIEF_IP": placement.master_addr}
-    with tempfile.TemporaryDirectory(prefix="dstrial-script-") as directory:
+    with scratch_directory("dstrial-script-") as directory:
         if not options.trial:
             env |= accelerate_variables(
                 info.trial.hparams,
                 num_ranks=max(sum(info.container_slot_counts), 1),
-                directory=Path(directory),
+                directory=directory,
                 environ=os.environ,
                 extents=_extents(info.trial._config),
                 resumed=saved_run_of_trial(
@@ -179,6 +180,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             on_line=_print_for_cluster,
             on_stop=_tell_stopping,
             placement=placement,
+            serves_store=not options.trial,
         )
     if run is not None:
         write_json_atomically(run.outcome_path, outcome.to_json())

@@ -1,4 +1,4 @@
-"""Remove the lock files of extension builds that died.
+"""Say what waits for the build of an extension, and remove the lock files of builds that died.
 
 Source: torch 2.13 ``torch.utils.file_baton``, through which ``cpp_extension.load`` (and so every operator that DeepSpeed
 compiles) goes each time: the lock is a file, made with ``O_EXCL`` and held open until it is removed. A process that is
@@ -7,9 +7,12 @@ killed meanwhile leaves the file, and every later one waits for it without end a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -37,16 +40,99 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
 
     Ranks: none; for the launcher, before it starts ranks.
     """
+    return [lock for lock in abandoned_locks(root) if _remove(lock)]
+
+
+def abandoned_locks(root: Path | None = None) -> list[Path]:
+    """Return the locks that ``remove_abandoned_locks`` would remove; changes nothing.
+
+    Args:
+        root: the folder; that of torch if None.
+    """
     folder = root or _default_root()
     try:
-        # <folder>/<operator>/lock, or <folder>/<python and device>/<operator>/lock below the default one.
-        locks = [*folder.glob(f"*/{_LOCK_NAME}"), *folder.glob(f"*/*/{_LOCK_NAME}")]
+        locks = _locks(folder)
     except OSError:
         return []
     if not locks or not _PROCESSES.is_dir():
         return []
     held = _open_files()
-    return [lock for lock in locks if _remove_if_abandoned(lock, held)]
+    return [lock for lock in locks if _is_abandoned(lock, held)]
+
+
+@contextlib.contextmanager
+def watched_builds(
+    *, every_s: float = 5.0, quiet_s: float = 20.0, root: Path | None = None
+) -> Iterator[None]:
+    """Look after builds of extensions while ranks run.
+
+    FusedAdam, CPUAdam and others compile when they are first used, which takes minutes, and all ranks and all trials of a user
+    wait for the same lock without a word (torch 2.13 ``cpp_extension._jit_compile``, ``FileBaton.wait``). A build that takes
+    longer than ``quiet_s`` is logged once with the process that holds it; the lock of one that has died is removed.
+
+    Args:
+        every_s: how often to look, seconds.
+        quiet_s: what is not worth a line, seconds.
+        root: as for :func:`remove_abandoned_locks`.
+
+    Ranks: none; for the launcher, around its ranks.
+    """
+    is_over = threading.Event()
+    told: set[tuple[Path, int]] = set()
+
+    def look() -> None:
+        while not is_over.wait(every_s):
+            remove_abandoned_locks(root)
+            for lock, inode, age_s in _locks_with_age(root or _default_root()):
+                if age_s >= quiet_s and (lock, inode) not in told:
+                    told.add((lock, inode))
+                    _log.warning(
+                        "%s is being compiled since %.0f s%s; ranks that use it wait. It happens once: the result is kept in %s. "
+                        "`DS_BUILD_OPS=1 pip install deepspeed` compiles before, and TORCH_EXTENSIONS_DIR keeps it elsewhere.",
+                        lock.parent.name,
+                        age_s,
+                        _holder(inode, lock),
+                        lock.parent,
+                    )
+
+    thread = threading.Thread(target=look, name="dstrial-builds", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _locks(folder: Path) -> list[Path]:
+    # <folder>/<operator>/lock, or <folder>/<python and device>/<operator>/lock below the default one.
+    return [*folder.glob(f"*/{_LOCK_NAME}"), *folder.glob(f"*/*/{_LOCK_NAME}")]
+
+
+def _locks_with_age(folder: Path) -> list[tuple[Path, int, float]]:
+    found = []
+    with contextlib.suppress(OSError):
+        for lock in _locks(folder):
+            with contextlib.suppress(OSError):
+                status = lock.stat()
+                found.append((lock, status.st_ino, time.time() - status.st_mtime))
+    return found
+
+
+def _holder(inode: int, lock: Path) -> str:
+    """Name the process that has the lock open; empty where that cannot be seen."""
+    with contextlib.suppress(OSError):
+        device = lock.stat().st_dev
+        for process, (opened_on, opened) in _open_files_by_process():
+            if (opened_on, opened) == (device, inode):
+                command = (
+                    (_PROCESSES / process / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                )
+                return f" by process {process} ({command.strip()[:120]})"
+    return ""
 
 
 def _default_root() -> Path:
@@ -57,13 +143,18 @@ def _default_root() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
 
 
-def _remove_if_abandoned(lock: Path, held: set[tuple[int, int]]) -> bool:
+def _is_abandoned(lock: Path, held: set[tuple[int, int]]) -> bool:
     try:
         found = lock.stat()
-        age_s = time.time() - found.st_mtime
         min_age_s = _MIN_AGE_S if _is_local(lock) else _MIN_AGE_ON_NETWORK_S
-        if (found.st_dev, found.st_ino) in held or age_s < min_age_s:
-            return False
+    except OSError:
+        return False  # released meanwhile
+    return (found.st_dev, found.st_ino) not in held and time.time() - found.st_mtime >= min_age_s
+
+
+def _remove(lock: Path) -> bool:
+    try:
+        age_s = time.time() - lock.stat().st_mtime
         lock.unlink()
     except OSError:
         # Released or removed meanwhile, or not ours to remove.
@@ -79,7 +170,10 @@ def _remove_if_abandoned(lock: Path, held: set[tuple[int, int]]) -> bool:
 
 def _open_files() -> set[tuple[int, int]]:
     """Device and inode of what the processes of this machine have open, as far as this user may see."""
-    opened = set()
+    return {opened for _, opened in _open_files_by_process()}
+
+
+def _open_files_by_process() -> Iterator[tuple[str, tuple[int, int]]]:
     for process in _PROCESSES.iterdir():
         if not process.name.isdigit():
             continue
@@ -92,8 +186,7 @@ def _open_files() -> set[tuple[int, int]]:
                 found = descriptor.stat()
             except OSError:
                 continue
-            opened.add((found.st_dev, found.st_ino))
-    return opened
+            yield process.name, (found.st_dev, found.st_ino)
 
 
 def _is_local(path: Path) -> bool:

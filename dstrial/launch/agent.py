@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,20 +17,23 @@ from types import FrameType
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from dstrial.errors import LaunchError
-from dstrial.launch.abandoned_locks import remove_abandoned_locks
+from dstrial.launch.abandoned_locks import remove_abandoned_locks, watched_builds
 from dstrial.launch.failures import ERROR_FILE_VARIABLE
 from dstrial.launch.outcome import LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
+from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
+from dstrial.ranks.secret import SECRET_VARIABLE, new_secret
+from dstrial.ranks.sockets import loopback_only
 from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
+from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable
+from dstrial.scratch import compile_cache, scratch_directory
 
 _MONITOR_INTERVAL_S = 0.05
-_RENDEZVOUS_TIMEOUT_S = 900
 
 DEFAULT_SHUTDOWN_TIMEOUT_S = 3600.0
 DEFAULT_FAILURE_GRACE_S = 10.0
@@ -65,6 +67,7 @@ def run_ranks(
     on_line: OnLine | None = None,
     on_stop: Callable[[str], None] | None = None,
     placement: Placement | None = None,
+    serves_store: bool = True,
 ) -> LaunchOutcome:
     """Run one command on ``num_ranks`` ranks of this machine and wait until all have ended.
 
@@ -72,7 +75,9 @@ def run_ranks(
     not the processes they started; a SIGINT after that kills them. Signals are handled while this
     function runs in the main thread; in another thread it leaves them alone. Every rank leads a session
     of its own, so the terminal's Ctrl-C does not reach it, and whatever it leaves behind ends with it.
-    ``OMP_NUM_THREADS`` is 1 for several ranks unless set.
+    ``OMP_NUM_THREADS`` is 1 for several ranks unless set. Ranks of one machine meet in a file of a directory that only this
+    account can enter, talk over the loopback interface unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, and
+    share a secret (``DSTRIAL_SECRET``).
 
     Args:
         command: program and arguments, the same for all ranks; not interpreted by a shell.
@@ -85,12 +90,15 @@ def run_ranks(
         on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
         on_stop: called from another thread with the signal's name when the request is passed on.
         placement: for a job on several machines; None for this one alone.
+        serves_store: whether the ranks may make a process group without us, and so need a store at ``MASTER_ADDR`` and
+            ``MASTER_PORT`` (on one machine: on loopback). A trial's do not.
 
     Returns:
         How it ended; a failing rank is no exception here.
 
     Raises:
         LaunchError: the ranks could not be started.
+        RankError: another program has taken the port of a job on several machines.
     """
     if num_ranks < 1:
         raise LaunchError(
@@ -106,16 +114,24 @@ def run_ranks(
         shutdown_timeout_s=shutdown_timeout_s, failure_grace_s=failure_grace_s, on_stop=on_stop
     )
     with contextlib.ExitStack() as stack:
-        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dstrial-launch-")))
+        work_dir = stack.enter_context(scratch_directory("dstrial-launch-"))
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         is_redirected = log_dir is not None or on_line is not None
+        rendezvous = Rendezvous(
+            where, uuid.uuid4().hex if where.num_nodes == 1 else "dstrial", serves_store=serves_store
+        )
+        stack.callback(rendezvous.shutdown)
         variables = _rank_variables(env or {}, num_ranks, where, is_redirected=is_redirected)
+        if where.num_nodes == 1:
+            variables |= _private_variables(env or {}, work_dir, rendezvous.master_port, num_ranks)
         files = _RankFiles(work_dir, log_dir, on_line, variables, supervisor)
         stack.callback(files.close)
         stack.enter_context(_quiet_torchelastic())
         stack.enter_context(_stop_on_signals(supervisor))
-        _run_agent(_make_agent(command, num_ranks, where, files, supervisor))
+        extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
+        stack.enter_context(watched_builds(root=Path(extensions) if extensions else None))
+        _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
         failure = supervisor.first_failure()
     exit_codes = supervisor.exit_codes()
     if supervisor.was_killed_by_user:
@@ -137,7 +153,8 @@ def run_ranks(
 def _rank_variables(
     env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
 ) -> dict[str, str]:
-    defaults = {}
+    # Or a script that looks for a device before it imports DeepSpeed could not fork workers that use one.
+    defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
         # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
         defaults["PYTHONUNBUFFERED"] = "1"
@@ -155,32 +172,32 @@ def _rank_variables(
     return {**ours, **unset, **env, LAUNCHED_VARIABLE: "1", LAUNCHER_PID_VARIABLE: str(os.getpid())}
 
 
+def _private_variables(
+    env: Mapping[str, str], work_dir: Path, master_port: int, num_ranks: int
+) -> dict[str, str]:
+    """What ranks of one machine have among themselves: a file to meet in, a secret, the loopback interface."""
+    given = {**os.environ, **env}
+    return {
+        STORE_VARIABLE: store_variable(work_dir / "store", port=master_port, num_ranks=num_ranks),
+        SECRET_VARIABLE: given.get(SECRET_VARIABLE) or new_secret(),
+        **loopback_only(given),
+    }
+
+
 def _make_agent(
-    command: Sequence[str], num_ranks: int, placement: Placement, files: _RankFiles, supervisor: Supervisor
+    command: Sequence[str], num_ranks: int, rendezvous: Rendezvous, files: _RankFiles, supervisor: Supervisor
 ) -> _RankAgent:
-    is_alone = placement.num_nodes == 1
-    parameters = RendezvousParameters(
-        backend="c10d" if is_alone else "static",
-        endpoint=f"{placement.master_addr}:{placement.master_port}",
-        run_id=str(uuid.uuid4()) if is_alone else "dstrial",
-        min_nodes=placement.num_nodes,
-        max_nodes=placement.num_nodes,
-        local_addr=placement.master_addr if is_alone else None,
-        rank=placement.node_rank,
-        timeout=_RENDEZVOUS_TIMEOUT_S,
-    )
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_ranks,
         entrypoint=command[0],
         # The agent substitutes ${local_rank} in arguments; a doubled sign is a plain one to it.
         args=tuple(argument.replace("$", "$$") for argument in command[1:]),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
-        master_addr=None if is_alone else placement.master_addr,
-        master_port=None if is_alone else placement.master_port,
-        local_addr=placement.master_addr if is_alone else None,
+        master_addr=rendezvous.master_addr,
+        master_port=rendezvous.master_port,
     )
     return _RankAgent(spec, files, supervisor)
 
@@ -266,9 +283,6 @@ class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not foll
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
-    def shut_rendezvous(self) -> None:
-        self._rdzv_handler.shutdown()
-
 
 def _run_agent(agent: _RankAgent) -> None:
     """Run the agent in a thread of its own: in the main thread it would install its own signal handlers."""
@@ -284,7 +298,6 @@ def _run_agent(agent: _RankAgent) -> None:
     thread.start()
     while thread.is_alive():
         thread.join(timeout=0.2)
-    agent.shut_rendezvous()
     if errors:
         raise LaunchError(
             f"the ranks could not be started or watched: {errors[0]}; expected the elastic agent to run. "

@@ -143,9 +143,12 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_trial(options: argparse.Namespace) -> None:
+    from dstrial.ranks.meeting import meet_privately
     from dstrial.ranks.process_group import prepare_accelerator
 
     prepare_accelerator()
+    # The launcher serves no store for a trial, whose module may make the process group while it is imported.
+    meet_privately(identify(os.environ))
     os.chdir(options.context_dir)
     trial_class = import_trial(options.trial, options.context_dir)
     if is_determined_trial(trial_class):

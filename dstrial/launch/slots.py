@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import torch
-
 from dstrial.errors import LaunchError
-from dstrial.ranks.process_group import has_accelerator
+from dstrial.ranks.devices import SHARE_VARIABLE, may_share
+from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
 if TYPE_CHECKING:
     from determined import ClusterInfo
@@ -22,7 +21,7 @@ _CLUSTER_PORT = 29400
 
 def num_accelerators() -> int:
     """Return how many accelerators this machine shows, 0 if DeepSpeed will train on the CPU."""
-    return int(torch.accelerator.device_count()) if has_accelerator() else 0
+    return num_torch_accelerators() if has_accelerator() else 0
 
 
 def num_slots(asked: int | None, configured: int | None) -> int:
@@ -36,7 +35,8 @@ def num_slots(asked: int | None, configured: int | None) -> int:
         What was asked for, else what is configured, else one per accelerator, else 1.
 
     Raises:
-        LaunchError: fewer than 1, or more than there are accelerators on a machine that has any.
+        LaunchError: fewer than 1, or more than there are accelerators on a machine that has any, unless
+            ``DSTRIAL_SHARE_DEVICE=1`` lets ranks share them.
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")
@@ -44,11 +44,12 @@ def num_slots(asked: int | None, configured: int | None) -> int:
     wanted = asked if asked is not None else configured
     if wanted is None:
         return max(num_present, 1)
-    if num_present and wanted > num_present:
+    if num_present and wanted > num_present and not may_share(os.environ):
         where = "--slots" if asked is not None else "resources.slots_per_trial"
         raise LaunchError(
             f"{where} is {wanted}; expected at most {num_present}, the accelerators of this machine. "
-            f"Pass --slots {num_present}, or set DS_ACCELERATOR=cpu to train on the CPU."
+            f"Pass --slots {num_present}, set DS_ACCELERATOR=cpu to train on the CPU, or set {SHARE_VARIABLE}=1 to let "
+            "ranks share a device."
         )
     return max(wanted, 1)
 

@@ -26,9 +26,13 @@ from dstrial.launch.failures import (
     signal_name,
 )
 from dstrial.launch.output import tail
+from dstrial.ranks.peer_loss import is_watchdogs_end
 
 # Ranks that lost a peer mostly end by themselves; only then are the others told to.
 _UNTOLD_GRACE_S = 2.0
+
+_TRACKER = b"from multiprocessing.resource_tracker import main;main("
+_TRACKER_TIMEOUT_S = 1.0
 
 
 class Supervisor:
@@ -131,9 +135,13 @@ class Supervisor:
         )
         if status == 0 or (ours and record is None):
             return None
+        is_caused = is_consequence(record)
         if record is None:
             stderr_file = self._stderr_files.get(local_rank)
             error = tail(stderr_file) if stderr_file is not None else ""
+            # Below the message stands a C++ stack of dozens of frames.
+            printed = tail(stderr_file, num_lines=400) if stderr_file is not None else ""
+            is_caused = is_watchdogs_end(signal_name(status), printed)
         else:
             error = record.text
         if ours:
@@ -147,7 +155,7 @@ class Supervisor:
             host=socket.gethostname(),
             error=error,
         )
-        return Ending(failure, ended_s if record is None else record.time_s, is_consequence(record))
+        return Ending(failure, ended_s if record is None else record.time_s, is_caused)
 
     def _await_end(self, local_rank: int, pid: int) -> None:
         try:
@@ -160,6 +168,10 @@ class Supervisor:
             status = 255
         else:
             status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            _kill_group(pid)
+            give_up_at_s = time.monotonic() + _TRACKER_TIMEOUT_S
+            while time.monotonic() < give_up_at_s and _kill_group(pid):
+                time.sleep(0.02)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         self._ended[local_rank] = (ended_s, status)
@@ -184,5 +196,24 @@ class Supervisor:
         for local_rank in local_ranks:
             if local_rank not in self._kill_sent:
                 self._kill_sent.add(local_rank)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._pids[local_rank], signal.SIGKILL)
+                _kill_group(self._pids[local_rank])
+
+
+def _kill_group(group: int) -> bool:
+    """Send SIGKILL to a process group but for Python's resource trackers, and say whether one of these lives.
+
+    They delete semaphores and shared memory of the others when these have ended, and then end themselves.
+    """
+    has_tracker = False
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+            if int(fields[2]) != group or fields[0] in (b"Z", b"X"):
+                continue
+            if _TRACKER in (entry / "cmdline").read_bytes():
+                has_tracker = True
+            else:
+                os.kill(int(entry.name), signal.SIGKILL)
+    return has_tracker

@@ -80,13 +80,14 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text_atomically(path: Path, text: str, *, sync: bool = True) -> None:
+def write_text_atomically(path: Path, text: str, *, sync: bool = True, is_private: bool = False) -> None:
     """Replace a file so that a reader, or a kill, sees the old content or the new, nothing between.
 
     Args:
         path: the file; its directory must exist.
         text: the whole new content.
         sync: also wait until it is on the disk; False for files that only show progress.
+        is_private: whether other accounts must not read it, whatever the umask.
 
     Raises:
         OSError: the disk is full or the directory is not writable; the old content is still there.
@@ -94,6 +95,8 @@ def write_text_atomically(path: Path, text: str, *, sync: bool = True) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
+            if is_private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(text)
             file.flush()
             if sync:

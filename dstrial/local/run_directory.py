@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.documents import yaml_text
+from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.errors import DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically, write_text_atomically
 
@@ -279,9 +280,9 @@ class RunDirectory:
         return run_directory
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Store the effective experiment config, replacing what is there."""
-        text = yaml_text(dict(config))
-        write_text_atomically(self.experiment_config_path, text)
+        """Store the effective experiment config, replacing what is there; for this account only if it holds secrets."""
+        is_private = bool(secrets_in(config, SecretNames()))
+        write_text_atomically(self.experiment_config_path, yaml_text(dict(config)), is_private=is_private)
 
     def read_record(self) -> RunRecord:
         """Read ``run.json``.

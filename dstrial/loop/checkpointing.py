@@ -8,6 +8,7 @@ and, written last by the store, the completion mark.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from dstrial.engine.batch_sizes import recount_micro_batches
 from dstrial.engine.extra_state import extra_state_for, merged_tied_modules
 from dstrial.engine.open_saved import read_rank_state
 from dstrial.engine.reshape import load_reshaped
+from dstrial.engine.safe_load import load, restoring
 from dstrial.engine.saved_engine import SavedEngine
 from dstrial.engine.state import restore_engine_extra_state
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
@@ -32,6 +34,7 @@ from dstrial.loop.metrics import MetricWindow, merge_windows, weighed_window
 from dstrial.loop.progress import Progress
 from dstrial.loop.random_states import restore_random_states
 from dstrial.loop.reducers import restore_reducer, training_reductions
+from dstrial.loop.trust import trusts_code
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import Checkpointable
 
@@ -95,12 +98,16 @@ class Checkpointing:
             CheckpointNotFoundError: there is no such checkpoint, or it was not written by dstrial.
             CheckpointDamagedError: a file is missing or differs from the manifest.
             CheckpointLayoutError: it was written for another number or arrangement of ranks.
+            UntrustedCheckpointError: a file holds what would run code, and nobody vouches for it.
             CheckpointError: it belongs to other data.
         """
         context = self._context
-        with context._core.checkpoint.restore_path(uuid) as restored:
+        with context._core.checkpoint.restore_path(uuid) as restored, contextlib.ExitStack() as stack:
             path = pathlib.Path(restored)
             manifest = self._read_verified(path)
+            is_trusted = trusts_code(context._core, uuid, path, list(manifest.files), context._exp_conf)
+            # The user's own load too, and whatever it calls.
+            stack.enter_context(restoring(trusts_code=is_trusted))
             saved = list(layouts_of(manifest, path))
             now = [Layout.from_json(values) for values in self.current_layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
@@ -209,9 +216,7 @@ class Checkpointing:
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
 
     def _load_rank_state(self, path: pathlib.Path, rank: int) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(
-            path / rank_state_name(rank), map_location=self._place, weights_only=False
-        )
+        state: dict[str, Any] = load(path / rank_state_name(rank), map_location=self._place)
         return state
 
     def _reshape_rank_state(

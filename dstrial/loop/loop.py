@@ -192,8 +192,13 @@ class TrainingLoop:
         if self._is_chief and progress.batches_trained < self._batches_total:
             self._core.train.set_status("training")
             self._on_progress(progress.batches_trained, self._batches_total)
+        stepped_before = self._adapter.micro_batches_stepped
+        is_unproven = self._context._manual_grad_accumulation
         while progress.batches_trained < self._batches_total:
-            self._train_until(self._next_event())
+            self._train_until(progress.batches_trained + 1 if is_unproven else self._next_event())
+            if is_unproven:
+                self._require_whole_batch(self._adapter.micro_batches_stepped - stepped_before)
+                is_unproven = False
             batches = progress.batches_trained
             if progress.epoch_length and batches % progress.epoch_length == 0:
                 self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
@@ -208,6 +213,25 @@ class TrainingLoop:
                     return stop
         self._finish()
         return None
+
+    def _require_whole_batch(self, num_stepped: int) -> None:
+        """Compare what a ``train_batch`` that accumulates by itself has trained with one batch.
+
+        Whether it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
+
+        Raises:
+            TrialContractError: on all ranks, where it is another number on any of them.
+
+        Ranks: all, collectively (one ``allgather``, after the first batch of a run).
+        """
+        expected = self._adapter.micro_batches_per_batch
+        for rank, found in enumerate(self._distributed.allgather(num_stepped)):
+            if found != expected:
+                raise TrialContractError(
+                    f"train_batch has trained {found} micro batches on rank {rank} after disable_auto_grad_accumulation(); "
+                    f"expected {expected}, the gradient_accumulation_steps of the first engine. Draw and train that many in "
+                    "every call, or leave the accumulation to the loop by not calling disable_auto_grad_accumulation()."
+                )
 
     def _next_event(self) -> int:
         """Return the batch count after which there may be something else to do than training."""

@@ -23,9 +23,18 @@ from determined import constants, core
 
 import dstrial
 from dstrial.checkpoint.file_roles import rank_state_name
-from dstrial.checkpoint.manifest import Manifest, hash_files, share_of, write_manifest
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    Manifest,
+    hash_file,
+    hash_files,
+    share_of,
+    write_manifest,
+)
 from dstrial.engine.copied_engine import copy_engine, sizes_to_copy
 from dstrial.engine.files import engine_files, missing_files
+from dstrial.engine.pinned_memory import host_memory_for
 from dstrial.engine.state import engine_extra_state
 from dstrial.engine.state_copy import HostBuffers, StateCopies
 from dstrial.errors import CheckpointError
@@ -71,6 +80,7 @@ class _Copied:
         configuration: content of ``load_data.json``, on the chief.
         layouts: of every engine, as JSON values.
         num_reported: metric reports that the master must have before it hears of this checkpoint.
+        metadata: what is reported of it once its files are written; the manifest's checksum is added to it.
     """
 
     path: pathlib.Path
@@ -81,6 +91,7 @@ class _Copied:
     configuration: str
     layouts: Sequence[Mapping[str, Any]]
     num_reported: int
+    metadata: dict[str, Any]
 
 
 class Saving:
@@ -122,7 +133,7 @@ class Saving:
         self._trial_id = trial_id
         self._layouts = layouts
         self._reports = ReportsUnderway(context._core.train)
-        self._buffers = HostBuffers(context.distributed.local_size, pins=context.device.type == "cuda")
+        self._buffers = HostBuffers(context.distributed.local_size, memory=host_memory_for(context.device))
         self._is_prepared = False
         self._job: SaveJob | None = None
         self._own_channel: ControlChannel | None = None
@@ -184,12 +195,13 @@ class Saving:
         context, progress = self._context, self._progress
         channel = self._channel()
         previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
+        metadata = self._metadata()
         try:
             with contextlib.ExitStack() as stack:
                 path, uuid = stack.enter_context(
-                    _store_on(context._core.checkpoint, channel).store_path(self._metadata(), shard=True)
+                    _store_on(context._core.checkpoint, channel).store_path(metadata, shard=True)
                 )
-                copied = self._copy(pathlib.Path(path), loop_state)
+                copied = self._copy(pathlib.Path(path), loop_state, metadata)
                 block = stack.pop_all()
         except _LeaveAtOnce as left:
             if not isinstance(left.error, OSError):
@@ -238,7 +250,7 @@ class Saving:
             **self._context._checkpoint_metadata(self._layouts(), self._trial_id),
         }
 
-    def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any]) -> _Copied:
+    def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
         """Copy, or write where that is asked for, the state of this rank. Ranks: all, collectively."""
         context = self._context
         is_immediate = not self._in_background or self._files_are_seen
@@ -268,6 +280,7 @@ class Saving:
             configuration=self._configuration() if is_chief else "",
             layouts=layouts,
             num_reported=self._reports.num_reported() if is_chief else 0,
+            metadata=metadata,
         )
 
     def _copy_rank_state(
@@ -373,6 +386,8 @@ class Saving:
             steps_completed=copied.batches_trained, layouts=copied.layouts, files=files, readers=readers
         )
         write_manifest(copied.path, manifest)
+        # Read by the store when its block ends; so the master knows which files were written.
+        copied.metadata[MANIFEST_DIGEST] = hash_file(copied.path / MANIFEST_NAME).sha256
         self._reports.wait(up_to=copied.num_reported)
 
     def _describe(self, path: pathlib.Path, batches_trained: int, error: Exception) -> str:

@@ -1,61 +1,146 @@
-"""Slow down whoever guesses passwords."""
+"""Slow down whoever guesses passwords, and nobody else.
+
+Every password is compared before its sender is made to wait, so that a right one is never held up by wrong ones but for the
+comparisons before it (10 ms each). These are made one at a time, and accounts of this machine take turns. A password that has
+been right since the master started is known again without such a comparison.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
-import dataclasses
-from collections import OrderedDict
-from collections.abc import AsyncIterator
+import hmac
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from dstrial.errors import RequestError
 
 _NUM_FREE = 3
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _MAX_NAMES = 1000
+_MAX_PENALTIES = 16
+"""Wrong passwords of one account whose answer is held back at a time."""
+_MAX_QUEUED = 100
+"""Passwords of one account that wait to be compared."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Turn:
-    """Whose turn it is to try one name.
+class KnownPasswords:
+    """Passwords that have been right since the master started, as digests with a key that only this process has."""
 
-    Attributes:
-        lock: held by the attempt in progress.
-        num_users: attempts that hold it or wait for it, for all of which it must stay the same one.
-    """
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
 
-    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    num_users: int = 0
+    def add(self, stored: str, hashed: str) -> None:
+        """Remember that a client's hash is that of a stored one, until the stored one changes."""
+        self._digests[self._digest(stored, hashed)] = None
+        if len(self._digests) > _MAX_NAMES:
+            self._digests.popitem(last=False)
+
+    def __contains__(self, pair: tuple[str, str]) -> bool:
+        """Whether a stored hash and a client's have been found to belong together."""
+        return self._digest(*pair) in self._digests
+
+    def _digest(self, stored: str, hashed: str) -> bytes:
+        return hmac.digest(self._key, f"{stored}\0{hashed}".encode("utf-8", "surrogateescape"), "sha256")
 
 
 class Attempts:
-    """Counts failed logins in a row by username, and lets each name try one at a time."""
+    """Compares passwords in turn, and answers wrong ones the later the more of them there were in a row.
+
+    An *account* is the user id of the process that tries, None where it is not known; it is not the name that is tried.
+    """
 
     def __init__(self) -> None:
-        self._failures: OrderedDict[str, int] = OrderedDict()
-        self._turns: dict[str, _Turn] = {}
+        self._failures: OrderedDict[tuple[int | None, str], int] = OrderedDict()
+        self._num_penalties: collections.Counter[int | None] = collections.Counter()
+        self._queues: OrderedDict[int | None, deque[asyncio.Future[None]]] = OrderedDict()
+        self._is_comparing = False
+        self.known = KnownPasswords()
+
+    async def compare(
+        self,
+        account: int | None,
+        username: str,
+        is_right: Callable[[], Awaitable[bool]],
+        *,
+        is_stranger: bool = False,
+    ) -> bool:
+        """Return whether a password is right; at once if it is.
+
+        Args:
+            account: who tries.
+            username: whose password it is said to be.
+            is_right: compares.
+            is_stranger: whether it is neither the master's owner nor unknown who tries: such an account's passwords are
+                not even compared while many wrong ones of it wait.
+
+        Raises:
+            RequestError: 429, too many wrong passwords of this account wait for their answers.
+        """
+        if is_stranger and self._num_penalties[account] >= _MAX_PENALTIES:
+            raise _too_many()
+        async with self._turn(account):
+            is_success = await is_right()
+        key = account, username.casefold()
+        num_failures = self._failures.pop(key, 0) + 1
+        if is_success:
+            return True
+        self._failures[key] = num_failures
+        if len(self._failures) > _MAX_NAMES:
+            self._failures.popitem(last=False)
+        if self._num_penalties[account] >= _MAX_PENALTIES:
+            raise _too_many()
+        if num_failures > _NUM_FREE:
+            self._num_penalties[account] += 1
+            try:
+                await asyncio.sleep(
+                    min(_FIRST_DELAY_S * 2 ** min(num_failures - _NUM_FREE - 1, 10), _MAX_DELAY_S)
+                )
+            finally:
+                self._num_penalties[account] -= 1
+        return False
 
     @contextlib.asynccontextmanager
-    async def turn(self, username: str) -> AsyncIterator[None]:
-        """Wait for this name's turn: at once after fewer than three failures, then longer with every one."""
-        name = username.casefold()
-        turn = self._turns.setdefault(name, _Turn())
-        turn.num_users += 1
+    async def _turn(self, account: int | None) -> AsyncIterator[None]:
+        """Compare while the block lasts, after those of the same account that came before, and others' in between."""
+        if self._is_comparing:
+            queue = self._queues.setdefault(account, deque())
+            if len(queue) >= _MAX_QUEUED:
+                raise _too_many()
+            turn = asyncio.get_running_loop().create_future()
+            queue.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()
+                raise
+        self._is_comparing = True
         try:
-            async with turn.lock:
-                num_counted = self._failures.get(name, 0) - _NUM_FREE
-                if num_counted >= 0:
-                    await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** min(num_counted, 10), _MAX_DELAY_S))
-                yield
+            yield
         finally:
-            turn.num_users -= 1
-            if turn.num_users == 0:
-                del self._turns[name]
+            self._pass_on()
 
-    def record(self, username: str, *, is_success: bool) -> None:
-        """Note how an attempt ended."""
-        name = username.casefold()
-        failures = self._failures.pop(name, 0)
-        if not is_success:
-            self._failures[name] = failures + 1
-            if len(self._failures) > _MAX_NAMES:
-                self._failures.popitem(last=False)
+    def _pass_on(self) -> None:
+        """Give the turn to the first of the next account that still waits."""
+        while self._queues:
+            account, queue = self._queues.popitem(last=False)
+            while queue:
+                turn = queue.popleft()
+                if not turn.done():
+                    if queue:
+                        self._queues[account] = queue
+                    turn.set_result(None)
+                    return
+        self._is_comparing = False
+
+
+def _too_many() -> RequestError:
+    return RequestError(
+        429,
+        "too many wrong passwords were sent lately; expected the right one. Wait a few seconds before the next.",
+    )

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from dstrial.errors import MasterError, RequestError
+from dstrial.master import owner_socket
 
 _TIMEOUT_S = 60.0
 
@@ -26,10 +27,14 @@ class Client:
     Attributes:
         address: the master's URL, ``http://localhost:8080`` for example.
         token: of the user for whom it asks; empty for the routes that need none.
+        socket: path of the UNIX socket of the state directory, to connect there instead; empty for TCP.
+        timeout_s: how long it waits for an answer, streams excepted.
     """
 
     address: str
     token: str = ""
+    socket: str = ""
+    timeout_s: float = _TIMEOUT_S
 
     def get(self, path: str, **query: Any) -> dict[str, Any]:
         """Send a GET; arguments and errors as for ``send``."""
@@ -59,7 +64,7 @@ class Client:
             RequestError: the master refuses; its status and message.
             MasterError: nobody answers at this address.
         """
-        with self._answer(method, path, query or {}, body, timeout_s=_TIMEOUT_S) as answer:
+        with self._answer(method, path, query or {}, body, timeout_s=self.timeout_s) as answer:
             text = answer.read()
         try:
             value = json.loads(text) if text else {}
@@ -105,7 +110,11 @@ class Client:
         data = None if body is None else json.dumps(body).encode()
         # Not by the name localhost, which may be ::1 first; the master listens on 127.0.0.1.
         host = "127.0.0.1" if url.hostname == "localhost" else str(url.hostname)
-        connection = http.client.HTTPConnection(host, url.port or 80, timeout=timeout_s)
+        connection = (
+            _UnixConnection(self.socket, timeout_s)
+            if self.socket
+            else http.client.HTTPConnection(host, url.port or 80, timeout=timeout_s)
+        )
         try:
             try:
                 connection.request(method, target, body=data, headers={"Host": url.netloc, **headers})
@@ -122,6 +131,19 @@ class Client:
         return MasterError(
             f"the answer of {self.address} is {got}; expected that of a master. Start one with `dstrial up`."
         )
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to the socket of a state directory."""
+
+    def __init__(self, path: str, timeout_s: float | None) -> None:
+        super().__init__("localhost")
+        self._path = path
+        self._timeout_s = timeout_s
+
+    def connect(self) -> None:
+        """Connect."""
+        self.sock = owner_socket.connect(self._path, self._timeout_s)
 
 
 def _error_text(body: bytes, reason: str) -> str:

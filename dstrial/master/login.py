@@ -28,8 +28,8 @@ class Login(enum.Enum):
     REPLACED = enum.auto()
     FOREIGN = enum.auto()
     """It belongs to another master and stays."""
-    UNKNOWN = enum.auto()
-    """There is none, as the password has been changed since the first start."""
+    REFUSED = enum.auto()
+    """There is none, as the master gives this user no token."""
 
 
 def addresses_of(port: int) -> tuple[str, str]:
@@ -37,15 +37,12 @@ def addresses_of(port: int) -> tuple[str, str]:
     return f"http://localhost:{port}", f"http://127.0.0.1:{port}"
 
 
-def log_in(
-    state: StateDirectory, record: MasterRecord, may_replace: Callable[[str], bool]
-) -> dict[str, Login]:
+def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str, Login]:
     """Make ``det`` know this master under both of its names.
 
     Where an entry has a token that this master accepts, it stays as it is, whoever its user is.
 
     Args:
-        state: where the passwords are.
         record: the running master.
         may_replace: asked with an address whose entry belongs to another master.
 
@@ -53,24 +50,16 @@ def log_in(
         Address -> what became of its entry.
 
     Raises:
-        MasterError: the token store is damaged.
+        MasterError: the token store is damaged, or the master does not answer its owner.
 
     Source: Determined 0.38.1 determined.common.api.authentication.TokenStore (file and places), ``det`` addresses
     of the form ``http://host:port``.
     """
-    from determined.common.api import authentication, errors
-
     outcome: dict[str, Login] = {}
     known: tuple[str, str] | None = None
     missing = []
     for address in addresses_of(record.port):
-        try:
-            store = authentication.TokenStore(address)
-        except errors.CorruptTokenCacheException as error:
-            raise MasterError(
-                "det's token store auth.json was damaged and is removed; expected JSON of version 2. Log in again with "
-                "`det user login`."
-            ) from error
+        store = _token_store(address)
         user = _accepted_user(store, record)
         if user is not None:
             if store.get_active_user() not in store.get_all_users():
@@ -83,11 +72,11 @@ def log_in(
             outcome[address] = Login.REPLACED if store.get_all_users() else Login.ADDED
             missing.append((address, store))
     if missing:
-        with contextlib.suppress(MasterError):  # A login at the other name serves as well.
-            known = USERNAME, new_token(state, record)
+        with contextlib.suppress(RequestError):  # A login at the other name serves as well.
+            known = USERNAME, new_token(record)
     for address, store in missing:
         if known is None:
-            outcome[address] = Login.UNKNOWN
+            outcome[address] = Login.REFUSED
             continue
         for user in store.get_all_users():
             store.drop_user(user)
@@ -96,36 +85,64 @@ def log_in(
     return outcome
 
 
+def log_in_as(record: MasterRecord, username: str) -> None:
+    """Make a user the active one of ``det`` at both names of a master; the tokens of others stay.
+
+    Raises:
+        RequestError: the master knows no such user that is active.
+        MasterError: the token store is damaged, or the master does not answer its owner.
+    """
+    token: str | None = None
+    for address in addresses_of(record.port):
+        store = _token_store(address)
+        kept = store.get_token(username) if username in store.get_all_users() else None
+        if kept is None or not is_accepted(record, kept):
+            token = token or new_token(record, username)
+            store.set_token(username, token)
+        store.set_active(username)
+
+
+def _token_store(address: str) -> Any:
+    from determined.common.api import authentication, errors
+
+    try:
+        return authentication.TokenStore(address)
+    except errors.CorruptTokenCacheException as error:
+        raise MasterError(
+            "det's token store auth.json was damaged and is removed; expected JSON of version 2. Log in again with "
+            "`dstrial login`."
+        ) from error
+
+
 def _accepted_user(store: Any, record: MasterRecord) -> str | None:
     """Return the user of an entry whose token this master accepts, the active one first."""
     users = sorted(store.get_all_users(), key=lambda user: user != store.get_active_user())
-    return next((user for user in users if is_accepted(record.address, store.get_token(user))), None)
+    return next((user for user in users if is_accepted(record, store.get_token(user))), None)
 
 
-def is_accepted(address: str, token: str) -> bool:
-    """Whether the master at an address accepts a user's token."""
+def is_accepted(record: MasterRecord, token: str) -> bool:
+    """Whether a master accepts a user's token."""
     try:
-        Client(address, token).get("/api/v1/me")
+        Client(record.address, token, record.socket).get("/api/v1/me")
     except RequestError:
         return False
     return True
 
 
-def new_token(state: StateDirectory, record: MasterRecord) -> str:
-    """Log in with the password of the credentials file and return the token.
+def new_token(record: MasterRecord, username: str = USERNAME) -> str:
+    """Return a token that the master gives the owner of its state directory, at its UNIX socket and without a password.
 
     Raises:
-        MasterError: the file cannot be read, or the password has been changed since.
+        RequestError: there is no such user, or it is not active.
+        MasterError: the master does not answer there.
     """
-    try:
-        password = read_credentials(state).get(USERNAME, "")
-        body = {"username": USERNAME, "password": password, "isHashed": False}
-        return str(Client(record.address).post("/api/v1/auth/login", body)["token"])
-    except (RequestError, ValueError) as error:
+    if not record.socket:
         raise MasterError(
-            f"the password of user {USERNAME!r} in {state.credentials_path} is not that of the master ({error}); expected "
-            f"it unchanged. Log in with `det -m {record.address} user login {USERNAME}`."
-        ) from error
+            f"the master, process {record.pid}, is of dstrial {record.version} and has no socket; expected this release. "
+            "Start it anew with `dstrial down` and `dstrial up`."
+        )
+    client = Client(record.address, socket=record.socket)
+    return str(client.post("/owner/login", {"username": username})["token"])
 
 
 def read_credentials(state: StateDirectory) -> dict[str, Any]:
@@ -143,17 +160,15 @@ def read_credentials(state: StateDirectory) -> dict[str, Any]:
     return value
 
 
-def session(state: StateDirectory, record: MasterRecord) -> Client:
+def session(record: MasterRecord) -> Client:
     """Return a client that asks as the user who is logged in with ``det``, else as ``determined``.
 
     Raises:
-        MasterError: nobody is logged in and the credentials file does not help.
+        MasterError: nobody is logged in and ``determined`` cannot be.
     """
-    from determined.common.api import authentication
-
-    store = authentication.TokenStore(record.address)
+    store = _token_store(record.address)
     user = store.get_active_user()
     token = store.get_token(user) if user is not None else None
-    if token is None or not is_accepted(record.address, token):
-        token = new_token(state, record)
+    if token is None or not is_accepted(record, token):
+        token = new_token(record)
     return Client(record.address, token)

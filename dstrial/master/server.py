@@ -17,16 +17,19 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
 
+from dstrial import __version__
 from dstrial.errors import DstrialError, MasterError
+from dstrial.master import owner_socket
 from dstrial.master.changes import Changes
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
+from dstrial.master.file_limit import raise_limit
+from dstrial.master.log_format import LogFormatter
 from dstrial.master.state_directory import (
     MasterRecord,
     StateDirectory,
@@ -38,8 +41,10 @@ from dstrial.master.store.database import Database
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from dstrial.master.http import Door
     from dstrial.master.scheduler import Scheduler
     from dstrial.master.services import Services
+    from dstrial.master.settings import MasterSettings
 
 logger = logging.getLogger("dstrial.master")
 
@@ -49,6 +54,7 @@ _STREAM_END_S = 2.0
 _STOP_TIMEOUT_S = 24 * 3600.0
 """How long trials may take to save a checkpoint, seconds; each has its own ``preemption_timeout`` below that."""
 
+_PRIVATE_UMASK = 0o077
 _BACKLOG = 2048
 _SUBMISSIONS = frozenset(
     f"/api/v1/{path}"
@@ -62,11 +68,17 @@ class MasterServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         on_ready: called once in the event loop when requests are answered.
+        door: the connections.
+        owner_listener: the UNIX socket of the state directory.
     """
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], door: Door, owner_listener: socket.socket
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._door = door
+        self._owner_listener = owner_listener
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -75,9 +87,30 @@ class MasterServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer, and tell."""
+        from dstrial.master.http import Connection
+
         await super().startup(sockets)
         if self.started:
+            # A listener of its own, so that no request of the port can be taken for one of the owner's.
+            self.servers.append(
+                await asyncio.get_running_loop().create_unix_server(
+                    lambda: Connection(
+                        self._door,
+                        is_at_owner_socket=True,
+                        config=self.config,
+                        server_state=self.server_state,
+                        app_state=self.lifespan.state,
+                    ),
+                    sock=self._owner_listener,
+                )
+            )
+            self._door.open()
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop answering."""
+        self._door.close()
+        await super().shutdown(sockets)
 
 
 class Refusal:
@@ -133,16 +166,25 @@ def serve(
     Raises:
         MasterError: the directory is another master's, the port is taken, or the settings are wrong.
     """
+    from dstrial.master.launcher import launcher
     from dstrial.master.launcher.devices import find_slots
     from dstrial.master.services import open_services
     from dstrial.master.settings import MasterSettings
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     with contextlib.ExitStack() as stack:
+        # Trials get the user's umask back: what they write may be meant for others.
+        launcher.trial_umask = os.umask(_PRIVATE_UMASK)
         stack.enter_context(state.lock())
+        state.close_to_others()
         listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))
         port = int(listener.getsockname()[1])
+        last = state.read_record()
+        owner_listener, socket_path = stack.enter_context(
+            owner_socket.listening(state, "" if last is None else last.socket)
+        )
         _configure_log(state, settings.log_level, shows_log=shows_log)
+        door = _open_door(settings, stack)
         slots = tuple(find_slots(options.num_slots))
         changes = Changes()
         database = Database(state.database_path, changes.publish)
@@ -165,11 +207,28 @@ def serve(
                 {"id": slot.id, "kind": slot.kind, "brand": slot.brand, "uuid": slot.uuid} for slot in slots
             ),
             cluster_id=services.cluster_id,
-            version=version("dstrial"),
+            version=__version__,
+            socket=str(socket_path),
         )
         # What start-up made is not looked at again by the garbage collector.
         gc.freeze()
-        _run(state, services, record, listener, on_ready)
+        _run(state, services, record, listener, owner_listener, door, on_ready)
+
+
+def _open_door(settings: MasterSettings, stack: contextlib.ExitStack) -> Door:
+    from dstrial.master.http import DEFAULT_NUM_CONNECTIONS, Accounts, Door, Limits
+
+    accounts = Accounts(allow_others=settings.allow_other_users)
+    stack.callback(accounts.close)
+    num_possible = raise_limit()
+    num_connections = settings.num_connections or min(DEFAULT_NUM_CONNECTIONS, num_possible)
+    if num_possible < num_connections:
+        logger.warning(
+            "limits.connections is %d; expected at most %d, which the limit of open files allows (ulimit -n). That is used.",
+            num_connections,
+            num_possible,
+        )
+    return Door(Limits(num_connections=min(num_connections, num_possible)), accounts)
 
 
 def _listen(port: int) -> socket.socket:
@@ -193,13 +252,9 @@ def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> Non
     handlers: list[logging.Handler] = [logging.FileHandler(state.log_path, encoding="utf-8")]
     if shows_log:
         handlers.append(logging.StreamHandler())
-    logging.basicConfig(
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-        level=getattr(logging, level.upper(), logging.INFO),
-        handlers=handlers,
-        force=True,
-    )
+    for handler in handlers:
+        handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=getattr(logging, level.upper(), logging.INFO), handlers=handlers, force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
@@ -208,9 +263,12 @@ def _run(
     services: Services,
     record: MasterRecord,
     listener: socket.socket,
+    owner_listener: socket.socket,
+    door: Door,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
     from dstrial.master.app import create_app
+    from dstrial.master.http import connection_protocol
     from dstrial.master.proxy import tunnel_protocol
     from dstrial.master.scheduler import Scheduler
 
@@ -227,7 +285,7 @@ def _run(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=connection_protocol(door),
             ws=tunnel_protocol(services),
             lifespan="off",
             access_log=False,
@@ -238,6 +296,8 @@ def _run(
             timeout_keep_alive=30,
         ),
         tell,
+        door,
+        owner_listener,
     )
 
     async def main() -> None:

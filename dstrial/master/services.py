@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from dstrial.master.activity import Activity
 from dstrial.master.attempts import Attempts
 from dstrial.master.changes import Changes
+from dstrial.master.checker import Checker
 from dstrial.master.clock import now_us
 from dstrial.master.store import users
 from dstrial.master.store.database import Database, Transaction
@@ -24,6 +25,7 @@ from dstrial.master.store.tokens import TokenStore
 if TYPE_CHECKING:
     import sqlite3
 
+    from dstrial.config.secrets import SecretNames
     from dstrial.master.launcher.devices import Slot
     from dstrial.master.settings import MasterSettings
 
@@ -52,6 +54,7 @@ class Services:
         address: its URL for processes of this machine, without a trailing slash.
         start_us: when it started.
         executor: threads that read the database.
+        checker: threads that check what users send.
         attempts: who has tried to log in.
         activity: when the services of tasks were used.
         tokens: who is asking.
@@ -70,12 +73,18 @@ class Services:
     executor: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
     )
+    checker: Checker = dataclasses.field(default_factory=Checker)
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
     activity: Activity = dataclasses.field(default_factory=Activity)
     tokens: TokenStore = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = TokenStore(self.read, self.changes)
+
+    @property
+    def secret_names(self) -> SecretNames:
+        """What is masked where configs are shown."""
+        return self.settings.secret_names
 
     async def read(
         self, function: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
@@ -96,8 +105,13 @@ class Services:
         """Run a function that blocks, of the file system for example, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
+    async def check(self, function: Callable[[], T]) -> T:
+        """Run a function that reads and checks what a user has sent, so that other requests hardly notice."""
+        return await asyncio.wrap_future(self.checker.submit(function))
+
     def close(self) -> None:
         """End the threads; the database is closed by whoever opened it."""
+        self.checker.close()
         self.executor.shutdown(wait=True, cancel_futures=True)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from dstrial.config.documents import read_yaml
 from dstrial.config.findings import Findings, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
+from dstrial.config.limits import DEFAULT_LIMITS, TextLimits
+from dstrial.config.secrets import SecretNames, masked, masked_shell
 from dstrial.config.submission import MasterDefaults
 
 DEFAULT_PORT = 8080
@@ -17,6 +19,10 @@ DEFAULT_POOL = "default"
 DEFAULT_TENSORBOARD_TIMEOUT_S = 300
 DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 _STRING = Rule(types=("string",))
+_RAISED_BY = (
+    "Move what is large into files of the model definition, or raise limits.config_text_bytes or limits.config_values in "
+    "the master's settings."
+)
 
 
 def _section(**keys: Rule) -> Rule:
@@ -64,6 +70,17 @@ _SETTINGS = Section(
             log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
         ),
         "detached_timeout_s": Rule(types=("integer",), default=300, minimum=1),
+        "allow_other_users": Rule(types=("boolean",), default=False),
+        "limits": _section(
+            connections=Rule(types=("integer",), minimum=16),
+            config_text_bytes=Rule(
+                types=("integer",), default=DEFAULT_LIMITS.text_bytes, minimum=2**12, maximum=2**24
+            ),
+            config_values=Rule(
+                types=("integer",), default=DEFAULT_LIMITS.num_values, minimum=1000, maximum=10**6
+            ),
+        ),
+        "masked_names": Rule(types=("list",), default=[]),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -86,6 +103,10 @@ class MasterSettings:
         tensorboard_timeout: after how many seconds without a request a TensorBoard ends, 0 for never.
         tensorboard_memory_mib: how much memory a TensorBoard may use, MiB.
         detached_timeout_s: for how long nothing may be heard of a detached run, which sends a heartbeat every minute.
+        limits: how large a config, a template or a command's config may be.
+        allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
+        num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
+        secret_names: what is masked where configs are shown.
     """
 
     port: int | None
@@ -100,6 +121,10 @@ class MasterSettings:
     tensorboard_timeout: int
     tensorboard_memory_mib: int
     detached_timeout_s: int
+    allow_other_users: bool
+    num_connections: int | None
+    limits: TextLimits = DEFAULT_LIMITS
+    secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -142,6 +167,10 @@ class MasterSettings:
             tensorboard_timeout=raw["tensorboard_timeout"],
             tensorboard_memory_mib=raw["tensorboard_memory_mib"],
             detached_timeout_s=raw["detached_timeout_s"],
+            limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
+            allow_other_users=raw["allow_other_users"],
+            num_connections=raw["limits"]["connections"],
+            secret_names=SecretNames(tuple(raw["masked_names"])),
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -149,11 +178,11 @@ class MasterSettings:
         storage = dict(self.checkpoint_storage)
         key = "host_path" if storage["type"] == "shared_fs" else "container_path"
         storage.setdefault(key, str(state_dir / "checkpoints"))
-        return MasterDefaults(storage, self.environment_variables, self.launch_error)
+        return MasterDefaults(storage, self.environment_variables, self.launch_error, self.limits)
 
     def as_config(self) -> dict[str, Any]:
-        """Return the settings in the form of Determined's master configuration."""
-        return {
+        """Return the settings in the form of Determined's master configuration, their secrets masked."""
+        config = {
             "port": self.port or DEFAULT_PORT,
             "launch_error": self.launch_error,
             "log": {"level": self.log_level, "color": self.log_color},
@@ -166,13 +195,22 @@ class MasterSettings:
             "resource_pools": [{"pool_name": self.pool_name}],
             "task_container_defaults": {
                 "environment_variables": list(self.environment_variables),
-                "startup_hook": self.startup_hook,
+                "startup_hook": masked_shell(self.startup_hook, self.secret_names),
             },
             "retention_policy": {"log_retention_days": self.log_retention_days},
             "tensorboard_timeout": self.tensorboard_timeout,
             "tensorboard_memory_mib": self.tensorboard_memory_mib,
             "detached_timeout_s": self.detached_timeout_s,
+            "allow_other_users": self.allow_other_users,
+            "limits": {
+                "connections": self.num_connections,
+                "config_text_bytes": self.limits.text_bytes,
+                "config_values": self.limits.num_values,
+            },
+            "masked_names": list(self.secret_names.patterns),
         }
+        shown: dict[str, Any] = masked(config, self.secret_names)
+        return shown
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Findings) -> str:
@@ -208,6 +246,14 @@ def _check(raw: Mapping[str, Any], findings: Findings) -> None:
                 render(entry),
                 "NAME=value",
                 "Write OMP_NUM_THREADS=4, for example.",
+            )
+    for index, entry in enumerate(raw["masked_names"]):
+        if not isinstance(entry, str) or not entry.strip("*? "):
+            findings.problem(
+                ("masked_names", index),
+                render(entry),
+                "a name, with * and ? for what varies",
+                'Write "*_LICENSE", for example.',
             )
     host_path = raw["checkpoint_storage"]["host_path"]
     if host_path is not None and not host_path.startswith("/"):

@@ -6,6 +6,7 @@
     master.json       the process that serves, or served last (``MasterRecord``)
     master.lock       held by the process that serves
     master.log        the master's own log
+    master.sock       the UNIX socket by which the directory's owner reaches the master without a password
     credentials.json  passwords of the users that the first start made, mode 0600
     allocations/      one directory per allocation
     checkpoints/      the default checkpoint storage
@@ -45,6 +46,7 @@ class MasterRecord:
         slots: one entry per slot: ``id``, ``kind`` (``cpu``, ``cuda``, ``rocm``), ``brand``, ``uuid``.
         cluster_id: that of ``GET //info``.
         version: of dstrial.
+        socket: absolute path of the UNIX socket for the directory's owner; empty for a master of an earlier release.
     """
 
     pid: int
@@ -53,6 +55,7 @@ class MasterRecord:
     slots: tuple[dict[str, Any], ...]
     cluster_id: str
     version: str
+    socket: str = ""
 
     @property
     def address(self) -> str:
@@ -136,6 +139,13 @@ class StateDirectory:
                 f"the state directory {self.path} cannot be made ({error.strerror}); expected a directory that can be "
                 "written to. Name another one with --state-dir."
             ) from error
+
+    def close_to_others(self) -> None:
+        """Take every right of other accounts from the files that an earlier master, or the command that starts it, made."""
+        for path in self.path.iterdir():
+            if path.is_file() and not path.is_symlink():
+                with contextlib.suppress(OSError):
+                    path.chmod(0o600)
 
     def read_record(self) -> MasterRecord | None:
         """Return the process that serves or served last; None if none ever did, or its record is damaged.

@@ -3,14 +3,18 @@
 It stands in for Determined's ``DistributedContext``, whose ZMQ sockets take two fixed ports per machine
 and wait for ever. This one runs over a gloo group beside the training's own group, so that it works
 next to any accelerator's backend, needs no port, and gives up at a deadline with the names of the
-ranks that did not come.
+ranks that did not come. Values are pickled; whatever arrives carries a tag that only this job's ranks can make, and nothing
+is decoded before that is checked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
+import json
+import logging
 import os
 import pickle
 import time
@@ -23,14 +27,25 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dstrial.errors import RankError, RankIdentityError, RankTimeoutError
 from dstrial.ranks.identity import RankIdentity
+from dstrial.ranks.secret import (
+    SECRET_VARIABLE,
+    TAG_BYTES,
+    is_same_tag,
+    key_from_environ,
+    key_through_file,
+    tag,
+)
+
+logger = logging.getLogger("dstrial.trainer")
 
 TIMEOUT_VARIABLE = "DSTRIAL_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 1800.0
 
 # One collective carries a message of up to this size; a longer one takes a second collective.
-_SHORT_MESSAGE_BYTES = 1024
+_SHORT_PAYLOAD_BYTES = 1016
 _LENGTH_BYTES = 8
-_SHORT_PAYLOAD_BYTES = _SHORT_MESSAGE_BYTES - _LENGTH_BYTES
+_HEAD_BYTES = _LENGTH_BYTES + TAG_BYTES
+_SHORT_MESSAGE_BYTES = _HEAD_BYTES + _SHORT_PAYLOAD_BYTES
 
 # A rank that has waited this long says in the store that it is waiting; before, nothing is stored.
 _QUIET_WAIT_S = 5.0
@@ -100,22 +115,40 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
             return
         name = f"dstrial/control/{next(_channel_numbers)}"
         self._lane = _Lane(name, tuple(range(self.size)), self.rank, self.timeout_s)
-        identities: list[RankIdentity] = self._lane.allgather(self.identity, "start of the control channel")
+        identities = self._lane.allgather_identities(self.identity)
         try:
             _check_consistent(identities)
-        except RankIdentityError:
+            key = self._agree_on_key(self._lane)
+        except RankError:
             self.close()
             raise
         if self.local_size == self.size:
             self._local_lane = self._lane
             return
-        for node_rank in range(self.cross_size):
-            members = tuple(i.rank for i in sorted(identities, key=_local_order) if i.node_rank == node_rank)
-            if len(members) < 2:
-                continue
-            lane = _Lane(f"{name}/node{node_rank}", members, self.rank, self.timeout_s)
-            if self.rank in members:
-                self._local_lane = lane
+        node_rank = self.identity.node_rank
+        members = tuple(i.rank for i in sorted(identities, key=_local_order) if i.node_rank == node_rank)
+        if len(members) > 1:
+            self._local_lane = _Lane(f"{name}/node{node_rank}", members, self.rank, self.timeout_s)
+            self._local_lane.key = key
+
+    def _agree_on_key(self, lane: _Lane) -> bytes:
+        """Give the lane the key by which all ranks know each other's messages, and return it. Ranks: all."""
+        key = key_from_environ(os.environ)
+        if key is None and self.cross_size > 1:
+            if self.rank == 0:
+                logger.warning(
+                    "no secret is known to all %d machines of this job: whoever can reach them on their network can pass "
+                    "for a rank. Set %s to the same long random text on all of them.",
+                    self.cross_size,
+                    SECRET_VARIABLE,
+                )
+            key = b""
+        with contextlib.ExitStack() as stack:
+            if key is None:
+                key = lane.agree_on_key(stack)
+            lane.key = key
+            lane.allgather(None, "start of the control channel")
+        return key
 
     def allgather(self, stuff: Any) -> list[Any]:
         """Return what every rank passed, ordered by rank. Ranks: all, collectively."""
@@ -204,7 +237,10 @@ class _Operation:
 
 
 class _Lane:
-    """Pickled objects over one gloo group, each operation with a deadline."""
+    """Pickled objects over one gloo group, each operation with a deadline.
+
+    A message is its length, a tag over who sent it in which operation and over what it says, and the pickle.
+    """
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:
         self._ranks = ranks
@@ -212,15 +248,23 @@ class _Lane:
         self._timeout_s = timeout_s
         self._quiet_s = min(_QUIET_WAIT_S, timeout_s / 3)
         self._numbers = itertools.count()
+        self._name = name
         self._store = PrefixStore(name, _get_default_store())
+        # None before the ranks have agreed on one: what is said then is JSON.
+        self.key: bytes | None = None
         # gloo's own deadline must lie behind ours, which knows who is missing; it bounds how long
         # the abandoned operation keeps the group's threads (and so the process's exit) waiting.
         own_deadline = datetime.timedelta(seconds=timeout_s + 3 * self._quiet_s)
         start = _Operation("start of the control channel", next(self._numbers))
-        if rank in ranks:
-            self._say_waiting(start)
+        self._say_waiting(start)
         try:
-            self._group = dist.new_group(list(ranks), backend="gloo", timeout=own_deadline)
+            # Not `new_group`: beside a default group that is bound to a CUDA device, as DeepSpeed binds NCCL's, ranks that
+            # are no members split NCCL's communicator there, and wait in it for members that never come (torch 2.13
+            # distributed_c10d.py:2030-2058). `use_local_synchronization` avoids that, but names the group after the number
+            # of groups that a rank is in (`_hash_ranks_to_str`), which differs between ranks of a pipeline.
+            self._group: Any = dist.ProcessGroupGloo(  # torch's stub lacks what it inherits
+                PrefixStore("gloo", self._store), ranks.index(rank), len(ranks), timeout=own_deadline
+            )
         except RuntimeError as error:
             raise self._start_error(start, error) from error
         self._send = torch.zeros(_SHORT_MESSAGE_BYTES, dtype=torch.uint8)
@@ -228,38 +272,118 @@ class _Lane:
         self._receive = [torch.zeros(_SHORT_MESSAGE_BYTES, dtype=torch.uint8) for _ in ranks]
         self._receive_views = [tensor.numpy().data for tensor in self._receive]
 
+    def allgather_identities(self, identity: RankIdentity) -> list[RankIdentity]:
+        operation = _Operation("start of the control channel", next(self._numbers))
+        payload = json.dumps(dataclasses.asdict(identity)).encode()
+        told = [json.loads(bytes(message)) for message in self._exchange(payload, operation)]
+        return [RankIdentity(**fields) for fields in told]
+
+    def agree_on_key(self, stack: contextlib.ExitStack) -> bytes:
+        operation = _Operation("start of the control channel", next(self._numbers))
+        block = key_through_file(PrefixStore("key", self._store), is_writer=self._rank == self._ranks[0])
+        try:
+            return stack.enter_context(block)
+        except RuntimeError as error:
+            raise self._start_error(operation, error) from error
+
     def allgather(self, value: Any, name: str) -> list[Any]:
         operation = _Operation(name, next(self._numbers))
-        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        _write(self._send_view, payload)
-        self._wait(self._group.allgather([self._receive], [self._send]), operation)
-        lengths = [_length(view) for view in self._receive_views]
-        longest_bytes = max(lengths)
-        views = [view[_LENGTH_BYTES:] for view in self._receive_views]
-        if longest_bytes > _SHORT_PAYLOAD_BYTES:
-            send = torch.zeros(longest_bytes, dtype=torch.uint8)
-            send.numpy().data[: len(payload)] = payload
-            receive = [torch.empty(longest_bytes, dtype=torch.uint8) for _ in self._ranks]
-            self._wait(self._group.allgather([receive], [send]), operation)
-            views = [tensor.numpy().data for tensor in receive]
-        return [_unpickle(view[:length]) for view, length in zip(views, lengths, strict=True)]
+        messages = self._exchange(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), operation)
+        return [self._unpickle(message) for message in messages]
 
     def broadcast(self, value: Any, name: str) -> Any:
         operation = _Operation(name, next(self._numbers))
-        is_source = self._rank == self._ranks[0]
-        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if is_source else b""
-        if is_source:
-            _write(self._send_view, payload)
+        source = self._ranks[0]
+        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if self._rank == source else b""
+        if self._rank == source:
+            self._write(self._send_view, payload, operation)
         self._wait(self._group.broadcast([self._send]), operation)
-        length = _length(self._send_view)
-        view = self._send_view[_LENGTH_BYTES:]
-        if length > _SHORT_PAYLOAD_BYTES:
-            long_message = torch.zeros(length, dtype=torch.uint8)
-            view = long_message.numpy().data
-            if is_source:
-                view[:length] = payload
+        if self._rank == source:
+            if len(payload) > _SHORT_PAYLOAD_BYTES:
+                self._wait(self._group.broadcast([self._long(len(payload), payload, operation)]), operation)
+            return value
+        length, message = self._read(self._send_view, source, operation)
+        if message is None:
+            long_message = self._long(length)
             self._wait(self._group.broadcast([long_message]), operation)
-        return value if is_source else _unpickle(view[:length])
+            message = self._read_long(long_message.numpy().data, length, source, operation)
+        return self._unpickle(message)
+
+    def _exchange(self, payload: bytes, operation: _Operation) -> list[memoryview]:
+        """Return every rank's payload, each known to be its own."""
+        self._write(self._send_view, payload, operation)
+        self._wait(self._group.allgather([self._receive], [self._send]), operation)
+        heads = [
+            self._read(view, rank, operation)
+            for rank, view in zip(self._ranks, self._receive_views, strict=True)
+        ]
+        longest_bytes = max(length for length, _ in heads)
+        if self.key is None and longest_bytes > _SHORT_PAYLOAD_BYTES:
+            raise RankError(
+                f"{operation.name} announces {longest_bytes} bytes before the ranks know each other; expected at most "
+                f"{_SHORT_PAYLOAD_BYTES}. Another program has got into a connection of theirs: start again."
+            )
+        if longest_bytes <= _SHORT_PAYLOAD_BYTES:
+            return [message for _, message in heads if message is not None]
+        receive = [self._long(longest_bytes) for _ in self._ranks]
+        send = self._long(longest_bytes, payload, operation)
+        self._wait(self._group.allgather([receive], [send]), operation)
+        return [
+            self._read_long(tensor.numpy().data, length, rank, operation) if message is None else message
+            for rank, tensor, (length, message) in zip(self._ranks, receive, heads, strict=True)
+        ]
+
+    def _write(self, view: memoryview, payload: bytes, operation: _Operation) -> None:
+        """Write a short message, or the announcement of a long one."""
+        length = len(payload).to_bytes(_LENGTH_BYTES, "little")
+        short = payload if len(payload) <= _SHORT_PAYLOAD_BYTES else b""
+        view[:_LENGTH_BYTES] = length
+        view[_LENGTH_BYTES:_HEAD_BYTES] = self._tag(self._rank, operation, length, short)
+        view[_HEAD_BYTES : _HEAD_BYTES + len(short)] = short
+
+    def _read(self, view: memoryview, rank: int, operation: _Operation) -> tuple[int, memoryview | None]:
+        """Return a message's length and the message, None if it is a long one that is yet to come."""
+        length_view = view[:_LENGTH_BYTES]
+        length = int.from_bytes(length_view, "little")
+        is_short = length <= _SHORT_PAYLOAD_BYTES
+        payload = view[_HEAD_BYTES : _HEAD_BYTES + (length if is_short else 0)]
+        self._require_tag(view[_LENGTH_BYTES:_HEAD_BYTES], rank, operation, length_view, payload)
+        return length, payload if is_short else None
+
+    def _long(self, length: int, payload: bytes = b"", operation: _Operation | None = None) -> torch.Tensor:
+        tensor = torch.zeros(TAG_BYTES + length, dtype=torch.uint8)
+        if operation is not None:
+            view = tensor.numpy().data
+            view[:TAG_BYTES] = self._tag(self._rank, operation, b"long", payload)
+            view[TAG_BYTES : TAG_BYTES + len(payload)] = payload
+        return tensor
+
+    def _read_long(self, view: memoryview, length: int, rank: int, operation: _Operation) -> memoryview:
+        payload = view[TAG_BYTES : TAG_BYTES + length]
+        self._require_tag(view[:TAG_BYTES], rank, operation, b"long", payload)
+        return payload
+
+    def _tag(self, rank: int, operation: _Operation, *parts: bytes | memoryview) -> bytes:
+        if self.key is None:
+            return bytes(TAG_BYTES)
+        place = f"{self._name}/{operation.number}/{rank}".encode()
+        return tag(self.key, place, *parts)
+
+    def _require_tag(
+        self, given: memoryview, rank: int, operation: _Operation, *parts: bytes | memoryview
+    ) -> None:
+        if is_same_tag(given, self._tag(rank, operation, *parts)):
+            return
+        raise RankError(
+            f"the message of rank {rank} in {operation.name} (operation {operation.number} of the control channel) does not "
+            f"carry this job's tag on rank {self._rank}; expected one that a rank of this job has made, so nothing of it was "
+            f"read. Give all ranks the same {SECRET_VARIABLE}; if they have it, another program has got into a connection "
+            "of theirs."
+        )
+
+    def _unpickle(self, message: memoryview) -> Any:
+        assert self.key is not None, "a pickle is read only after its tag"
+        return pickle.loads(message)  # noqa: S301  # its tag is that of a rank of the same job
 
     def leave(self, reason: str) -> None:
         self._store.set(_LEFT, f"rank {self._rank}: {reason}")
@@ -267,12 +391,12 @@ class _Lane:
     def _require_all(self, operation: _Operation) -> None:
         if self._store.check([_LEFT]):
             raise RankError(
-                f"{operation.name} is without a rank that takes part no more; {self._store.get(_LEFT).decode()}"
+                f"{operation.name} is without a rank that takes part no more; {self._store.get(_LEFT).decode(errors='replace')}"
             )
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        # Its destructor ends gloo's threads. Any reference that is left, such as a traceback's, puts that off.
+        del self._group
 
     def _wait(self, work: dist.Work, operation: _Operation) -> None:
         quiet = datetime.timedelta(seconds=self._quiet_s)
@@ -321,7 +445,9 @@ class _Lane:
                 f"{len(self._ranks)} ranks. Look at the output of {names}, which may be stuck or have taken "
                 f"another path than the rest, or set {TIMEOUT_VARIABLE} to wait longer."
             )
-        names_by_rank = {r: self._store.get(f"{operation.number}/{r}").decode() for r in self._ranks}
+        names_by_rank = {
+            r: self._store.get(f"{operation.number}/{r}").decode(errors="replace") for r in self._ranks
+        }
         seen = ", ".join(f"rank {rank} in {name}" for rank, name in names_by_rank.items())
         return RankTimeoutError(
             f"{where} is not complete after {self._timeout_s:g} s, with {seen}; expected all ranks in the "
@@ -334,17 +460,3 @@ class _Lane:
             f"expected all {len(self._ranks)} ranks to live. "
             "Look for the traceback of the rank that failed first."
         )
-
-
-def _write(view: memoryview, payload: bytes) -> None:
-    view[:_LENGTH_BYTES] = len(payload).to_bytes(_LENGTH_BYTES, "little")
-    if len(payload) <= _SHORT_PAYLOAD_BYTES:
-        view[_LENGTH_BYTES : _LENGTH_BYTES + len(payload)] = payload
-
-
-def _length(view: memoryview) -> int:
-    return int.from_bytes(view[:_LENGTH_BYTES], "little")
-
-
-def _unpickle(view: memoryview) -> Any:
-    return pickle.loads(view)  # noqa: S301  # comes from a rank of the same job

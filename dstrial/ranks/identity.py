@@ -20,6 +20,9 @@ Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "mpich", "none"]
 
 LOOPBACK_ADDR = "127.0.0.1"
 
+DEVICE_VARIABLE = "DSTRIAL_LOCAL_RANK"
+"""What ``LOCAL_RANK`` was before ``init_process_group`` made it the index of the rank's device."""
+
 # Below Linux's default ephemeral range (32768-60999), so that no outgoing connection takes the port
 # before rank 0 binds it, and clear of the well-known 29400 (torchrun) and 29500 (torch, DeepSpeed).
 _FIRST_DERIVED_PORT = 15_000
@@ -37,7 +40,7 @@ class RankIdentity:
     Attributes:
         rank: global rank, from 0.
         world_size: number of ranks in the job.
-        local_rank: rank among those on this machine, from 0; also the index of its accelerator.
+        local_rank: rank among those on this machine, from 0; also the index of its accelerator, where it sees them all.
         local_world_size: number of ranks on this machine.
         node_rank: which machine this is, from 0 (Determined and DeepSpeed call it the cross rank).
         num_nodes: number of machines (the cross size).
@@ -71,8 +74,8 @@ class RankIdentity:
 def identify(environ: Mapping[str, str]) -> RankIdentity:
     """Say which rank this process is.
 
-    A job on one machine needs no master address: ranks meet on the loopback interface, on a port that
-    every rank derives from the job's id (one of 14,000; see ``process_group`` for what happens when
+    A job on one machine needs no master address: ranks meet on the loopback interface (those of ``dstrial.launch`` in a
+    file), on a port that every rank derives from the job's id (one of 14,000; see ``process_group`` for what happens when
     it is taken). Several machines need ``MASTER_ADDR``; Determined's ``DET_CHIEF_IP`` serves too.
 
     Args:
@@ -105,6 +108,18 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
             f"Set {missing} or unset {present}.",
         )
     return RankIdentity(0, 1, 0, 1, 0, 1, LOOPBACK_ADDR, _master_port(view, 1, None, optional=True), "none")
+
+
+def device_variable(identity: RankIdentity, device_idx: int) -> str:
+    """Return the value of ``DSTRIAL_LOCAL_RANK``: believed by this rank only, not by ranks that it starts in turn."""
+    return f"{identity.rank}:{device_idx}:{identity.local_rank}"
+
+
+def _local_rank_before(view: _View, rank: int) -> int | None:
+    text = view.text(DEVICE_VARIABLE) or ""
+    prefix = f"{rank}:{view.text('LOCAL_RANK')}:"
+    rest = text.removeprefix(prefix)
+    return int(rest) if text.startswith(prefix) and rest.isdecimal() else None
 
 
 class _View:
@@ -153,7 +168,10 @@ def _from_explicit_variables(view: _View) -> RankIdentity:
     is_torchrun = view.has("LOCAL_WORLD_SIZE") or view.has("GROUP_RANK") or not view.has("LOCAL_SIZE")
     rank, world_size = view.integer("RANK"), view.integer("WORLD_SIZE")
     single = world_size == 1
-    local_rank = view.first_integer("LOCAL_RANK", default=0 if single else None)
+    replaced = _local_rank_before(view, rank)
+    local_rank = (
+        replaced if replaced is not None else view.first_integer("LOCAL_RANK", default=0 if single else None)
+    )
     if is_torchrun:
         local_world_size = view.first_integer("LOCAL_WORLD_SIZE", default=1 if single else None)
         node_name, count_name = "GROUP_RANK", "GROUP_WORLD_SIZE"

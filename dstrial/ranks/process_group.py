@@ -6,21 +6,29 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import importlib
 import importlib.util
+import logging
 import os
-import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 from dstrial.errors import RankError, RankTimeoutError
-from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
+from dstrial.ranks.device_memory import ask_torch_for_free_memory
+from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
+from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
+from dstrial.ranks.meeting import as_init_method, open_store
+from dstrial.ranks.sockets import free_port, loopback_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+logger = logging.getLogger("dstrial.ranks")
+
 MANUAL_INIT_VARIABLE = "DET_MANUAL_INIT_DISTRIBUTED"
+NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 # Accelerators that DeepSpeed finds by their plug-in's module rather than through torch.accelerator.
 _ACCELERATOR_PLUGINS = (
@@ -37,8 +45,9 @@ _ACCELERATOR_PLUGINS = (
 class _Created:
     """What ``init_process_group`` did to this process and ``shutdown`` has to undo."""
 
-    variables_set: tuple[str, ...]
+    variables_before: Mapping[str, str | None]
     made_group: bool
+    replaced: tuple[tuple[Any, str, Any], ...] = ()
 
 
 _created: _Created | None = None
@@ -55,9 +64,24 @@ def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
     chosen = (os.environ if environ is None else environ).get("DS_ACCELERATOR")
     if chosen:
         return chosen != "cpu"
-    if torch.accelerator.is_available():
+    if num_torch_accelerators():
         return True
     return any(importlib.util.find_spec(name) is not None for name in _ACCELERATOR_PLUGINS)
+
+
+def num_torch_accelerators() -> int:
+    """Return how many accelerators torch itself sees, without making a later fork of this process useless for CUDA.
+
+    torch asks the CUDA driver, whose state a fork does not survive, unless this variable says to ask NVML; DeepSpeed sets it,
+    too (deepspeed/__init__.py:14), but is imported later. ``torch.accelerator`` of torch 2.6 asks the driver all the same. So
+    does ``torch.cuda`` where ``CUDA_VISIBLE_DEVICES`` names MIG instances (torch 2.13 cuda/__init__.py, ``_device_count_nvml``).
+
+    Ranks: any; no communication.
+    """
+    os.environ.setdefault(NVML_CHECK_VARIABLE, "1")
+    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
 
 
 def prepare_accelerator() -> None:
@@ -79,9 +103,11 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     and DeepSpeed read are set where missing (until ``shutdown``). The backend is that of DeepSpeed's
     accelerator, gloo on CPU.
 
-    Rank 0 serves the rendezvous at ``identity.master_port``. If another program on the machine holds a
-    port that was derived from the job's id, rank 0 fails at once with an error that names it, and
-    setting ``MASTER_PORT`` chooses another.
+    Ranks of ``dstrial.launch`` on one machine meet in a file of its own, a single rank nowhere. Else rank 0 serves
+    the rendezvous at ``identity.master_port``, on loopback if the job is on one machine, unless torchrun serves it.
+    If another program on the machine holds a port that was derived from the job's id, rank 0 fails at once with an
+    error that names it, and setting ``MASTER_PORT`` chooses another. On one machine gloo and NCCL keep to loopback
+    unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say otherwise.
 
     Args:
         identity: who this process is, from ``identify(os.environ)``.
@@ -95,12 +121,19 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     """
     global _created
     prepare_accelerator()
+    ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
         return
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    addr, port = identity.master_addr, identity.master_port or _free_port()
+    addr, port = identity.master_addr, identity.master_port or free_port()
+    accelerator = get_accelerator()
+    is_cpu = accelerator.device_name() == "cpu"
+    own_device = device(identity)
+    shares = not is_cpu and is_shared(
+        identity, int(accelerator.device_count()), may_share=may_share(os.environ)
+    )
     wanted = {
         "RANK": str(identity.rank),
         "WORLD_SIZE": str(identity.world_size),
@@ -109,20 +142,30 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
         "MASTER_PORT": str(port),
         # DeepSpeed's CPU accelerator counts its "devices" with it, and runs numactl if it is missing.
         "LOCAL_SIZE": str(identity.local_world_size),
+        **(loopback_only(os.environ) if identity.num_nodes == 1 else {}),
     }
     missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
-    os.environ.update(missing)
-    _created = _Created(tuple(missing), made_group=False)
-    accelerator = get_accelerator()
-    device(identity)
+    changes = {**missing, **_variables_of_device(identity, own_device)}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    _created = _Created(before, made_group=False)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    replaced: tuple[tuple[Any, str, Any], ...] = ()
     try:
-        with without_compiled_collectives(is_cpu=accelerator.device_name() == "cpu"):
+        init_method = as_init_method(open_store(identity, timeout_s=timeout_s), identity)
+        if shares:
+            replaced = _share_device(identity, own_device, init_method, timeout)
+        with without_compiled_collectives(is_cpu=is_cpu):
             deepspeed.init_distributed(
-                dist_backend=accelerator.communication_backend_name(),
+                dist_backend="gloo" if shares else accelerator.communication_backend_name(),
                 auto_mpi_discovery=False,
-                timeout=datetime.timedelta(seconds=timeout_s),
+                timeout=timeout,
+                init_method=init_method,
                 verbose=False,
             )
+    except RankError:
+        shutdown()
+        raise
     except torch.distributed.DistStoreError as error:
         raise RankTimeoutError(
             f"the rendezvous at {addr}:{port} has waited {timeout_s:g} s for all {identity.world_size} ranks "
@@ -131,12 +174,70 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
         ) from error
     except torch.distributed.DistNetworkError as error:
         shutdown()
-        problem = "is in use by another program" if "EADDRINUSE" in str(error) else f"cannot be used: {error}"
         raise RankError(
-            f"the rendezvous address {addr}:{port} {problem}; expected a port that rank 0 can serve and all "
+            f"the rendezvous address {addr}:{port} cannot be used: {error}; expected a port that rank 0 can serve and all "
             "ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same for all ranks."
         ) from error
-    _created = _Created(tuple(missing), made_group=True)
+    _created = _Created(before, made_group=True, replaced=replaced)
+
+
+def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> dict[str, str]:
+    """Return what makes DeepSpeed use this rank's device where its index is not the local rank.
+
+    DeepSpeed 0.19.8 takes ``LOCAL_RANK`` for the index (comm/torch.py:280, runtime/engine.py:1966,
+    runtime/zero/partition_parameters.py:1138), and Open MPI's variable has to be equal (runtime/engine.py:1962).
+    ``identify`` goes on to find the local rank.
+    """
+    if own_device.index is None or own_device.index == identity.local_rank:
+        return {}
+    index = str(own_device.index)
+    names = {"LOCAL_RANK", *({"OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys())}
+    return {**dict.fromkeys(names, index), DEVICE_VARIABLE: device_variable(identity, own_device.index)}
+
+
+def _share_device(
+    identity: RankIdentity, own_device: torch.device, init_method: str, timeout: datetime.timedelta
+) -> tuple[tuple[Any, str, Any], ...]:
+    """Make a gloo group for ranks that share a device, before DeepSpeed would make one of NCCL.
+
+    NCCL refuses two ranks on one device. DeepSpeed takes a group that is there, whatever its backend (comm/comm.py:878); made
+    by DeepSpeed it would be bound to the device, and gloo's has no ``perform_nocolor_split`` (torch 2.13
+    distributed_c10d.py:2057). Gloo copies what lies on a CUDA device through the host in its collectives, reduce-scatter being an
+    all-reduce of a copy (ProcessGroupGloo.cpp, ``_reduce_scatter_base``); ``send`` and ``recv`` hand the device's address to the
+    socket unchecked, so those of pipelines go through the host here. Not by DeepSpeed's own ``stage_on_cpu`` (comm/torch.py:137),
+    made for MPS: it copies back what was only read, at a time when ZeRO 3 has changed it, and losses differ without an error.
+
+    Returns:
+        What of DeepSpeed was replaced: owner, name and what was there, for ``shutdown``.
+    """
+    if identity.rank == 0:
+        logger.warning(
+            "%s=1: %d ranks of this machine share %s over gloo, through host memory. That is for tests and small experiments: "
+            "it is slow, and memory and timings say nothing about one rank per device.",
+            SHARE_VARIABLE,
+            identity.local_world_size,
+            own_device,
+        )
+    torch.distributed.init_process_group("gloo", init_method=init_method, timeout=timeout)
+    # Not `import deepspeed.comm.torch as`, which finds the `torch` that deepspeed.comm imports.
+    backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
+    replaced = tuple((backend, name, getattr(backend, name)) for name in ("send", "recv"))
+    backend.send, backend.recv = _send_from_host, _receive_on_host
+    return replaced
+
+
+def _send_from_host(_self: Any, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
+    torch.distributed.send(tensor.detach().to("cpu"), dst, group=group, tag=tag)
+
+
+def _receive_on_host(
+    _self: Any, tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0
+) -> int:
+    received = torch.empty(tensor.shape, dtype=tensor.dtype)
+    sender = torch.distributed.recv(received, src, group=group, tag=tag)
+    with torch.no_grad():
+        tensor.copy_(received)
+    return sender
 
 
 def device(identity: RankIdentity) -> torch.device:
@@ -146,7 +247,7 @@ def device(identity: RankIdentity) -> torch.device:
         For example ``cuda:1`` on local rank 1; ``cpu`` where there is no accelerator.
 
     Raises:
-        RankError: there are more ranks on this machine than accelerators.
+        RankError: there are more ranks on this machine than accelerators, and ``DSTRIAL_SHARE_DEVICE`` is not 1.
 
     Ranks: any; no communication.
     """
@@ -156,17 +257,15 @@ def device(identity: RankIdentity) -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
-    num_devices = int(accelerator.device_count())
-    # A launcher that shows every rank only its own accelerator leaves one, with index 0.
-    device_idx = 0 if num_devices == 1 and identity.local_world_size > 1 else identity.local_rank
-    if device_idx >= num_devices:
-        raise RankError(
-            f"local rank is {identity.local_rank} on a machine with {num_devices} {accelerator.device_name()}"
-            " devices; expected at most one rank per device. "
-            f"Start {num_devices} ranks here, or set DS_ACCELERATOR=cpu."
-        )
-    accelerator.set_device(device_idx)
-    return torch.device(accelerator.device_name(device_idx))
+    refuse_instances(identity, os.environ)
+    index = device_index(
+        identity,
+        int(accelerator.device_count()),
+        accelerator.device_name(),
+        may_share=may_share(os.environ),
+    )
+    accelerator.set_device(index)
+    return torch.device(accelerator.device_name(index))
 
 
 def shutdown() -> None:
@@ -184,8 +283,13 @@ def shutdown() -> None:
         import deepspeed.comm
 
         deepspeed.comm.destroy_process_group()
-    for name in created.variables_set:
-        os.environ.pop(name, None)
+    for owner, name, theirs in created.replaced:
+        setattr(owner, name, theirs)
+    for name, value in created.variables_before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def keep() -> None:
@@ -236,9 +340,3 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
         del vars(ops)[name]
         if probed is not None:
             vars(ops)[name] = probed
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK_ADDR, 0))
-        return int(probe.getsockname()[1])

@@ -54,11 +54,8 @@ class MasterForTest:
         return self.record.address
 
     def client(self, username: str = "determined") -> Client:
-        """Return a client with a new token of one of the first users."""
-        if username == "determined":
-            return Client(self.address, new_token(self.state, self.record))
-        body = {"username": username, "password": self.password(username), "isHashed": False}
-        return Client(self.address, str(Client(self.address).post("/api/v1/auth/login", body)["token"]))
+        """Return a client with a new token of a user."""
+        return Client(self.address, new_token(self.record, username))
 
     def password(self, username: str = "determined") -> str:
         """Return the password that the first start gave a user; empty if blank."""

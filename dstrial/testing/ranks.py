@@ -19,9 +19,7 @@ import importlib.util
 import inspect
 import os
 import pickle
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,10 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial.ranks.sockets import free_port
+
 _POLL_S = 0.05
 _STACK_DUMP_S = 2.0
-# Not of the ephemeral range: ranks bind it only seconds later, after importing torch.
-_PORTS = range(20_000, 29_000)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,15 +142,6 @@ def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "PYTHONFAULTHANDLER": "1",
     }
-
-
-def free_port() -> int:
-    """Return a TCP port that is free now and that no outgoing connection will take."""
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"no port of {_PORTS} is free; expected one. End what listens there.")
 
 
 def _run(

@@ -21,11 +21,14 @@ from dstrial.config import (
     overwrite_deepspeed_config,
     resolve_batch,
 )
+from dstrial.config.replicas import replicas_of
 from dstrial.config.saved_run import given_settings, run_metadata
 from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
 from dstrial.engine.batch_sizes import config_of
+from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.errors import ConfigError, TrialContractError
+from dstrial.trial.data import to_device
 from dstrial.trial.kept_batch import ResumedRun
 from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
 
@@ -164,6 +167,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Ranks: all, with the engines in the same order.
         """
         require_engine(model)
+        make_plain_config(model)
+        bind_checkpoint_engine(model)
         given = self._fit_to_checkpoint(model)
         adapter = adapt(model)
         is_pipeline = _is_pipeline(model)
@@ -318,9 +323,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def to_device(self, data: Any) -> pytorch.TorchData:
         """Move tensors and arrays, nested in lists, tuples and dicts, to this rank's device.
 
-        What cannot be moved is returned as it is, with one warning per type.
+        Tensors in pinned memory, as ``dstrial.DataLoader`` yields them, are copied without waiting for the device: do not write
+        to pinned memory of your own again before the device has it. What cannot be moved is returned as it is, with one
+        warning per type.
         """
-        return pytorch.to_device(data, self.device, self._to_device_warned_types)
+        return to_device(data, self.device, self._to_device_warned_types)
 
     # ---- position ------------------------------------------------------------------------------------
 
@@ -407,7 +414,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         name: str = "deepspeed_config",
         overwrite: str = "overwrite_deepspeed_args",
         *,
-        model_parallel_size: int = 1,
+        model_parallel_size: int | None = None,
     ) -> dict[str, Any]:
         """Return a DeepSpeed config ready for ``deepspeed.initialize``: read, overwritten, batch sizes solved.
 
@@ -417,19 +424,28 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Args:
             name: hyperparameter that holds the path of the JSON, or the config itself.
             overwrite: hyperparameter with what to merge over it; may be missing.
-            model_parallel_size: ranks that form one replica: pipeline stages times tensor-parallel size.
+            model_parallel_size: ranks that form one replica: pipeline stages times tensor-parallel size. None takes
+                ``pipeline_stages`` times ``model_parallel_size`` of ``data.dstrial``, as ``dstrial check`` does.
 
         Returns:
             A new dict.
 
         Raises:
-            ConfigError: the batch equation has no solution for these replicas.
+            ConfigError: the batch equation has no solution for these replicas, the ranks cannot be divided into replicas of
+                that size, or ``data.dstrial`` gives another size than ``model_parallel_size`` does.
             ValueError: the hyperparameter does not exist.
 
         Ranks: any; no communication. Not in Determined.
         """
         merged = overwrite_deepspeed_config(self.get_hparam(name), self.get_hparams().get(overwrite) or {})
-        data_parallel_size = self.distributed.size // model_parallel_size
+        data_config = (self._exp_conf or {}).get("data") or {}
+        engines = () if self._resumed is None else self._resumed.saved.engines
+        data_parallel_size = replicas_of(
+            data_config,
+            self.distributed.size,
+            model_parallel_size,
+            otherwise=engines[0].ranks_per_replica if engines else 1,
+        )
         kept = None if self._resumed is None else self._resumed.resolve(merged, data_parallel_size)
         return resolve_batch(merged, data_parallel_size) if kept is None else kept
 

@@ -66,3 +66,34 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path):
     os.close(writer)
 
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_checkout_that_is_not_installed_has_no_metadata_and_works(tmp_path):
+    """So it is where a bare machine runs ``make gpu PYTHON=python3``."""
+    code = (
+        "import importlib.metadata as metadata, sys\n"
+        "real = metadata.distribution\n"
+        "def distribution(name):\n"
+        "    if name == 'dstrial':\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "metadata.distribution = distribution\n"
+        "from dstrial.cli.app import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+
+    def dstrial(*arguments):
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    shown = dstrial("--version")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("dstrial ")
+    looked = dstrial("doctor", "--fast")
+    assert "a checkout that is not installed" in looked.stdout
+    assert "packages: " in looked.stdout

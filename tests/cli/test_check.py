@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,32 @@ def test_an_overwrite_on_the_command_line_is_named_by_its_whole_key(context):
 
     assert result.returncode == 1
     assert f"--config: {key} is 63 = 4" in result.stderr
+
+
+def test_explain_masks_the_keys_of_monitors(
+    tmp_path: Path, dstrial_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_batch_size": 4,
+                "train_micro_batch_size_per_gpu": 4,
+                "comet": {"enabled": True, "api_key": "hunter2", "project": "mine"},
+            }
+        )
+    )
+    (tmp_path / "exp.yaml").write_text(
+        "name: a\nentrypoint: python3 train.py\nhyperparameters: {deepspeed_config: ds.json}\n"
+        "searcher: {name: single, metric: loss, max_length: {batches: 1}}\n"
+    )
+    (tmp_path / "train.py").write_text("")
+    words = ("check", tmp_path / "exp.yaml", tmp_path, "--explain")
+
+    text, as_json = dstrial_command(*words), dstrial_command(*words, "--json")
+
+    assert text[0] == as_json[0] == 0, text
+    assert "hunter2" not in text[1] + as_json[1]
+    assert "mine" in text[1]
+    assert (
+        json.loads(as_json[1])["deepspeed"]["deepspeed_config"]["effective"]["comet"]["api_key"] == "********"
+    )

@@ -225,6 +225,18 @@ def test_status_shows_address_slots_experiments_and_disk(master: MasterForTest) 
     assert fields["disk_bytes"] > 0
 
 
+def test_status_says_that_a_master_does_not_answer(master: MasterForTest) -> None:
+    assert json.loads(master.dstrial("status", "--json").stdout)["answers"] is True
+    os.kill(master.record.pid, signal.SIGSTOP)
+    try:
+        shown = master.dstrial("status")
+    finally:
+        os.kill(master.record.pid, signal.SIGCONT)
+    assert shown.returncode == 0
+    assert "answers:     no, not in 5 s; see why with `dstrial logs`\n" in shown.stdout
+    assert "answers" not in master.dstrial("status").stdout
+
+
 def test_down_ends_the_master_and_up_starts_it_with_what_it_knew(master: MasterForTest) -> None:
     first = master.record
     assert master.dstrial("down").stdout == "the master has ended\n"

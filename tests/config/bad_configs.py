@@ -473,6 +473,43 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         'checkpoint_storage.host_path is "ckpt"; expected an absolute path',
     ),
     exp(
+        "a storage path that leads out of the storage",
+        "name: test",
+        "checkpoint_storage: {type: shared_fs, host_path: /data, storage_path: a/../../etc}",
+        'checkpoint_storage.storage_path is "a/../../etc"; expected a directory below host_path (/data)',
+    ),
+    exp(
+        "a storage path beside the storage, under a name that begins alike",
+        "name: test",
+        "checkpoint_storage: {type: shared_fs, host_path: /data, storage_path: /data-2/mine}",
+        'checkpoint_storage.storage_path is "/data-2/mine"; expected a directory below host_path (/data)',
+    ),
+    exp(
+        "a prefix that leads out of the bucket's part",
+        "name: test",
+        "checkpoint_storage: {type: s3, bucket: b, prefix: mine/../theirs}",
+        'checkpoint_storage.prefix is "mine/../theirs"; expected a prefix without ..',
+    ),
+    exp(
+        "two ways to log in at Azure",
+        "name: test",
+        "checkpoint_storage: {type: azure, container: c, connection_string: s, credential: k}",
+        "checkpoint_storage.connection_string is given with credential; expected either connection_string",
+    ),
+    exp(
+        "no way to log in at Azure",
+        "name: test",
+        "checkpoint_storage: {type: azure, container: c}",
+        "checkpoint_storage.account_url is not given; expected account_url, or connection_string",
+    ),
+    exp(
+        "a length of nothing",
+        "max_length: {batches: 10}",
+        "max_length: {batches: 0}",
+        "searcher.max_length is",
+        "with n of at least 1",
+    ),
+    exp(
         "a search space for one trial",
         "  deepspeed_config: ds.json",
         "  deepspeed_config: ds.json\n  lr: {type: double, minval: 0.0, maxval: 1.0}",

@@ -134,13 +134,37 @@ def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load, tmp_path):
     )
 
 
-def test_a_pipeline_in_the_source_is_a_hint(load, tmp_path):
-    path, context_dir = write(BadConfig("none", (), None, EXPERIMENT), tmp_path)
-    (tmp_path / "model_def.py").write_text(
-        "from deepspeed.pipe import PipelineModule\nclass MyTrial:\n    net = PipelineModule\n"
-    )
+PIPELINE_SOURCE = """\
+from deepspeed.pipe import PipelineModule
+def build():
+    return PipelineModule([])
+class Ordinary:
+    net = 1
+class MyTrial(Ordinary):
+    net = staticmethod(build)
+"""
 
-    assert "the source mentions PipelineModule" in load_experiment(path, context_dir).notes[0]
+
+def test_a_pipeline_whose_stages_nobody_names_is_refused_on_several_slots(load, tmp_path):
+    path, context_dir = write(BadConfig("none", (), None, EXPERIMENT), tmp_path)
+    (tmp_path / "model_def.py").write_text(PIPELINE_SOURCE)
+
+    with pytest.raises(
+        ConfigError, match=r"data\.dstrial\.pipeline_stages is not given, while model_def:MyTrial"
+    ):
+        load_experiment(path, context_dir, slots=2)
+    assert load_experiment(path, context_dir, slots=1).sizes.data_parallel_size == 1
+    path.write_text(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\n")
+    assert load_experiment(path, context_dir, slots=2).sizes.data_parallel_size == 1
+
+
+def test_a_pipeline_elsewhere_in_the_module_says_nothing_of_an_ordinary_trial(load, tmp_path):
+    path, context_dir = write(
+        BadConfig("none", (), None, EXPERIMENT.replace("model_def:MyTrial", "model_def:Ordinary")), tmp_path
+    )
+    (tmp_path / "model_def.py").write_text(PIPELINE_SOURCE)
+
+    assert load_experiment(path, context_dir, slots=2).sizes.data_parallel_size == 2
 
 
 def test_the_model_definition_is_read_but_never_run(load, tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dstrial.config.limits import TextLimits
 from dstrial.config.submission import (
     MasterDefaults,
     Submission,
@@ -155,6 +157,45 @@ def test_a_config_is_changed_for_continuing(tmp_path: Path) -> None:
 
 
 def test_a_preview_needs_no_entrypoint() -> None:
-    section = search_section("searcher: {name: random, metric: l, max_trials: 3}\n")
+    section = search_section({"searcher": {"name": "random", "metric": "l", "max_trials": 3}})
 
     assert section["searcher"]["max_trials"] == 3
+
+
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_a_searcher_whose_name_is_null_is_refused(tmp_path: Path, is_detached: bool) -> None:
+    text = GOOD.replace("name: single", "name: null")
+    with pytest.raises(ConfigError, match=r"searcher\.name is not given"):
+        check(tmp_path, text, is_detached=is_detached)
+
+
+def test_a_preview_refuses_a_grid_that_no_search_ends() -> None:
+    axes = {f"k{axis}": {"type": "int", "minval": 0, "maxval": 9, "count": 10} for axis in range(10)}
+    with pytest.raises(ConfigError, match="a grid of more than 1000000000 points"):
+        search_section({"searcher": {"name": "grid", "metric": "l"}, "hyperparameters": axes})
+
+
+def test_a_larger_config_is_checked_where_the_limits_allow_it(tmp_path: Path) -> None:
+    text = GOOD + "data: {words: '" + "x" * 2**20 + "'}\n"
+    with pytest.raises(ConfigError, match="at most 1048576 bytes"):
+        check(tmp_path, text)
+    more = dataclasses.replace(DEFAULTS, limits=TextLimits(text_bytes=2**21))
+    assert check(tmp_path, text, defaults=more).original == text
+
+
+@pytest.mark.parametrize("source", ["a = " + "1+" * 100_000 + "1\n", "a = 1\n" * 200_000])
+def test_a_source_too_large_or_deep_to_be_parsed_is_left_to_whoever_runs_it(
+    tmp_path: Path, source: str
+) -> None:
+    (tmp_path / "model_def.py").write_text(source)
+    assert (
+        check(tmp_path, GOOD.replace("python3 train.py", "model_def:Trial")).config["entrypoint"]
+        == "model_def:Trial"
+    )
+
+
+@pytest.mark.parametrize("source", ["(" * 5000, "a = '\0'\n"])
+def test_a_source_of_brackets_or_nul_characters_is_not_python(tmp_path: Path, source: str) -> None:
+    (tmp_path / "model_def.py").write_text(source)
+    with pytest.raises(ConfigError, match="is not Python"):
+        check(tmp_path, GOOD.replace("python3 train.py", "model_def:Trial"))

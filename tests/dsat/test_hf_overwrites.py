@@ -132,11 +132,13 @@ def test_a_config_that_cannot_be_read_is_refused(directory: Path) -> None:
 def test_the_copy_is_kept_in_a_directory_of_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
 
     directory = effective_directory({})
 
-    assert directory.parent == tmp_path
+    assert directory == tmp_path / "cache" / "dstrial" / "deepspeed_config"
+    assert not (tmp_path / "tmp").exists()
     assert directory.stat().st_mode & 0o777 == 0o700
     assert (
         effective_directory({"DSTRIAL_EXPERIMENT": str(tmp_path / "job" / "experiment.json")})

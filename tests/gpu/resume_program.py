@@ -12,7 +12,8 @@ import small_trials
 
 from dstrial import Batch, Trainer, init
 
-STAGE, SECTIONS = int(sys.argv[1]), ast.literal_eval(sys.argv[2])
+# name -> (ZeRO stage, sections of the DeepSpeed config)
+CONFIGURATIONS = ast.literal_eval(sys.argv[1])
 EXP_CONF = {"name": "resume", "reproducibility": {"experiment_seed": 3}}
 
 
@@ -35,8 +36,8 @@ class Trial(small_trials.DataParallelTrial):
         return [tensor.to(dtype) for tensor in self.context.to_device(next(dataloader_iter))]
 
 
-def train(stop_after, run_dir=None):
-    config = deepspeed_config(STAGE, **SECTIONS)
+def train(stage, sections, stop_after, run_dir=None):
+    config = deepspeed_config(stage, **sections)
     with init(hparams={"deepspeed_config": config}, exp_conf=EXP_CONF, run_dir=run_dir) as context:
         trial = Trial(context)
         Trainer(trial, context).fit(
@@ -55,8 +56,9 @@ def train(stop_after, run_dir=None):
     return directory.path, values
 
 
-_, whole = train(12)
-first, _ = train(8)
-_, resumed = train(12, first)
-assert resumed == whole, (resumed, whole)
-print("resumed reports are equal")
+for name, (stage, sections) in CONFIGURATIONS.items():
+    _, whole = train(stage, sections, 12)
+    first, _ = train(stage, sections, 8)
+    _, resumed = train(stage, sections, 12, first)
+    assert resumed == whole, (name, resumed, whole)
+    print(f"{name}: resumed reports are equal", flush=True)

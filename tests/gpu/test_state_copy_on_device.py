@@ -5,6 +5,7 @@ import pathlib
 import pytest
 import torch
 
+from dstrial.engine.pinned_memory import host_memory_for
 from dstrial.engine.state_copy import HostBuffers, StateCopies
 
 pytestmark = [
@@ -17,7 +18,7 @@ pytestmark = [
 def test_a_copy_from_the_device_is_written_as_the_state_of_then(tmp_path: pathlib.Path, pins: bool) -> None:
     for name in ("at once", "later"):
         (tmp_path / name).mkdir()
-    buffers = HostBuffers(pins=pins)
+    buffers = HostBuffers(memory=host_memory_for(torch.device("cuda", 0)) if pins else None)
     flat = torch.randn(3_000_000, device="cuda")
     buffers.prepare([flat.untyped_storage().nbytes()])
     for _ in range(2):

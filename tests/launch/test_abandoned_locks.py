@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dstrial.launch.abandoned_locks import remove_abandoned_locks
+from dstrial.launch.abandoned_locks import remove_abandoned_locks, watched_builds
 
 pytestmark = [
     pytest.mark.process,
@@ -99,3 +101,53 @@ def test_a_launched_program_does_not_wait_for_a_lock_of_the_dead(
     outcome = run_ranks([sys.executable, "-c", WAITER, str(lock)], num_ranks=1)
     assert outcome.exit_code == 0
     assert not lock.exists()
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.02)
+
+
+def test_a_build_that_ranks_wait_for_is_told_once_with_its_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = tmp_path / "py312_cu130" / "fused_adam" / "lock"
+    holder = _hold(lock)
+    try:
+        with watched_builds(every_s=0.05, quiet_s=30.0, root=tmp_path):
+            time.sleep(0.3)
+            assert caplog.text == ""
+            _make_older(lock)
+            _wait_until(lambda: bool(caplog.records))
+            time.sleep(0.3)
+        assert lock.exists()
+        (record,) = caplog.records
+        assert "fused_adam is being compiled since 6" in record.message
+        assert f"by process {holder.pid} (" in record.message
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_build_that_dies_while_ranks_wait_for_it_holds_nobody_up(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    holder = _hold(lock)
+    _make_older(lock)
+    with watched_builds(every_s=0.05, root=tmp_path):
+        waiter = subprocess.Popen([sys.executable, "-c", WAITER, str(lock)])
+        try:
+            holder.kill()
+            holder.communicate()
+            assert waiter.wait(timeout=60) == 0
+        finally:
+            waiter.kill()
+            waiter.wait()
+
+
+def test_nothing_of_the_watch_is_left() -> None:
+    before = threading.active_count()
+    with watched_builds(every_s=60.0):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before

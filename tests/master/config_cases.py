@@ -408,12 +408,11 @@ CASES: dict[str, Case] = {
         {"checkpoint_storage": {"type": "gcs", "bucket": "b"}},
         {"checkpoint_storage": {"type": "gcs", "bucket": "b", "prefix": None, **SAVE}},
     ),
-    "a container": Case(
+    "a container by its account": Case(
         {
             "checkpoint_storage": {
                 "type": "azure",
                 "container": "c",
-                "connection_string": "s",
                 "account_url": "u",
                 "credential": "x",
             }
@@ -422,9 +421,22 @@ CASES: dict[str, Case] = {
             "checkpoint_storage": {
                 "type": "azure",
                 "container": "c",
-                "connection_string": "s",
+                "connection_string": None,
                 "account_url": "u",
                 "credential": "x",
+                **SAVE,
+            }
+        },
+    ),
+    "a container by its connection string": Case(
+        {"checkpoint_storage": {"type": "azure", "container": "c", "connection_string": "s"}},
+        {
+            "checkpoint_storage": {
+                "type": "azure",
+                "container": "c",
+                "connection_string": "s",
+                "account_url": None,
+                "credential": None,
                 **SAVE,
             }
         },

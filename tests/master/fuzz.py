@@ -19,12 +19,16 @@ import re
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).parent / "api"))
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "security"))
+
+from hostile_configs import TEXTS
 from serving import Master, serving
 
 from dstrial.master.api.frame import Route
@@ -75,6 +79,43 @@ searcher: {name: single, metric: loss, max_length: {batches: 9}}
 resources: {slots_per_trial: 0}
 hyperparameters: {lr: 0.1}
 """
+_CONFIG_TEXTS = (
+    """\
+entrypoint: model_def:Trial
+defaults: &defaults {lr: 0.1, layers: [1, 2, 3], name: &name adam}
+hyperparameters:
+  <<: *defaults
+  optimizer: *name
+  batch: {type: int, minval: 1, maxval: 64, count: 4}
+  kind: {type: categorical, vals: [a, 0x1f, 1e-5, .5, ~, "\\u00e9"]}
+searcher: {name: grid, metric: loss, max_length: {batches: 9}}
+resources: {slots_per_trial: 0}
+""",
+    """\
+name: fuzz
+description: >
+  Several
+  lines.
+labels: [a, b]
+environment: {environment_variables: [A=1, B=2]}
+bind_mounts: [{host_path: /a, container_path: b}]
+log_policies: [{name: x, pattern: '.*a+', action: {type: cancel_retries}}]
+entrypoint: [python3, train.py]
+searcher: {name: adaptive_asha, metric: loss, max_trials: 9, max_time: 9, time_metric: batches}
+resources: {slots_per_trial: 1}
+""",
+)
+_TASK_TEXT = "entrypoint: ['true']\nresources: {slots: 0}\nenvironment: {environment_variables: [A=1]}\n"
+_CONFIG_KEYS = (
+    "hyperparameters",
+    "data",
+    "searcher",
+    "environment",
+    "labels",
+    "bind_mounts",
+    "log_policies",
+    "x",
+)
 _CHECKPOINT = {
     "uuid": "00000000-0000-4000-8000-00000000000a",
     "taskId": "1.request",
@@ -95,6 +136,80 @@ _RUN_FILTER = json.dumps(
         "showArchived": True,
     }
 )
+# What a mutation puts into a YAML text; the hostile texts of tests/security are put there whole.
+_YAML_PIECES = [
+    *(
+        "&a ",
+        "*a",
+        "*b",
+        "<<: *a",
+        "<<: [*a, *a]",
+        "!!int ",
+        "!!python/object:os.system ",
+        "!x ",
+        "[",
+        "]",
+        "{",
+        "}",
+    ),
+    *(
+        "- ",
+        "? ",
+        ": ",
+        "\t",
+        "\x00",
+        '"',
+        "'",
+        "|\n",
+        ">-\n",
+        "%TAG ! x\n",
+        "---\n",
+        "...\n",
+        "# ",
+        "\n",
+        "\r",
+        "  ",
+    ),
+    *(
+        "0x_",
+        "1e999",
+        ".inf",
+        ".nan",
+        "~",
+        "9" * 40,
+        "9" * 2000,
+        "\ufeff",
+        "\u2028",
+        "\ud7ff",
+        "ä",
+        "a: &a [*a]\n",
+        ",",
+    ),
+    *(
+        "{type: grid}",
+        "{type: int, minval: 0, maxval: 9, count: 1000000000000}",
+        "name: grid",
+        "searcher:",
+        "true",
+    ),
+    *(
+        "[" * 150,
+        "{a: " * 150,
+        "- " * 150,
+        "[" + "1, " * 3000 + "]",
+        "hyperparameters:\n  deepspeed_config: {a: 1}\n",
+    ),
+]
+_YAML_BODIES = (
+    ("POST", "/api/v1/experiments", "config", {"modelDefinition": [], "activate": False}),
+    ("POST", "/api/v1/experiments", "config", {"validateOnly": True}),
+    ("POST", "/api/v1/experiments", "config", {"unmanaged": True}),
+    ("POST", "/api/v1/experiments/continue", "overrideConfig", {"id": 1}),
+    ("POST", "/api/v1/generic-tasks", "config", {}),
+)
+_YAML_SHARE = 0.25
+"""How many of the requests bring YAML text."""
+
 _BODIES: dict[str, Any] = {
     "auth/login": {"username": "fuzz", "password": "x", "isHashed": True},
     "users": {"user": {"username": "fuzz", "admin": False, "active": True}, "password": "Fuzz-1-pass"},
@@ -190,12 +305,14 @@ class Report:
     Attributes:
         statuses: route -> status -> number of answers.
         failures: what must not be.
+        num_yaml: how many requests brought YAML text.
     """
 
     statuses: dict[str, collections.Counter[int]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     failures: list[str] = dataclasses.field(default_factory=list)
+    num_yaml: int = 0
 
 
 class Fuzzer:
@@ -221,7 +338,10 @@ class Fuzzer:
                 self._tokens = self._master.services.database.write(_revive)
                 # Else it would wait for having guessed wrong passwords.
                 self._master.services.attempts = Attempts()
-            self._send_one(self._random.choice(self._routes))
+            if self._random.random() < _YAML_SHARE:
+                self._send_yaml()
+            else:
+                self._send_one(self._random.choice(self._routes))
         if self._connection is not None:
             self._connection.close()
         self.report.failures += database_problems(self._master)
@@ -230,7 +350,39 @@ class Fuzzer:
     def _send_one(self, route: Route) -> None:
         path = re.sub(r"\{(\w+)(:int)?\}", lambda match: self._parameter(match[1]), route.path)
         path += self._query(route)
-        body = None if route.method == "GET" else self._body(route)
+        self._exchange(route, path, None if route.method == "GET" else self._body(route))
+
+    def _send_yaml(self) -> None:
+        """Send a mutated or hostile YAML text where one is expected."""
+        method, path, field, more = self._random.choice(_YAML_BODIES)
+        route = next(one for one in self._routes if (one.method, one.path) == (method, path))
+        self.report.num_yaml += 1
+        self._exchange(route, path, json.dumps({field: self._yaml(), **more}).encode())
+
+    def _yaml(self) -> str:
+        kind = self._random.random()
+        if kind < 0.1:
+            hostile = self._random.choice(TEXTS)
+            return hostile.value if hostile.is_document else hostile.below(self._random.choice(_CONFIG_KEYS))
+        text = self._random.choice([_CONFIG_TEXT, *_CONFIG_TEXTS, _TASK_TEXT])
+        for _ in range(self._random.choice([1, 1, 2, 3, 8])):
+            at = self._random.randrange(len(text) + 1)
+            change = self._random.random()
+            if change < 0.6:
+                text = text[:at] + self._random.choice(_YAML_PIECES) + text[at:]
+            elif change < 0.8:
+                text = text[:at] + text[at + self._random.randint(1, 20) :]
+            elif change < 0.9:
+                text = text[:at] + text[self._random.randrange(len(text) + 1) :]
+            else:
+                text = (
+                    text[:at]
+                    + chr(self._random.choice([*range(128), 0x85, 0xA0, 0xFFFE, 0x1F600]))
+                    + text[at + 1 :]
+                )
+        return text
+
+    def _exchange(self, route: Route, path: str, body: bytes | None) -> None:
         who = self._random.choices(["admin", "trial-1", "other", None, "garbage"], [12, 6, 3, 1, 1])[0]
         headers = {"Host": "localhost"}
         if who is not None:
@@ -553,6 +705,11 @@ def _markdown(report: Report, hostile: list[Hostile]) -> str:
     return "\n".join(lines)
 
 
+def _memory_mib(name: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) / 1024
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=20000)
@@ -560,12 +717,18 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, serving(Path(directory) / "state") as master:
         hostile = hostile_requests(master)
+        before, began_s = _memory_mib("VmRSS"), time.monotonic()
         report = Fuzzer(master, options.seed).run(options.requests)
+        seconds = time.monotonic() - began_s
     print(_markdown(report, hostile))
     print()
     for failure in report.failures[:50]:
         print("FAILED", failure)
-    print(f"{options.requests} requests, seed {options.seed}: {len(report.failures)} failures")
+    print(
+        f"{options.requests} requests, {report.num_yaml} of them with YAML text, seed {options.seed}, {seconds:.0f} s: "
+        f"{len(report.failures)} failures; resident {before:.0f} MiB before, {_memory_mib('VmRSS'):.0f} MiB after, "
+        f"{_memory_mib('VmHWM'):.0f} MiB at most"
+    )
     return 1 if report.failures else 0
 
 

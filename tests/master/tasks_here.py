@@ -30,7 +30,7 @@ class TasksHere:
     def __init__(self, master: MasterForTest, home: Path) -> None:
         self.master = master
         self.home = home
-        self.token = new_token(master.state, master.record)
+        self.token = new_token(master.record)
         self.session = api.Session(master.address, USERNAME, self.token, None)
         self._det = DetHere(master.address, USERNAME, self.token, home)
         self.ok = self._det.ok

@@ -1,7 +1,11 @@
-"""Every field of an experiment config comes back as it went in: submitted, completed with defaults, seen by the trial."""
+"""Every field of an experiment config comes back as it went in: submitted, completed with defaults, seen by the trial.
+
+Secrets are the exception: the trial sees them, and nobody is shown them.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -87,8 +91,12 @@ def test_a_config_comes_back(outcomes: dict[str, Outcome], shared_master: Master
     host_path = str(shared_master.state.path / "checkpoints")
     completed = one.case.completed(one.given, host_path)
 
-    assert one.shown["originalConfig"] == one.text
-    assert one.shown["config"] == completed
+    if _as_shown(one.given) == one.given:
+        assert one.shown["originalConfig"] == one.text
+    else:
+        assert yaml.safe_load(one.shown["originalConfig"]) == _as_shown(one.given)
+        assert one.shown["originalConfig"].startswith(f"# {name}\n")
+    assert one.shown["config"] == _as_shown(completed)
     assert _without_seen_storage(one.seen["config"]) == _without_seen_storage(completed)
     storage, seen = completed["checkpoint_storage"], one.seen["config"]["checkpoint_storage"]
     if storage["type"] == "shared_fs":
@@ -103,6 +111,27 @@ def test_a_config_comes_back(outcomes: dict[str, Outcome], shared_master: Master
         (text[2:] for text in completed["environment"]["environment_variables"]["cpu"] if text[:2] == "A="),
         "",
     )
+
+
+SECRETS = (
+    ("checkpoint_storage", "access_key"),
+    ("checkpoint_storage", "secret_key"),
+    ("checkpoint_storage", "connection_string"),
+    ("checkpoint_storage", "credential"),
+    ("environment", "registry_auth", "password"),
+)
+
+
+def _as_shown(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with what nobody is shown hidden."""
+    shown = copy.deepcopy(dict(config))
+    for *outer, last in SECRETS:
+        section: Any = shown
+        for key in outer:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(last) is not None:
+            section[last] = "********"
+    return shown
 
 
 def _paths(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -202,21 +202,21 @@ def test_a_pattern_that_begins_with_anything_is_searched_without_it() -> None:
         assert matches([policy], ["nothing\n", "xa CUDA out of memory b\n"]) == [policy]
 
 
-def test_one_name_is_tried_by_one_at_a_time_whenever_they_come() -> None:
+def test_one_password_is_compared_at_a_time_whenever_they_come() -> None:
     async def run() -> int:
         attempts, inside, most = Attempts(), 0, 0
 
-        async def attempt() -> None:
+        async def compare() -> bool:
             nonlocal inside, most
-            async with attempts.turn("Determined"):
-                inside += 1
-                most = max(most, inside)
-                await asyncio.sleep(0)
-                inside -= 1
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0)
+            inside -= 1
+            return True
 
         async def keep_trying() -> None:
             for _ in range(5):
-                await attempt()
+                await attempts.compare(0, "Determined", compare)
 
         await asyncio.gather(*(keep_trying() for _ in range(5)))
         return most

@@ -17,6 +17,7 @@ def test_mutated_requests_get_answers_and_leave_the_database_intact(tmp_path: Pa
     with serving(tmp_path / "state") as master:
         report = Fuzzer(master, seed=7).run(1500)
     assert not report.failures, "\n".join(report.failures[:10])
+    assert report.num_yaml > 200
     assert sum(counter[200] for counter in report.statuses.values()) > 100
     assert sum(counter[400] for counter in report.statuses.values()) > 20
 

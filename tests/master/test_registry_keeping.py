@@ -41,7 +41,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 
 @pytest.fixture
 def session(shared_master: MasterForTest) -> api.Session:
-    token = new_token(shared_master.state, shared_master.record)
+    token = new_token(shared_master.record)
     return api.Session(shared_master.address, USERNAME, token, None)
 
 

@@ -78,6 +78,72 @@ def test_local_operations_stay_on_their_machine() -> None:
     assert [seen["all"] for seen in results] == [[0, 1, 2]] * 3
 
 
+def count_collective_splits() -> list[str]:
+    """Stand where NCCL does with a bound device: a backend that splits its communicator with all of its ranks.
+
+    torch 2.13 distributed_c10d.py:2030-2058: who is no member of a new group calls ``perform_nocolor_split`` of the
+    default group's backend, in which NCCL waits for all ranks; members of a gloo group never call it.
+    """
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    os.environ.update(GROUP_RANK=str(rank // 2), GROUP_WORLD_SIZE="2")
+    import torch
+    import torch.distributed as dist
+
+    from dstrial.ranks import ControlChannel, identify
+
+    calls: list[str] = []
+
+    class Splitting(dist.ProcessGroupGloo):
+        supports_splitting = True
+
+        def perform_nocolor_split(self, device: Any) -> None:
+            calls.append(str(device))
+
+    kept: list[Any] = []  # or pybind forgets that it is of our class
+
+    def create(store: Any, group_rank: int, size: int, timeout: Any) -> Any:
+        kept.append(Splitting(store, group_rank, size, timeout=timeout))
+        return kept[-1]
+
+    dist.Backend.register_backend("splitting", create, devices=["cpu", "cuda"])
+    dist.init_process_group("splitting")
+    dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
+    channel = ControlChannel(identify(os.environ), timeout_s=20.0)
+    local = channel.allgather_local(rank)
+    channel.close()
+    return [*calls, f"local {local}"]
+
+
+def test_a_channel_over_machines_splits_no_communicator() -> None:
+    results = run_function(count_collective_splits, 4)
+    assert [result.value for result in results] == [["local [0, 1]"]] * 2 + [["local [2, 3]"]] * 2
+
+
+def groups_of_unequal_number() -> list[Any]:
+    """A rank that is in more groups than its neighbours makes its second channel as they do."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    os.environ.update(GROUP_RANK=str(rank // 2), GROUP_WORLD_SIZE="2")
+    import torch.distributed as dist
+
+    from dstrial.ranks import ControlChannel, identify
+
+    first = _channel(timeout_s=20.0)
+    own = dist.new_group([0, 2], backend="gloo")
+    second = ControlChannel(identify(os.environ), timeout_s=20.0)
+    seen = [channel.allgather_local(rank) for channel in (second, first)]
+    second.close()
+    first.close()
+    dist.destroy_process_group(own)
+    return seen
+
+
+def test_channels_are_made_by_ranks_with_unequal_groups() -> None:
+    results = run_function(groups_of_unequal_number, 4)
+    assert [result.value for result in results] == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
+
+
 def claim_the_same_place() -> str:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", GROUP_WORLD_SIZE="2")
     from dstrial.errors import RankIdentityError

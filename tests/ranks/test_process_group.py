@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dstrial.testing.ranks import run_function, run_script
+from dstrial.testing.ranks import free_port, run_function, run_script
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "security"))
+
+from listening import listeners
 
 pytestmark = pytest.mark.process
 
@@ -66,6 +73,8 @@ def start_on_a_taken_port() -> str:
     from dstrial.errors import RankError
     from dstrial.ranks import identify, init_process_group
 
+    if os.environ["RANK"] == "1":  # would wait for rank 0
+        return ""
     with socket.socket() as other_program:
         other_program.bind(("127.0.0.1", 0))
         other_program.listen()
@@ -78,9 +87,81 @@ def start_on_a_taken_port() -> str:
 
 
 def test_a_taken_port_is_named_with_the_way_out() -> None:
-    (result,) = run_function(start_on_a_taken_port, 1)
+    result, _ = run_function(start_on_a_taken_port, 2)
     assert "is in use by another program" in result.value
     assert "Set MASTER_PORT" in result.value
+
+
+def start_without_rank_1() -> str:
+    from dstrial.errors import RankTimeoutError
+    from dstrial.ranks import identify, init_process_group
+
+    if os.environ["RANK"] == "1":
+        return ""
+    try:
+        init_process_group(identify(os.environ), timeout_s=2)
+    except RankTimeoutError as error:
+        return str(error)
+    return "came up"
+
+
+@pytest.mark.parametrize("through_file", [False, True])
+def test_a_rank_that_does_not_come_to_the_rendezvous_is_named(tmp_path: Path, through_file: bool) -> None:
+    variables = store_of(tmp_path, num_ranks=2) if through_file else {}
+
+    result, _ = run_function(start_without_rank_1, 2, env=variables)
+
+    assert "still without rank 1 (this is rank 0)" in result.value
+
+
+def listen_and_meet() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from dstrial.ranks import ControlChannel, identify, init_process_group, shutdown
+
+    identity = identify(os.environ)
+    sums: list[float] = []
+    kinds: list[str] = []
+    for _ in range(3):
+        init_process_group(identity, timeout_s=60)
+        store = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        kinds.append(type(store).__name__)
+        channel = ControlChannel(identity, timeout_s=60)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        sums.append(float(total) + sum(channel.allgather(identity.rank)))
+        channel.close()
+        listening = [str(listener) for listener in listeners([os.getpid()]) if not listener.is_loopback]
+        shutdown()
+    return {
+        "sums": sums,
+        "kinds": set(kinds),
+        "outside": listening,
+        "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
+
+
+@pytest.mark.parametrize("through_file", [False, True])
+def test_ranks_of_one_machine_meet_again_and_again_and_listen_on_loopback_only(
+    tmp_path: Path, through_file: bool
+) -> None:
+    variables = store_of(tmp_path, num_ranks=2) if through_file else {}
+
+    results = run_function(listen_and_meet, 2, env=variables)
+
+    kind = "FileStore" if through_file else "TCPStore"
+    expected = {"sums": [3.0] * 3, "kinds": {kind}, "outside": [], "gloo": None}
+    assert [result.value for result in results] == [expected] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def store_of(directory: Path, num_ranks: int) -> dict[str, str]:
+    port = free_port()
+    value = {"path": str(directory / "store"), "port": port, "num_ranks": num_ranks}
+    return {"DSTRIAL_STORE": json.dumps(value), "MASTER_PORT": str(port)}
 
 
 def test_identify_needs_no_torch(tmp_path: Any) -> None:

@@ -316,7 +316,7 @@ def test_a_submitted_optimizer_keeps_its_type_and_its_search_space(name: str) ->
         }
     )
 
-    submitted = search_section(text)
+    submitted = search_section(yaml.safe_load(text))
     trial = Searcher.new(submitted, 0).initial_trials()[0]
 
     assert isinstance(trial, Create)

@@ -20,11 +20,12 @@ from unittest import mock
 
 import deepspeed
 import torch
-from determined import core
+from determined import core, pytorch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial.dsat.trial.fake_model import make_fake, shapes_only
+from dstrial.engine.safe_load import load
 from dstrial.errors import TrialContractError
 from dstrial.launch.trial_import import import_trial
 from dstrial.trial.context import DeepSpeedTrialContext
@@ -44,6 +45,7 @@ class TrialWorkload:
         micro_batch_size: what the context says while the trial and its loader are built.
         num_batches: of so many first batches of the loader the largest is taken.
         sample_batch: file with a batch to take instead, by ``torch.save``.
+        trusts_code: whether that file may run code when it is loaded.
         is_real: build and train with real tensors.
 
     Raises:
@@ -62,6 +64,7 @@ class TrialWorkload:
         micro_batch_size: int = 2,
         num_batches: int = 4,
         sample_batch: str | None = None,
+        trusts_code: bool = False,
         is_real: bool = False,
     ) -> None:
         self._is_real = is_real
@@ -79,7 +82,7 @@ class TrialWorkload:
                     f"{trial} is built without deepspeed.initialize; expected at least one engine. Call it in __init__."
                 )
             if sample_batch is not None:
-                self._batch = torch.load(sample_batch, map_location="cpu", weights_only=False)
+                self._batch = load(Path(sample_batch), trusts_code=trusts_code)
                 self._num_records = self._trial.get_batch_length(self._batch)
             else:
                 loader = self._trial.build_training_data_loader()
@@ -222,8 +225,11 @@ def _largest_batch(loader: Any, length: Callable[[Any], int], num_batches: int) 
 
 def _as_loader(loader: Any) -> Any:
     """Return something to iterate over; Determined's ``DataLoader`` is a recipe for torch's."""
-    make = getattr(loader, "get_data_loader", None)
-    return loader if make is None else make(repeat=False, skip=0, num_replicas=1, rank=0)
+    if not isinstance(loader, pytorch.DataLoader):
+        return loader
+    own = copy.copy(loader)
+    own.pin_memory = False  # which would make a CUDA context in a process that forks
+    return own.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
 
 
 class AloneContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it

@@ -8,7 +8,6 @@ import inspect
 import os
 import runpy
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dstrial import surroundings
 from dstrial.dsat.trial.describe import AloneContext
 from dstrial.dsat.trial.fake_model import make_fake, shapes_only
+from dstrial.engine.safe_load import load
 from dstrial.errors import TrialContractError
 from dstrial.local.run_directory import RUN_DIR_VARIABLE
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.scratch import scratch_directory
 
 _ARGUMENTS = inspect.signature(deepspeed.initialize)
 _AUTO = "auto"
@@ -44,6 +45,7 @@ class ScriptWorkload:
         hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
         exp_conf: experiment config, if the script asks for it.
         sample_batch: file with what the engine is called with instead, by ``torch.save``.
+        trusts_code: whether that file may run code when it is loaded.
         is_real: build and train with real tensors.
 
     Attributes:
@@ -61,6 +63,7 @@ class ScriptWorkload:
         hparams: Mapping[str, Any],
         exp_conf: Mapping[str, Any] | None = None,
         sample_batch: str | None = None,
+        trusts_code: bool = False,
         is_real: bool = False,
     ) -> None:
         self.notes: list[str] = []
@@ -82,7 +85,7 @@ class ScriptWorkload:
                 "Call the engine."
             )
         if sample_batch is not None:
-            batch = _arguments(torch.load(sample_batch, map_location="cpu", weights_only=False))
+            batch = _arguments(load(Path(sample_batch), trusts_code=trusts_code))
         self._args, self._kwargs = batch
         first = next(
             (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
@@ -229,9 +232,9 @@ def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
 def _stand_in_directory() -> Iterator[None]:
     """Be in a directory that shows what this one holds, so that files which the script makes are not left in it."""
     real = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="dstrial-described-") as made:
+    with scratch_directory("dstrial-described-") as made:
         for path in real.iterdir():
-            (Path(made) / path.name).symlink_to(path)
+            (made / path.name).symlink_to(path)
         os.chdir(made)
         try:
             yield

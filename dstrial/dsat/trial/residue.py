@@ -48,7 +48,8 @@ class Residue:
             "tensor_bytes": 2**20,
             "num_groups": 0,
             "num_threads": 2,
-            "num_files": 8,
+            # An NCCL communicator opens sockets and shared memory, and keeps some for the next (its proxy, its bootstrap).
+            "num_files": 64 if _has_device() else 8,
             "device_bytes": 2**21,
             "resident_bytes": max(2**28, baseline.resident_bytes // 4),
         }
@@ -75,15 +76,13 @@ def residue() -> Residue:
                 if storage.nbytes():
                     num_tensors += 1
                     storages[storage.data_ptr()] = storage.nbytes()
-    accelerator = get_accelerator()
-    is_cpu = str(accelerator.device_name()) == "cpu"
     return Residue(
         num_tensors=num_tensors,
         tensor_bytes=sum(storages.values()),
         num_groups=len(process_groups()),
         num_threads=threading.active_count(),
         num_files=_num_files(),
-        device_bytes=0 if is_cpu else int(accelerator.memory_allocated()),
+        device_bytes=int(get_accelerator().memory_allocated()) if _has_device() else 0,
         resident_bytes=_resident_bytes(),
     )
 
@@ -99,6 +98,10 @@ def process_groups() -> list[Any]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def _has_device() -> bool:
+    return str(get_accelerator().device_name()) != "cpu"
 
 
 def _num_files() -> int:

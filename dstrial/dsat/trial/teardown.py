@@ -23,6 +23,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from dstrial.dsat.trial.numeric_flags import NumericFlags
 from dstrial.dsat.trial.residue import process_groups
 
 _GLOBALS: Mapping[str, Mapping[str, Any]] = {
@@ -98,11 +99,10 @@ class ProcessState:
         self._import_path = list(sys.path)
         self._dtype = torch.get_default_dtype()
         self._num_threads = torch.get_num_threads()
-        self._matmul_precision = torch.get_float32_matmul_precision()
-        self._is_deterministic = torch.are_deterministic_algorithms_enabled()
-        self._benchmarks_cudnn = torch.backends.cudnn.benchmark
+        self._numeric_flags = NumericFlags.read()
         self._gc_is_on = gc.isenabled()
         self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        self._device_random = get_accelerator().get_rng_state() if _has_device() else None
 
     def restore(self, engines: list[Any]) -> None:
         """Tear engines down, empty their list, and undo what they did to the process.
@@ -122,6 +122,10 @@ class ProcessState:
             # The million objects of torch's and DeepSpeed's modules never go; to look through them takes seconds.
             gc.freeze()
             self._is_warm = True
+        if _has_device():
+            # NCCL's destroy_process_group frees what kernels of collectives still use (torch 2.13 ProcessGroupNCCL waits for
+            # those that were enqueued with a work object only).
+            get_accelerator().synchronize()
         self._end_groups()
         self._restore_settings()
         _empty_caches()
@@ -155,15 +159,15 @@ class ProcessState:
         torch.set_default_dtype(self._dtype)
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
-        torch.set_float32_matmul_precision(self._matmul_precision)
-        torch.use_deterministic_algorithms(self._is_deterministic)
-        torch.backends.cudnn.benchmark = self._benchmarks_cudnn
+        self._numeric_flags.restore()
         torch.set_grad_enabled(True)
         if self._gc_is_on:
             gc.enable()  # DeepSpeed's `disable_python_gc` turns it off
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
+        if self._device_random is not None:
+            get_accelerator().set_rng_state(self._device_random)
 
 
 def _destroy(engine: Any) -> None:
@@ -223,10 +227,13 @@ def _reset_globals() -> None:
         dynamo.reset()  # compiled graphs hold the modules that they were compiled for
 
 
+def _has_device() -> bool:
+    return str(get_accelerator().device_name()) != "cpu"
+
+
 def _empty_caches() -> None:
     accelerator = get_accelerator()
-    if str(accelerator.device_name()) != "cpu":
-        accelerator.synchronize()
+    if _has_device():
         accelerator.empty_cache()
         accelerator.reset_peak_memory_stats()
         empty_host_cache = getattr(torch._C, "_host_emptyCache", None)

@@ -9,8 +9,9 @@ from typing import Any
 from dstrial.dsat.outcome import Failure, FailureKind, Outcome, outcome_from_json
 from dstrial.dsat.worker.guardian import signal_name
 from dstrial.dsat.worker.orders import Answer
-from dstrial.dsat.worker.star import Line, free_port, ready
+from dstrial.dsat.worker.star import Line, ready
 from dstrial.errors import RankError
+from dstrial.ranks.sockets import free_port
 
 # How long ranks that have lost a peer may take to say so themselves, before they are ended.
 _GRACE_S = 5.0

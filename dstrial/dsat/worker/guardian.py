@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.worker.star import Line, ready
+from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable_of_generation
 
 _RANK_MODULE = "dstrial.dsat.trial.living_rank"
 
@@ -119,6 +120,11 @@ def _status_of(rank: _Rank) -> int:
 def _variables(message: Mapping[str, Any]) -> dict[str, str]:
     """The environment of a rank: its own rendezvous, and no agent's store, which knows the guardians only."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    meeting = kept.get(STORE_VARIABLE)
+    if meeting:
+        kept[STORE_VARIABLE] = store_variable_of_generation(
+            meeting, port=message["port"], generation=message["generation"]
+        )
     return {**kept, "MASTER_ADDR": message["addr"], "MASTER_PORT": str(message["port"])}
 
 

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
 from dstrial.errors import DstrialError
+from dstrial.scratch import scratch_directory
 
 _SHOWN_CHARACTERS = 4000
 
@@ -71,11 +71,11 @@ def dry_runs(
     """
     if not requests:
         return []
-    with tempfile.TemporaryDirectory(prefix="dstrial-dryrun-") as directory:
-        log = Path(directory) / "log"
+    with scratch_directory("dstrial-dryrun-") as directory:
+        log = directory / "log"
         pairs = []
         for idx, request in enumerate(requests):
-            asked, answered = Path(directory) / f"request-{idx}.json", Path(directory) / f"answer-{idx}.json"
+            asked, answered = directory / f"request-{idx}.json", directory / f"answer-{idx}.json"
             asked.write_text(json.dumps(request.to_json()), encoding="utf-8")
             pairs += [str(asked), str(answered)]
         command = [sys.executable, "-m", "dstrial.engine.dryrun"]

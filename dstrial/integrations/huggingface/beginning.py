@@ -64,7 +64,7 @@ class Beginning:
         self.opened: OpenedCheckpoint | None = None
         if self.facts.latest_checkpoint is not None:
             self.opened = self._stack.enter_context(
-                opened(context, self.facts.latest_checkpoint, self.facts.trial_id)
+                opened(context, self.facts.latest_checkpoint, self.facts.trial_id, self.facts.exp_conf)
             )
             self._resumed_from = self._stack.enter_context(
                 directory_for(self.opened, int(args.train_batch_size))

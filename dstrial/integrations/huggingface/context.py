@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from determined import core
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, deepspeed_configs
+from dstrial.config.documents import read_json_text
 from dstrial.config.saved_run import RESUME_VARIABLE, SavedRun
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch import sizes_to_keep
@@ -196,8 +196,8 @@ def _deepspeed_config(hparams: Mapping[str, Any], arguments: CommandLine) -> Map
     overwrite = hparams.get(OVERWRITE_KEY) or {}
     named = hparams.get(MAIN_KEY) or arguments.value("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
-        with contextlib.suppress(json.JSONDecodeError):
-            named = json.loads(named)
+        with contextlib.suppress(ConfigError):
+            named = read_json_text(named, "--deepspeed").value
     found = deepspeed_configs({MAIN_KEY: named, OVERWRITE_KEY: overwrite}, Path())
     return found[0] if found else overwrite
 

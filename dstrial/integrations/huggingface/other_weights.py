@@ -63,7 +63,13 @@ class _SavedWeights:
 
 def _saved_weights(opened_checkpoint: OpenedCheckpoint) -> Any:
     if opened_checkpoint.layouts:
-        return _SavedWeights(open_saved_engine(opened_checkpoint.root, 0, opened_checkpoint.layouts[0]))
+        saved = open_saved_engine(
+            opened_checkpoint.root,
+            0,
+            opened_checkpoint.layouts[0],
+            trusts_code=opened_checkpoint.trusts_code,
+        )
+        return _SavedWeights(saved)
     directory = opened_checkpoint.trainer_directory
     names = [name for name in _WEIGHTS_NAMES if (directory / name).is_file()]
     if not names:

@@ -8,7 +8,6 @@ import json
 import logging
 import pathlib
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,13 +20,16 @@ from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
 from dstrial.checkpoint.reshape_rules import reshape_problems
 from dstrial.checkpoint.verify import read_verified
-from dstrial.engine.files import describe_rank
+from dstrial.engine.files import describe_rank, latest_tag
 from dstrial.engine.open_saved import open_saved_engine
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
+from dstrial.engine.safe_load import bind_checkpoint_engine, restoring
 from dstrial.engine.saved_engine import SavedEngine
 from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
+from dstrial.loop.trust import trusts_code
+from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.integrations.huggingface")
 
@@ -48,6 +50,7 @@ class OpenedCheckpoint:
         manifest: None where another program than dstrial wrote it.
         layouts: of its engine; empty for a Trainer without DeepSpeed, and without a manifest.
         continues: whether it is of this very trial, whose steps go on; of another one only the weights are taken over.
+        trusts_code: whether it holds what is not on the list of classes, and somebody vouches for it.
     """
 
     uuid: str
@@ -57,20 +60,25 @@ class OpenedCheckpoint:
     manifest: Manifest | None
     layouts: tuple[Layout, ...]
     continues: bool
+    trusts_code: bool = False
 
 
 @contextlib.contextmanager
-def opened(context: core.Context, uuid: str, trial_id: int) -> Iterator[OpenedCheckpoint]:
+def opened(
+    context: core.Context, uuid: str, trial_id: int, exp_conf: Mapping[str, Any]
+) -> Iterator[OpenedCheckpoint]:
     """Give a checkpoint to read from while the block lasts, every file compared with its manifest.
 
     Args:
         context: of the trial.
         uuid: its name, or its directory.
         trial_id: number of the trial.
+        exp_conf: its config.
 
     Raises:
         CheckpointNotFoundError: there is none, or it is no Trainer's.
         CheckpointDamagedError: a file differs from the manifest.
+        UntrustedCheckpointError: a file holds what would run code, and nobody vouches for it.
 
     Ranks: all, collectively.
     """
@@ -89,6 +97,7 @@ def opened(context: core.Context, uuid: str, trial_id: int) -> Iterator[OpenedCh
                 root, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
             )
         directory = _trainer_directory(root)
+        names = _files_of(root, directory) if manifest is None else list(manifest.files)
         written_by = metadata.get("trial_id")
         yield OpenedCheckpoint(
             uuid=uuid,
@@ -98,7 +107,13 @@ def opened(context: core.Context, uuid: str, trial_id: int) -> Iterator[OpenedCh
             manifest=manifest,
             layouts=() if manifest is None else layouts_of(manifest, root),
             continues=written_by is None or int(written_by) == trial_id,
+            trusts_code=trusts_code(context, uuid, root, names, exp_conf),
         )
+
+
+def _files_of(root: pathlib.Path, directory: pathlib.Path) -> list[str]:
+    """Return the files of a Trainer's directory that has no manifest, relative to ``root``."""
+    return sorted(path.relative_to(root).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
 def _metadata_beside(root: pathlib.Path) -> Mapping[str, Any]:
@@ -149,8 +164,8 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
     if state.get("train_batch_size") in (None, train_batch_size):
         yield found.trainer_directory
         return
-    with tempfile.TemporaryDirectory(prefix="dstrial-resume-") as made:
-        directory = pathlib.Path(made) / found.trainer_directory.name
+    with scratch_directory("dstrial-resume-") as made:
+        directory = made / found.trainer_directory.name
         directory.mkdir()
         for path in found.trainer_directory.iterdir():
             if path.name != STATE_NAME:
@@ -174,6 +189,12 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
 
     Ranks: all, collectively.
     """
+    bind_checkpoint_engine(engine)
+    with restoring(trusts_code=opened_checkpoint.trusts_code):
+        _load_engine(engine, opened_checkpoint, distributed)
+
+
+def _load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
     if not opened_checkpoint.layouts:
         _load_as_it_is(engine, opened_checkpoint)
         return
@@ -204,8 +225,9 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
 
 def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint) -> None:
     path = str(opened_checkpoint.trainer_directory)
+    tag = latest_tag(path, is_universal=bool(engine.load_universal_checkpoint()))
     loaded, _ = type(engine).load_checkpoint(
-        engine, path, load_optimizer_states=True, load_lr_scheduler_states=True
+        engine, path, tag=tag, load_optimizer_states=True, load_lr_scheduler_states=True
     )
     if loaded is None:
         raise CheckpointError(

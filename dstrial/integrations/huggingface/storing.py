@@ -25,7 +25,15 @@ from determined import core
 
 import dstrial
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import Manifest, hash_files, share_of, write_manifest
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    Manifest,
+    hash_file,
+    hash_files,
+    share_of,
+    write_manifest,
+)
 from dstrial.config.saved_run import EngineRecord, run_metadata
 from dstrial.engine.files import engine_files
 from dstrial.engine.parameter_table import collect_layout
@@ -154,6 +162,8 @@ class Storing:
                 if self._distributed.rank == 0:
                     files = {name: entry for part, _ in parts for name, entry in part.items()}
                     write_manifest(root, _manifest(step, layout, files, [names for _, names in parts]))
+                    # Read by the store when its block ends; so the master knows which files were written.
+                    metadata[MANIFEST_DIGEST] = hash_file(root / MANIFEST_NAME).sha256
 
             together(self._distributed, describe, lambda error: self._describe(directory, root, error))
         if shares:

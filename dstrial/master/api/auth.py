@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import orjson
@@ -9,12 +10,14 @@ from determined.common.api import bindings
 from starlette.responses import Response
 
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import PUBLIC, USER, ApiRequest, route
+from dstrial.master.api.frame import OWNER, PUBLIC, USER, ApiRequest, route
 from dstrial.master.api.guard import COOKIE
 from dstrial.master.api.messages import message
 from dstrial.master.api.users import user_json
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
+
+_MAX_LOGIN_BYTES = 64 * 1024
 
 _NOBODY = users.stored_hash("0")
 """Compared with where there is no such user, so that the answer takes as long."""
@@ -27,15 +30,23 @@ async def log_in(request: ApiRequest) -> Response:
     password = body.text("password") or ""
     hashed = password if body.flag("isHashed") else users.client_hash(password)
     services = request.services
-    async with services.attempts.turn(username):
-        row = await services.read(users.find_by_name, username)
-        stored = _NOBODY if row is None else row["password_hash"]
-        is_right = await services.run(lambda: users.is_password(stored, hashed)) and row is not None
-        services.attempts.record(username, is_success=is_right)
+    row = await services.read(users.find_by_name, username)
+    stored = _NOBODY if row is None else row["password_hash"]
+
+    async def compare() -> bool:
+        return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
+
+    account, known = request.peer.account, services.attempts.known
+    is_right = (stored, hashed) in known or await request.unless_gone(
+        services.attempts.compare(
+            account, username, compare, is_stranger=account not in (None, 0, os.geteuid())
+        )
+    )
     if not is_right or row is None:
         raise RequestError(401, "invalid credentials")
     if not row["active"]:
         raise RequestError(403, "user is not active")
+    known.add(stored, hashed)
     user_id = row["id"]
 
     def give_token(tx: Transaction) -> str:
@@ -50,6 +61,31 @@ async def log_in(request: ApiRequest) -> Response:
     response = Response(orjson.dumps(answer), media_type="application/json")
     response.set_cookie(COOKIE, token, path="/", httponly=True, samesite="strict")
     return response
+
+
+async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
+    """``POST /owner/login``: a token of any user, for whoever owns the state directory; ``dstrial login``.
+
+    The owner could as well read and write the database; there is no password to compare and so nothing to wait for.
+    """
+    username = request.body().required_text("username")
+
+    def give_token(tx: Transaction) -> tuple[str, tokens.User]:
+        row = users.find_by_name(tx.connection, username)
+        if row is None:
+            raise RequestError(
+                404,
+                f"user {username!r} does not exist; expected one that does. Name another one, admin for example.",
+            )
+        if not row["active"]:
+            raise RequestError(
+                403,
+                f"user {username!r} is not active; expected one that is. Name another one, admin for example.",
+            )
+        return tokens.create_token(tx, row["id"]), tokens.User.from_row(row)
+
+    token, user = await request.services.write(give_token)
+    return message(bindings.v1LoginResponse, token=token, user=user_json(user))
 
 
 async def log_out(request: ApiRequest) -> Response:
@@ -68,7 +104,9 @@ async def show_me(request: ApiRequest) -> dict[str, Any]:
 
 
 routes = [
-    route("POST", "/auth/login", log_in, access=PUBLIC),
+    # Read before it is known who sends it.
+    route("POST", "/auth/login", log_in, access=PUBLIC, max_body_bytes=_MAX_LOGIN_BYTES),
+    route("POST", "//owner/login", log_owner_in, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),
     route("POST", "/auth/logout", log_out, access=USER),
     route("GET", "/auth/user", show_me, access=USER),
     route("GET", "/me", show_me, access=USER),

@@ -18,6 +18,7 @@ from typing import Any, cast
 from determined.common.api import bindings
 from starlette.responses import StreamingResponse
 
+from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message
@@ -98,7 +99,10 @@ async def show_checkpoint(request: ApiRequest) -> dict[str, Any]:
     row = await request.services.read(
         checkpoint_rows.require_checkpoint, request.path_params["checkpoint_uuid"]
     )
-    return message(bindings.v1GetCheckpointResponse, checkpoint=checkpoint_json(row))
+    return message(
+        bindings.v1GetCheckpointResponse,
+        checkpoint=checkpoint_json(row, request.services.secret_names),
+    )
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
@@ -164,9 +168,18 @@ async def set_metadata(request: ApiRequest) -> dict[str, Any]:
     if given is None:
         raise request.body().wrong("checkpoint", "an object")
     metadata = given.mapping("metadata") or {}
-    await request.services.write(lambda tx: checkpoint_rows.set_metadata(tx, uuid, metadata))
+
+    def perform(tx: Transaction) -> None:
+        # A client changes what it was shown, and sends all of it back.
+        before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid)["metadata"])
+        checkpoint_rows.set_metadata(tx, uuid, unmasked(metadata, [before], "the checkpoint's metadata"))
+
+    await request.services.write(perform)
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
-    return message(bindings.v1PostCheckpointMetadataResponse, checkpoint=checkpoint_json(row))
+    return message(
+        bindings.v1PostCheckpointMetadataResponse,
+        checkpoint=checkpoint_json(row, request.services.secret_names),
+    )
 
 
 async def list_metrics(request: ApiRequest) -> dict[str, Any]:

@@ -11,9 +11,13 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config.command import CommandConfig, CommandKind, check_command
+from dstrial.config.limits import check_value
+from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.frame import ApiRequest
 from dstrial.master.api.messages import page_of
+from dstrial.master.api.shapes import as_data as as_data
+from dstrial.master.api.shapes import shown_config
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.command import life
 from dstrial.master.store import commands, projects, templates, workspaces
@@ -27,9 +31,16 @@ _SORTS: Mapping[str, Callable[[sqlite3.Row], Any]] = {
 
 
 async def checked(
-    request: ApiRequest, given: Mapping[str, Any], kind: CommandKind, template_name: str | None
+    request: ApiRequest, given: Mapping[str, Any], kind: CommandKind, template_name: str | None, *others: Any
 ) -> CommandConfig:
     """Check the config of a command with its template and this master's own defaults.
+
+    Args:
+        request: whose user asks.
+        given: the config; where it has the mask of a secret, what is behind it comes from the template or ``others``.
+        kind: of command.
+        template_name: a template's name; None for none.
+        others: configs that it may be a copy of.
 
     Raises:
         RequestError: 404, there is no such template.
@@ -39,16 +50,19 @@ async def checked(
     template: dict[str, Any] | None = None
     if template_name:
         template = json.loads((await services.read(templates.require, template_name))["config"])
-    return await services.run(
-        lambda: check_command(
-            given,
+
+    def check() -> CommandConfig:
+        check_value(given, "the command's config", services.settings.limits)
+        return check_command(
+            unmasked(given, [template or {}, *others], "the config"),
             kind,
             num_slots=len(services.slots),
             launch_error=services.settings.launch_error,
             environment_variables=services.settings.environment_variables,
             template=template,
         )
-    )
+
+    return await services.check(check)
 
 
 async def one_of(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
@@ -73,6 +87,11 @@ async def prioritised(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
     row = await one_of(request, kind)
     await request.services.write(lambda tx: life.set_priority(tx, row["task_id"], priority))
     return await one_of(request, kind)
+
+
+def config_of(request: ApiRequest, row: sqlite3.Row) -> Any:
+    """Return the config of a command as it is shown."""
+    return shown_config(row["config"], request.services.secret_names)
 
 
 def warnings_of(spec: CommandConfig) -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config.secrets import masked
 from dstrial.master.api import command_shapes as shapes
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message
@@ -37,7 +37,7 @@ async def launch(request: ApiRequest) -> dict[str, Any]:
     return message(
         bindings.v1LaunchCommandResponse,
         command=_json(request, row),
-        config=spec.config,
+        config=shapes.as_data(masked(spec.config, services.secret_names)),
         warnings=shapes.warnings_of(spec),
     )
 
@@ -51,7 +51,7 @@ async def list_commands(request: ApiRequest) -> dict[str, Any]:
 async def show(request: ApiRequest) -> dict[str, Any]:
     """``GET commands/{id}``."""
     row = await shapes.one_of(request, "COMMAND")
-    return {"command": _json(request, row), "config": json.loads(row["config"])}
+    return {"command": _json(request, row), "config": shapes.config_of(request, row)}
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 
-import orjson
 from starlette.responses import Response
 
 from dstrial.errors import DstrialError, MasterError, RequestError
+from dstrial.master.api.rendering import to_json
 
 _RETRY_AFTER_S = 1
 
@@ -22,9 +22,11 @@ _CODES = {
     403: (7, "PermissionDenied"),
     404: (5, "NotFound"),
     405: (12, "Unimplemented"),
+    408: (4, "DeadlineExceeded"),
     409: (6, "AlreadyExists"),
     413: (8, "ResourceExhausted"),
     429: (8, "ResourceExhausted"),
+    431: (8, "ResourceExhausted"),
     500: (13, "Internal"),
     501: (12, "Unimplemented"),
     503: (14, "Unavailable"),
@@ -91,6 +93,4 @@ def error_response(refusal: Problem) -> Response:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     if refusal.status == 413:
         headers["Connection"] = "close"
-    return Response(
-        orjson.dumps(body), status_code=refusal.status, media_type="application/json", headers=headers
-    )
+    return Response(to_json(body), status_code=refusal.status, media_type="application/json", headers=headers)

@@ -117,8 +117,9 @@ async def checkpoints_page(
     known = sorted((row for row in rows if key(row) is not None), key=key, reverse=is_descending)
     rows = known + [row for row in rows if key(row) is None]
     page = page_of(len(rows), offset, limit)
+    names = request.services.secret_names
     return {
-        "checkpoints": [checkpoint_json(row) for row in rows[page.start : page.end]],
+        "checkpoints": [checkpoint_json(row, names) for row in rows[page.start : page.end]],
         "pagination": page.to_json(),
     }
 

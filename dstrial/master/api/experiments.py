@@ -14,7 +14,8 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config import SavedRun
-from dstrial.config.documents import read_yaml_text
+from dstrial.config.documents import Document, read_yaml_text
+from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.config.storage import laid_over
 from dstrial.config.submission import LABEL, Submission, check_submission, merge_override
 from dstrial.config.template_merge import merge_template
@@ -24,7 +25,7 @@ from dstrial.master.api.experiment_actions import stored_states
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import experiment_json
+from dstrial.master.api.shapes import as_data, experiment_json
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.experiment import detached, experiments, holders
 from dstrial.master.interpreter import check_interpreter
@@ -48,6 +49,7 @@ def checked(
     template: Mapping[str, Any] | None = None,
     storage: Mapping[str, Any] | None = None,
     is_detached: bool = False,
+    document: Document | None = None,
 ) -> Submission:
     """Check a config with its model definition; takes long enough to be done in a thread.
 
@@ -59,6 +61,7 @@ def checked(
         template: a part of a config that gives what the config leaves out.
         storage: of the workspace, before the master's; None for none.
         is_detached: whether its trials run elsewhere.
+        document: the same YAML, if it has been read; its value is changed.
 
     Raises:
         ConfigError: with every problem.
@@ -80,6 +83,7 @@ def checked(
                 resumed=resumed,
                 template=template,
                 is_detached=is_detached,
+                document=document,
             )
         except ConfigError as error:
             raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
@@ -132,18 +136,21 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
         if not tgz:
             tgz = await services.read(_model_definition, parent_id)
-    given = _readable(config, template)
+        config = await services.check(lambda: _with_secrets(services, config, template, parent))
+    else:
+        config = await services.check(lambda: _with_secrets(services, config, template))
+    document, given = await services.check(lambda: _readable(services, config, template))
     resumed = await services.read(resumption.of_submission, given)
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
-    submission = await services.run(
-        lambda: checked(services, config, tgz, resumed, template=template, storage=storage)
+    submission = await services.check(
+        lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
     )
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else []
     if body.flag("validateOnly"):
         return message(
             bindings.v1CreateExperimentResponse,
-            config=submission.config,
+            config=as_data(masked(submission.config, services.secret_names)),
             experiment=_unsaved(request, submission, project),
             warnings=warnings,
         )
@@ -160,7 +167,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     )
     return message(
         bindings.v1CreateExperimentResponse,
-        config=submission.config,
+        config=as_data(masked(submission.config, services.secret_names)),
         experiment=await shown(services, experiment_id),
         warnings=warnings,
     )
@@ -181,11 +188,14 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
         ConfigError: with every problem of the config.
         RequestError: its project is archived, or it is being deleted.
     """
-    services, config = request.services, body.text("config") or ""
-    given = _readable(config, None)
+    services = request.services
+    config = await services.check(lambda: _with_secrets(services, body.text("config") or "", None))
+    document, given = await services.check(lambda: _readable(services, config, None))
     project = await services.read(holders.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project["workspace_id"])
-    submission = await services.run(lambda: checked(services, config, b"", storage=storage, is_detached=True))
+    submission = await services.check(
+        lambda: checked(services, config, b"", storage=storage, is_detached=True, document=document)
+    )
     experiment_id = await services.write(
         lambda tx: detached.create(
             tx,
@@ -208,15 +218,36 @@ def _files(body: Fields) -> list[Any]:
     return files
 
 
-def _readable(config: str, template: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a config over its template; what is wrong with it is said by its check."""
-    try:
-        value = read_yaml_text(config, LABEL).value
-    except ConfigError:
-        return {}
-    if not isinstance(value, dict):
-        return {}
-    return value if template is None else merge_template(template, value)
+def _readable(
+    services: Services, config: str, template: Mapping[str, Any] | None
+) -> tuple[Document, dict[str, Any]]:
+    """Return a config, and its values over its template, empty if it is no mapping, which its check says.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    document = read_yaml_text(config, LABEL, services.settings.limits)
+    if not isinstance(document.value, dict):
+        return document, {}
+    return document, document.value if template is None else merge_template(template, document.value)
+
+
+def _with_secrets(
+    services: Services, config: str, template: Mapping[str, Any] | None, parent: sqlite3.Row | None = None
+) -> str:
+    """Return a config with the secrets of those that it comes from where it has the mask, as what was shown has.
+
+    Raises:
+        ConfigError: neither of them knows one.
+    """
+    if MASK not in config:
+        return config
+    limits = services.settings.limits
+    sources: list[Any] = []
+    if parent is not None:
+        original = read_yaml_text(parent["original_config"], LABEL, limits).value
+        sources += [original, json.loads(parent["template"] or "null"), json.loads(parent["config"])]
+    return unmasked_yaml(config, [*sources, template], LABEL, limits)
 
 
 def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, Any] | None:
@@ -226,16 +257,17 @@ def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, 
 
 
 def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) -> dict[str, Any]:
-    config = submission.config
+    names = request.services.secret_names
+    config = masked(submission.config, names)
     return message(
         bindings.v1Experiment,
         archived=False,
-        config=config,
+        config=as_data(config),
         id=0,
         jobId="",
         name=config["name"],
         numTrials=0,
-        originalConfig=submission.original,
+        originalConfig=as_data(masked_yaml(submission.original, names)),
         projectId=project["id"],
         projectName=project["name"],
         projectOwnerId=project["owner_id"],
@@ -336,11 +368,13 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     if override.strip():
         row = await services.read(experiment_rows.require, experiment_id)
         tgz = await services.read(_model_definition, experiment_id)
-        merged = merge_override(row["original_config"], override)
+        limits = services.settings.limits
+        merged = await services.check(lambda: merge_override(row["original_config"], override, limits))
+        merged = await services.check(lambda: _with_secrets(services, merged, None, row))
         resumed = await services.read(_resumed_by, experiment_id)
         template = json.loads(row["template"] or "null")
         storage = await services.read(_storage_of_experiment, experiment_id)
-        submission = await services.run(
+        submission = await services.check(
             lambda: checked(services, merged, tgz, resumed, template=template, storage=storage)
         )
     await services.write(lambda tx: experiments.continue_(tx, experiment_id, submission))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import math
 import re
+import reprlib
 from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 
 from dstrial.errors import RequestError
@@ -13,6 +15,31 @@ from dstrial.errors import RequestError
 _SNAKE = re.compile(r"_+([a-zA-Z0-9])")
 _MAX_INTEGER = 2**63 - 1
 _MAX_GOT = 80
+
+
+class _Short(reprlib.Repr):
+    """``repr`` of as much as is shown: that of a large value takes long, and of a deep one too much stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = self.maxdict = self.maxlist = _MAX_GOT // 4
+        self.maxstring = self.maxother = self.maxlong = _MAX_GOT
+
+    def repr_str(self, x: str, level: int) -> str:  # noqa: ARG002 - the signature of the base class
+        return repr(x[:_MAX_GOT])
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        # That of the base class sorts all keys first.
+        if level <= 0:
+            return "{…}"
+        pairs = [
+            f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}"
+            for key in islice(x, self.maxdict)
+        ]
+        return "{" + ", ".join([*pairs, *(["…"] if len(x) > self.maxdict else [])]) + "}"
+
+
+_SHORT = _Short()
 
 
 def camel(name: str) -> str:
@@ -148,5 +175,5 @@ def shown(value: Any) -> str:
     """Return a value as an error message shows it: shortened, and ``missing`` for None."""
     if value is None:
         return "missing"
-    text = repr(value[:_MAX_GOT]) if isinstance(value, str) else repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= _MAX_GOT else text[:_MAX_GOT] + "…"

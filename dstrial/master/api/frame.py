@@ -6,12 +6,13 @@ The rules of access are here and nowhere else; a handler that takes ids from a b
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import enum
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 import orjson
@@ -23,6 +24,8 @@ from dstrial.errors import RequestError
 from dstrial.master.api import guard, not_offered
 from dstrial.master.api.errors import error_response, status_and_text
 from dstrial.master.api.fields import Fields, camel, shown
+from dstrial.master.api.rendering import to_json
+from dstrial.master.http.peers import Peer, peer_of_scope
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
@@ -37,6 +40,9 @@ MAX_BODY_BYTES = 16 * 2**20
 
 _MAX_DEPTH = 100
 """Deepest nesting of a body's lists and objects; answers would not be written beyond 254."""
+
+_MAX_VALUES = 500_000
+"""Most values in a body; a batch of metrics or logs has some thousands."""
 
 _MAX_ID = 2**31 - 1
 
@@ -54,8 +60,12 @@ class Access(enum.Enum):
     """A user's token, or that of an allocation for its own trial, task, allocation, for reading its experiment, and for
     checkpoints of its experiment or the one it started from. Told by the names of the path's parameters."""
 
+    OWNER = enum.auto()
+    """Whoever has come by the UNIX socket of the state directory, without a token."""
 
-PUBLIC, USER, ADMIN, TRIAL = Access.PUBLIC, Access.USER, Access.ADMIN, Access.TRIAL
+
+PUBLIC, USER, ADMIN, TRIAL, OWNER = Access.PUBLIC, Access.USER, Access.ADMIN, Access.TRIAL, Access.OWNER
+T = TypeVar("T")
 
 Answer: TypeAlias = "Mapping[str, Any] | Response"
 Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
@@ -117,10 +127,26 @@ class ApiRequest:
         content: the body, bytes.
     """
 
-    __slots__ = ("_query", "content", "headers", "identity", "path_params", "route", "scope", "services")
+    __slots__ = (
+        "_query",
+        "_receive",
+        "content",
+        "headers",
+        "identity",
+        "path_params",
+        "route",
+        "scope",
+        "services",
+    )
 
     def __init__(
-        self, services: Services, route: Route, scope: Scope, headers: Headers, path_params: dict[str, Any]
+        self,
+        services: Services,
+        route: Route,
+        scope: Scope,
+        headers: Headers,
+        path_params: dict[str, Any],
+        receive: Receive,
     ) -> None:
         self.services = services
         self.route = route
@@ -130,6 +156,30 @@ class ApiRequest:
         self.identity: Identity | None = None
         self.content = b""
         self._query: dict[str, list[str]] | None = None
+        self._receive = receive
+
+    @property
+    def peer(self) -> Peer:
+        """Who has connected, as far as the kernel tells."""
+        return peer_of_scope(self.scope)
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """Return what comes of some work, which is cancelled when the client leaves meanwhile."""
+
+        async def leave() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _GoneError
+            return working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
 
     @property
     def user(self) -> User:
@@ -165,6 +215,7 @@ class ApiRequest:
         """
         if not self.content.strip():
             return {}
+        _check_num_values(self.content)
         try:
             value = orjson.loads(self.content)
         except orjson.JSONDecodeError as error:
@@ -306,6 +357,28 @@ def _not_own(noun: str, asked: int | str) -> RequestError:
     )
 
 
+def _check_num_values(content: bytes) -> None:
+    """Refuse a body of more values than would be read in a moment; those of 16 MiB may take a GiB.
+
+    Raises:
+        RequestError: there are more than ``_MAX_VALUES``.
+    """
+    if _num_separators(content) <= _MAX_VALUES:
+        return
+    # Perhaps they stand in strings, as in a batch of logs. Backslashes and escaped quotes first, so that the other quotes
+    # are those at the ends of strings.
+    parts = content.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', 2 * _MAX_VALUES + 1)
+    if len(parts) > 2 * _MAX_VALUES or sum(_num_separators(part) for part in parts[::2]) > _MAX_VALUES:
+        raise RequestError(
+            400,
+            f"the request's body holds more than {_MAX_VALUES} values; expected at most that. Send less at a time.",
+        )
+
+
+def _num_separators(content: bytes) -> int:
+    return content.count(b",") + content.count(b"[") + content.count(b"{")
+
+
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_MAX_DEPTH):
@@ -382,8 +455,15 @@ class Api:
         headers = Headers(scope=scope)
         guard.check_host_and_origin(headers)
         found, values = self._find(scope)
-        request = ApiRequest(self._services, found, scope, headers, {})
-        if found.access is not Access.PUBLIC:
+        request = ApiRequest(self._services, found, scope, headers, {}, receive)
+        if found.access is Access.OWNER:
+            if not request.peer.is_at_owner_socket:
+                raise RequestError(
+                    403,
+                    f"{found.path} is for the owner of the state directory only; expected to be asked at its socket. Use "
+                    "`dstrial login`.",
+                )
+        elif found.access is not Access.PUBLIC:
             try:
                 request.identity = await guard.identify(self._services, headers, found.method)
             except RequestError as error:
@@ -463,7 +543,7 @@ def _number(name: str, text: str) -> int:
 def _response(answer: Answer) -> Response:
     if isinstance(answer, Response):
         return answer
-    return Response(orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
+    return Response(to_json(answer), media_type="application/json")
 
 
 class _GoneError(Exception):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from determined.common.api import bindings
 
 from dstrial.config.documents import read_yaml_text
+from dstrial.config.secrets import masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api import command_shapes as shapes
 from dstrial.master.api.commands import MAX_BODY_BYTES
@@ -32,7 +33,9 @@ async def create(request: ApiRequest) -> dict[str, Any]:
     for other in (forked_from, parent_id):
         if other is not None:
             await services.read(commands.require, other, _KIND)
-    spec = await shapes.checked(request, await _given(request, body, forked_from), "GENERIC", None)
+    forked = None if forked_from is None else await services.read(commands.require, forked_from, _KIND)
+    known = [] if forked is None else [json.loads(forked["config"])]
+    spec = await shapes.checked(request, await _given(request, body, forked_from), "GENERIC", None, *known)
     project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)
     projects.refuse_shut(project, "take another task")
     new = NewCommand(
@@ -56,7 +59,10 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
         kept: dict[str, Any] = json.loads(row["config"])
         # Its description is its own, and its image the word for none.
         return {**kept, "description": None, "environment": {**kept["environment"], "image": None}}
-    given = read_yaml_text(text, "the task's config").value or {}
+    limits = request.services.settings.limits
+    given = (
+        await request.services.check(lambda: read_yaml_text(text, "the task's config", limits))
+    ).value or {}
     if not isinstance(given, dict):
         raise body.wrong("config", "a mapping in YAML")
     return given
@@ -97,7 +103,10 @@ async def _kept_context(services: Services, task_id: str) -> bytes:
 async def show_config(request: ApiRequest) -> dict[str, Any]:
     """``GET tasks/{id}/config``: JSON in a string."""
     row = await request.services.read(commands.require, request.path_params["task_id"])
-    return message(bindings.v1GetGenericTaskConfigResponse, config=row["config"])
+    return message(
+        bindings.v1GetGenericTaskConfigResponse,
+        config=masked_json(row["config"], request.services.secret_names),
+    )
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:

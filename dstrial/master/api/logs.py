@@ -19,6 +19,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import logs
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.visible_text import visible
 
 _CHUNK = 2000
 _FOLLOW_WAIT_S = 30.0
@@ -147,7 +148,7 @@ def _line_json(services: Services, wanted: logs.LogFilter, row: sqlite3.Row) -> 
         "timestamp": format_us(row["time_us"]),
         "agentId": services.agent_id if row["allocation_id"] else None,
         "containerId": row["container_id"],
-        "log": row["log"],
+        "log": visible(row["log"]),
         "rankId": row["rank"],
         "source": row["source"],
         "stdtype": row["stdtype"],

@@ -6,8 +6,10 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 from determined.common.api import bindings
 
+from dstrial.config.secrets import SecretNames
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
@@ -33,7 +35,7 @@ def model_json(row: sqlite3.Row) -> dict[str, Any]:
         description=row["description"],
         notes=row["notes"],
         metadata=stored(row["metadata"]),
-        labels=stored(row["labels"]),
+        labels=orjson.loads(row["labels"]),
         archived=bool(row["is_archived"]),
         creationTime=format_us(row["created_us"]),
         lastUpdatedTime=format_us(row["updated_us"]),
@@ -44,19 +46,21 @@ def model_json(row: sqlite3.Row) -> dict[str, Any]:
     )
 
 
-def _version_json(connection: sqlite3.Connection, model: sqlite3.Row, row: sqlite3.Row) -> dict[str, Any]:
+def _version_json(
+    names: SecretNames, connection: sqlite3.Connection, model: sqlite3.Row, row: sqlite3.Row
+) -> dict[str, Any]:
     checkpoint = checkpoint_rows.require_checkpoint(connection, row["checkpoint_uuid"])
     return message(
         bindings.v1ModelVersion,
         id=row["id"],
         version=row["version"],
         model=model_json(model),
-        checkpoint=checkpoint_json(checkpoint),
+        checkpoint=checkpoint_json(checkpoint, names),
         name=row["name"],
         comment=row["comment"],
         notes=row["notes"],
         metadata=stored(row["metadata"]),
-        labels=stored(row["labels"]),
+        labels=orjson.loads(row["labels"]),
         creationTime=format_us(row["created_us"]),
         lastUpdatedTime=format_us(row["updated_us"]),
         userId=row["owner_id"],
@@ -224,7 +228,10 @@ async def list_versions(request: ApiRequest) -> dict[str, Any]:
         model = models.require(connection, name)
         rows = models.list_versions(connection, model["id"], by_time=by_time, is_descending=is_descending)
         page = page_of(len(rows), offset, limit)
-        versions = [_version_json(connection, model, row) for row in rows[page.start : page.end]]
+        versions = [
+            _version_json(request.services.secret_names, connection, model, row)
+            for row in rows[page.start : page.end]
+        ]
         return model_json(model), versions, page
 
     model, versions, page = await request.services.read(read)
@@ -244,7 +251,12 @@ async def register_version(request: ApiRequest) -> dict[str, Any]:
         checkpoint_rows.refuse_going(tx.connection, checkpoint)
         version = models.add_version(tx, model["id"], uuid, user.id, **given)
         model = models.require(tx.connection, str(model["id"]))
-        return _version_json(tx.connection, model, models.require_version(tx.connection, model, version))
+        return _version_json(
+            request.services.secret_names,
+            tx.connection,
+            model,
+            models.require_version(tx.connection, model, version),
+        )
 
     return message(bindings.v1PostModelVersionResponse, modelVersion=await request.services.write(write))
 
@@ -258,7 +270,7 @@ async def show_version(request: ApiRequest) -> dict[str, Any]:
     """``GET models/{name or id}/versions/{number}``."""
 
     def read(connection: sqlite3.Connection) -> dict[str, Any]:
-        return _version_json(connection, *_version_of(connection, request))
+        return _version_json(request.services.secret_names, connection, *_version_of(connection, request))
 
     return message(bindings.v1GetModelVersionResponse, modelVersion=await request.services.read(read))
 
@@ -271,7 +283,9 @@ async def patch_version(request: ApiRequest) -> dict[str, Any]:
         _open(tx.connection, request.path_params["model"])
         model, row = _version_of(tx.connection, request)
         models.change_version(tx, row["id"], model["id"], **given)
-        return _version_json(tx.connection, *_version_of(tx.connection, request))
+        return _version_json(
+            request.services.secret_names, tx.connection, *_version_of(tx.connection, request)
+        )
 
     return message(bindings.v1PatchModelVersionResponse, modelVersion=await request.services.write(write))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
 from determined.common.api import bindings
 
+from dstrial.config.secrets import masked
 from dstrial.config.submission import search_section
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message
@@ -19,13 +19,13 @@ async def preview_search(request: ApiRequest) -> dict[str, Any]:
     config = body.mapping("config")
     if config is None:
         raise body.wrong("config", "an experiment config")
-    text = yaml.safe_dump(config)
-    summary = preview(await request.services.run(lambda: search_section(text)))
+    limits = request.services.settings.limits
+    summary = await request.services.check(lambda: preview(search_section(config, limits)))
     return message(
         bindings.v1PreviewHPSearchResponse,
         summary=message(
             bindings.v1SearchSummary,
-            config=summary.config,
+            config=masked(summary.config, request.services.secret_names),
             trials=[_trials(trials) for trials in summary.trials],
         ),
     )

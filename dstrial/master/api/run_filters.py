@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
+from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import shown
 from dstrial.master.api.shapes import shown_state
@@ -51,6 +52,7 @@ _COLUMNS: dict[str, Callable[[sqlite3.Row], Any]] = {
 }
 _SUMMARIES = {"training": "avg_metrics", "validation": "validation_metrics"}
 _MAX_DEPTH = 20
+_MAX_CHARS = 2**16
 
 
 def wanted_by(text: str | None) -> Wanted:
@@ -61,6 +63,8 @@ def wanted_by(text: str | None) -> Wanted:
     """
     if not text:
         return lambda row: not row["experiment_archived"]
+    if len(text) > _MAX_CHARS:
+        raise _wrong(text, f"at most {_MAX_CHARS} characters")
     try:
         tree = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -106,7 +110,8 @@ def _column(name: Any) -> Callable[[sqlite3.Row], Any]:
         return _COLUMNS[name]
     kind, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
     if rest and kind == "hp":
-        return lambda row: _below(json.loads(row["hparams"]), rest.split("."))
+        # As it is shown: nobody is to guess a secret by asking what it is greater than.
+        return lambda row: _below(json.loads(masked_json(row["hparams"], SecretNames())), rest.split("."))
     if rest and kind == "metadata":
         return lambda row: _below(json.loads(row["metadata"] or "{}"), rest.split("."))
     metric, _, summary = rest.rpartition(".")

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import orjson
 from determined.common.api import bindings
 
 from dstrial.errors import DstrialError, RequestError
@@ -14,7 +15,7 @@ from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.guard import require_owner
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.api.run_filters import in_order, wanted_by
-from dstrial.master.api.shapes import shown_state, stored, time_or_none
+from dstrial.master.api.shapes import shown_config, shown_state, stored, time_or_none
 from dstrial.master.clock import format_us
 from dstrial.master.experiment import experiments, trials
 from dstrial.master.services import Services
@@ -50,8 +51,8 @@ def run_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         endTime=time_or_none(end),
         experiment=experiment,
         externalRunId=row["external_id"],
-        hyperparameters=stored(row["hparams"]),
-        labels=stored(row["labels"]),
+        hyperparameters=shown_config(row["hparams"], services.secret_names),
+        labels=orjson.loads(row["labels"]),
         localId=f"{row['project_key']}-{row['id']}",
         logPolicyMatched=row["log_policy_matched"],
         metadata=stored(row["metadata"]),

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from determined.common.api import bindings
 
+from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
 from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us
 from dstrial.master.services import Services
@@ -19,6 +20,16 @@ _ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
 def stored(text: str | None) -> Any:
     """Return stored JSON as it is to be sent, without reading it."""
     return None if text is None else orjson.Fragment(text)
+
+
+def as_data(value: Any) -> Any:
+    """Return what is the user's own so that it is sent as it is, control characters included (see ``rendering``)."""
+    return orjson.Fragment(orjson.dumps(value))
+
+
+def shown_config(text: str | None, names: SecretNames) -> Any:
+    """Return a config, or a part of one, that is stored as JSON as it is to be sent: its secrets masked."""
+    return None if text is None else orjson.Fragment(masked_json(text, names))
 
 
 def time_or_none(us: int | None) -> str | None:
@@ -33,16 +44,16 @@ def shown_state(row: sqlite3.Row) -> str:
 
 def experiment_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
     """Return a row of ``listings.list_experiments`` as a ``v1Experiment``."""
-    end = row["end_us"]
+    end, names = row["end_us"], services.secret_names
     return message(
         bindings.v1Experiment,
         archived=bool(row["archived"]),
-        config=stored(row["config"]),
+        config=shown_config(row["config"], names),
         id=row["id"],
         jobId=row["job_id"],
         name=row["name"],
         numTrials=row["num_trials"],
-        originalConfig=row["original_config"],
+        originalConfig=as_data(masked_yaml(row["original_config"], names)),
         projectId=row["project_id"],
         projectOwnerId=row["project_owner_id"],
         searcherType=row["searcher_type"],
@@ -58,7 +69,7 @@ def experiment_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         duration=None if end is None else (end - row["start_us"]) // 1_000_000,
         endTime=time_or_none(end),
         forkedFrom=row["parent_id"],
-        labels=stored(row["labels"]),
+        labels=orjson.loads(row["labels"]),
         notes=row["notes"],
         parentArchived=bool(row["is_parent_archived"]),
         progress=row["progress"],
@@ -72,18 +83,18 @@ def experiment_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
     )
 
 
-def trial_json(row: sqlite3.Row) -> dict[str, Any]:
+def trial_json(row: sqlite3.Row, names: SecretNames) -> dict[str, Any]:
     """Return a row of ``listings.list_trials`` as a ``trialv1Trial``."""
     return message(
         bindings.trialv1Trial,
         experimentId=row["experiment_id"],
-        hparams=stored(row["hparams"]),
+        hparams=shown_config(row["hparams"], names),
         id=row["id"],
         restarts=row["restarts"],
         startTime=format_us(row["start_us"]),
         state=shown_state(row),
         totalBatchesProcessed=row["total_batches"],
-        bestCheckpoint=_best_checkpoint(row),
+        bestCheckpoint=_best_checkpoint(row, names),
         bestValidation=_validation(row, "best"),
         checkpointCount=row["checkpoint_count"],
         endTime=time_or_none(row["end_us"]),
@@ -117,7 +128,7 @@ def metrics_workload(metrics: str, steps: int, end_us: int, per_batch: str | Non
 
 
 def checkpoint_workload(
-    *, uuid: str, state: str, steps: int, report_us: int, resources: str, metadata: str
+    *, uuid: str, state: str, steps: int, report_us: int, resources: str, metadata: str, names: SecretNames
 ) -> dict[str, Any]:
     """Return a checkpoint as a ``v1CheckpointWorkload``."""
     return message(
@@ -125,13 +136,13 @@ def checkpoint_workload(
         state=f"STATE_{state}",
         totalBatches=steps,
         endTime=format_us(report_us),
-        metadata=stored(metadata),
+        metadata=shown_config(metadata, names),
         resources=sizes_as_texts(resources),
         uuid=uuid,
     )
 
 
-def _best_checkpoint(row: sqlite3.Row) -> dict[str, Any] | None:
+def _best_checkpoint(row: sqlite3.Row, names: SecretNames) -> dict[str, Any] | None:
     if row["checkpoint_steps"] is None:
         return None
     return checkpoint_workload(
@@ -141,6 +152,7 @@ def _best_checkpoint(row: sqlite3.Row) -> dict[str, Any] | None:
         report_us=row["checkpoint_us"],
         resources=row["checkpoint_resources"],
         metadata=row["checkpoint_metadata"],
+        names=names,
     )
 
 
@@ -149,14 +161,14 @@ def sizes_as_texts(resources: str) -> dict[str, str]:
     return {path: str(size) for path, size in json.loads(resources).items()}
 
 
-def checkpoint_json(row: sqlite3.Row) -> dict[str, Any]:
+def checkpoint_json(row: sqlite3.Row, names: SecretNames) -> dict[str, Any]:
     """Return a row of ``store.checkpoints`` as a ``v1Checkpoint``."""
     validation: dict[str, Any] = json.loads(row["validation"]) if row["validation"] else {}
     training = message(
         bindings.v1CheckpointTrainingMetadata,
-        experimentConfig=stored(row["experiment_config"]),
+        experimentConfig=shown_config(row["experiment_config"], names),
         experimentId=row["experiment_id"],
-        hparams=stored(row["trial_hparams"]),
+        hparams=shown_config(row["trial_hparams"], names),
         searcherMetric=validation.get(row["searcher_metric"]),
         trainingMetrics=message(bindings.v1Metrics, avgMetrics={}, batchMetrics=[]),
         trialId=row["trial_id"],
@@ -164,7 +176,7 @@ def checkpoint_json(row: sqlite3.Row) -> dict[str, Any]:
     )
     return message(
         bindings.v1Checkpoint,
-        metadata=stored(row["metadata"]),
+        metadata=shown_config(row["metadata"], names),
         resources=sizes_as_texts(row["resources"]),
         state=f"STATE_{row['state']}",
         training=training,

@@ -9,12 +9,12 @@ import sqlite3
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dstrial.errors import DstrialError, RequestError
 from dstrial.master.api.errors import status_and_text
+from dstrial.master.api.rendering import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class NdjsonResponse(Response):
         try:
             async for item in self._items:
                 messages = [item] if isinstance(item, Mapping) else item
-                body = b"".join(orjson.dumps({"result": one}) + b"\n" for one in messages)
+                body = b"".join(to_json({"result": one}) + b"\n" for one in messages)
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         except (DstrialError, sqlite3.Error) as error:
@@ -82,7 +82,7 @@ class NdjsonResponse(Response):
             await send(
                 {
                     "type": "http.response.body",
-                    "body": orjson.dumps(_error_line(error)) + b"\n",
+                    "body": to_json(_error_line(error)) + b"\n",
                     "more_body": True,
                 }
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config.secrets import masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.agents import device_json
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
@@ -131,7 +132,7 @@ async def show_task(request: ApiRequest) -> dict[str, Any]:
     if row is not None and row["kind"] == "GENERIC":
         more = {
             "taskState": f"GENERIC_TASK_STATE_{row['state']}",
-            "config": row["config"],
+            "config": masked_json(row["config"], request.services.secret_names),
             "noPause": not row["is_pausable"],
             "parentId": row["parent_id"],
             "forkedFrom": row["forked_from"],

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections.abc import Mapping
 from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config.limits import check_value
+from dstrial.config.secrets import SecretNames, unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import Fields, shown
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import stored
+from dstrial.master.api.shapes import shown_config
 from dstrial.master.store import templates, workspaces
 from dstrial.master.store.database import Transaction
 
+_WHERE = "the template's config"
 
-def template_json(row: sqlite3.Row) -> dict[str, Any]:
+
+def template_json(row: sqlite3.Row, names: SecretNames) -> dict[str, Any]:
     """Return a row of ``store.templates`` as a ``v1Template``."""
     return message(
-        bindings.v1Template, name=row["name"], config=stored(row["config"]), workspaceId=row["workspace_id"]
+        bindings.v1Template,
+        name=row["name"],
+        config=shown_config(row["config"], names),
+        workspaceId=row["workspace_id"],
     )
 
 
-def _config(body: Fields) -> dict[str, Any]:
+async def _config(request: ApiRequest, body: Fields) -> dict[str, Any]:
     config = body.mapping("config")
     if config is None:
         raise body.wrong("config", "a part of an experiment config")
+    await _check(request, config)
     return config
+
+
+async def _check(request: ApiRequest, config: Mapping[str, Any]) -> None:
+    """Refuse (400) a template that is larger than the configs below which it is laid."""
+    limits = request.services.settings.limits
+    await request.services.check(lambda: check_value(config, "the template's config", limits))
 
 
 def _workspace_id(tx: Transaction, body: Fields) -> int:
@@ -50,13 +66,14 @@ async def list_templates(request: ApiRequest) -> dict[str, Any]:
     page = page_of(len(rows), request.query_int("offset"), request.query_int("limit"))
     return message(
         bindings.v1GetTemplatesResponse,
-        templates=[template_json(row) for row in rows[page.start : page.end]],
+        templates=[template_json(row, request.services.secret_names) for row in rows[page.start : page.end]],
         pagination=page.to_json(),
     )
 
 
 async def _shown(request: ApiRequest, name: str) -> dict[str, Any]:
-    return template_json(await request.services.read(templates.require, name))
+    row = await request.services.read(templates.require, name)
+    return template_json(row, request.services.secret_names)
 
 
 async def show_template(request: ApiRequest) -> dict[str, Any]:
@@ -69,7 +86,7 @@ async def show_template(request: ApiRequest) -> dict[str, Any]:
 async def create_template(request: ApiRequest) -> dict[str, Any]:
     """``POST templates/{name}``: 409 for a name that exists."""
     body, name = request.body(), request.path_params["template"]
-    config = _config(body)
+    config = unmasked(await _config(request, body), [], _WHERE)
     await request.services.write(lambda tx: templates.create(tx, name, config, _workspace_id(tx, body)))
     return message(bindings.v1PostTemplateResponse, template=await _shown(request, name))
 
@@ -77,13 +94,15 @@ async def create_template(request: ApiRequest) -> dict[str, Any]:
 async def put_template(request: ApiRequest) -> dict[str, Any]:
     """``PUT templates/{name}``: make it, or replace its config."""
     body, name = request.body(), request.path_params["template"]
-    config = _config(body)
+    config = await _config(request, body)
 
     def write(tx: Transaction) -> None:
-        if any(row["name"] == name for row in templates.list_templates(tx.connection)):
-            templates.change(tx, name, config)
+        known = [row for row in templates.list_templates(tx.connection) if row["name"] == name]
+        real = unmasked(config, [json.loads(row["config"]) for row in known], _WHERE)
+        if known:
+            templates.change(tx, name, real)
         else:
-            templates.create(tx, name, config, _workspace_id(tx, body))
+            templates.create(tx, name, real, _workspace_id(tx, body))
 
     await request.services.write(write)
     return message(bindings.v1PutTemplateResponse, template=await _shown(request, name))
@@ -97,10 +116,11 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
             400,
             f"the template's config is {shown(config)}; expected a part of an experiment config. Send a mapping.",
         )
+    await _check(request, config)
 
     def write(tx: Transaction) -> None:
-        templates.require(tx.connection, name)
-        templates.change(tx, name, config)
+        row = templates.require(tx.connection, name)
+        templates.change(tx, name, unmasked(config, [json.loads(row["config"])], _WHERE))
 
     await request.services.write(write)
     return message(bindings.v1PatchTemplateConfigResponse, template=await _shown(request, name))

@@ -8,6 +8,7 @@ from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config.secrets import masked
 from dstrial.master.api import command_shapes as shapes
 from dstrial.master.api.commands import MAX_BODY_BYTES
 from dstrial.master.api.fields import Fields
@@ -62,7 +63,7 @@ async def launch(request: ApiRequest) -> dict[str, Any]:
     return message(
         bindings.v1LaunchTensorboardResponse,
         tensorboard=_json(request, row),
-        config=spec.config,
+        config=shapes.as_data(masked(spec.config, services.secret_names)),
         warnings=shapes.warnings_of(spec),
     )
 
@@ -76,7 +77,7 @@ async def list_tensorboards(request: ApiRequest) -> dict[str, Any]:
 async def show(request: ApiRequest) -> dict[str, Any]:
     """``GET tensorboards/{id}``."""
     row = await shapes.one_of(request, "TENSORBOARD")
-    return {"tensorboard": _json(request, row), "config": json.loads(row["config"])}
+    return {"tensorboard": _json(request, row), "config": shapes.config_of(request, row)}
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:

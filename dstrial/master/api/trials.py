@@ -12,7 +12,7 @@ from dstrial.errors import RequestError
 from dstrial.master.api.experiment_checkpoints import checkpoints_page
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import checkpoint_workload, metrics_workload, trial_json
+from dstrial.master.api.shapes import as_data, checkpoint_workload, metrics_workload, trial_json
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import trials
 from dstrial.master.experiment.allocations import mark_ready
@@ -52,7 +52,8 @@ async def list_trials(request: ApiRequest) -> dict[str, Any]:
         return page, rows
 
     page, rows = await request.services.read(read)
-    return {"pagination": page.to_json(), "trials": [trial_json(row) for row in rows]}
+    names = request.services.secret_names
+    return {"pagination": page.to_json(), "trials": [trial_json(row, names) for row in rows]}
 
 
 async def show_trial(request: ApiRequest) -> dict[str, Any]:
@@ -64,7 +65,7 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
         return listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
 
     rows = await request.services.read(read)
-    return message(bindings.v1GetTrialResponse, trial=trial_json(rows[0]))
+    return message(bindings.v1GetTrialResponse, trial=trial_json(rows[0], request.services.secret_names))
 
 
 async def list_workloads(request: ApiRequest) -> dict[str, Any]:
@@ -101,6 +102,7 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
                 report_us=row["report_us"],
                 resources=row["resources"],
                 metadata=row["metadata"],
+                names=request.services.secret_names,
             )
             found.append((row["steps"], 2, {"checkpoint": workload}))
         return found
@@ -203,7 +205,7 @@ async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
     if len(json.dumps(metadata)) > _MAX_METADATA_BYTES:
         raise RequestError(413, "metadata is too large; expected at most 1 MiB. Keep it in a checkpoint.")
     await request.services.write(lambda tx: trials.set_metadata(tx, run_id, metadata))
-    return {"metadata": metadata}
+    return {"metadata": as_data(metadata)}
 
 
 async def report_alert(_request: ApiRequest) -> dict[str, Any]:

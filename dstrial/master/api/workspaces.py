@@ -14,9 +14,10 @@ from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.guard import require_owner
 from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import stored
+from dstrial.master.api.shapes import shown_config, stored
 from dstrial.master.clock import format_us
 from dstrial.master.experiment import holders
+from dstrial.master.settings import MasterSettings
 from dstrial.master.store import workspaces
 from dstrial.master.store.database import Transaction
 
@@ -30,7 +31,7 @@ _POOLS = (
 )
 
 
-def workspace_json(row: sqlite3.Row, pool_name: str) -> dict[str, Any]:
+def workspace_json(row: sqlite3.Row, settings: MasterSettings) -> dict[str, Any]:
     """Return a row of ``store.workspaces`` as a ``v1Workspace``."""
     return message(
         bindings.v1Workspace,
@@ -47,9 +48,9 @@ def workspace_json(row: sqlite3.Row, pool_name: str) -> dict[str, Any]:
         userId=row["owner_id"],
         username=row["username"],
         agentUserGroup=stored(row["agent_user_group"]),
-        checkpointStorageConfig=stored(row["checkpoint_storage"]),
-        defaultComputePool=pool_name,
-        defaultAuxPool=pool_name,
+        checkpointStorageConfig=shown_config(row["checkpoint_storage"], settings.secret_names),
+        defaultComputePool=settings.pool_name,
+        defaultAuxPool=settings.pool_name,
     )
 
 
@@ -98,16 +99,17 @@ async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
     found = [row for row in rows if is_wanted(row) and pinned in (None, row["pinned_us"] is not None)]
     found = ordered(found, _ORDER, sort_by, order)
     page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
-    pool_name = request.services.settings.pool_name
     return {
-        "workspaces": [workspace_json(row, pool_name) for row in found[page.start : page.end]],
+        "workspaces": [
+            workspace_json(row, request.services.settings) for row in found[page.start : page.end]
+        ],
         "pagination": page.to_json(),
     }
 
 
 async def _shown(request: ApiRequest, workspace_id: int) -> dict[str, Any]:
     row = await request.services.read(workspaces.require, workspace_id, request.user.id)
-    return workspace_json(row, request.services.settings.pool_name)
+    return workspace_json(row, request.services.settings)
 
 
 async def show_workspace(request: ApiRequest) -> dict[str, Any]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dstrial.errors import MasterError
+from dstrial.ranks.devices import SHARE_VARIABLE, may_share
+
+logger = logging.getLogger("dstrial.master")
 
 SlotKind = Literal["cpu", "cuda", "rocm"]
 _KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -24,13 +28,16 @@ class Slot:
         id: index of the device, from 0.
         kind: what it is.
         brand: its name.
-        uuid: what names it in ``CUDA_VISIBLE_DEVICES`` and the like; a CPU slot's own name otherwise.
+        uuid: what names it for good; a CPU slot's own name otherwise.
+        visible_as: what names it in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
+            ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index there. Empty otherwise.
     """
 
     id: int
     kind: SlotKind
     brand: str
     uuid: str
+    visible_as: str = ""
 
 
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
@@ -41,7 +48,7 @@ def find_slots(num: int | None = None) -> tuple[Slot, ...]:
             accelerators and without ``DS_ACCELERATOR=cpu``, this many of them.
 
     Raises:
-        MasterError: ``num`` is negative, or more than there are accelerators.
+        MasterError: ``num`` is negative, or more than there are accelerators without ``DSTRIAL_SHARE_DEVICE=1``.
     """
     if num is not None and num < 0:
         raise MasterError(
@@ -49,15 +56,29 @@ def find_slots(num: int | None = None) -> tuple[Slot, ...]:
         )
     accelerators = () if os.environ.get("DS_ACCELERATOR") == "cpu" else (tuple(_cuda()) or tuple(_rocm()))
     if accelerators:
-        if num is not None and num > len(accelerators):
-            raise MasterError(
-                f"--slots is {num}; expected at most {len(accelerators)}, the accelerators of this machine. "
-                "Set DS_ACCELERATOR=cpu to offer CPU slots instead."
-            )
-        return accelerators[:num]
+        if num is None or num <= len(accelerators):
+            return accelerators[:num]
+        if may_share(os.environ):
+            return shared_slots(accelerators, num)
+        raise MasterError(
+            f"--slots is {num}; expected at most {len(accelerators)}, the accelerators of this machine. "
+            f"Set DS_ACCELERATOR=cpu to offer CPU slots instead, or {SHARE_VARIABLE}=1 to offer devices several times."
+        )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     brand = _cpu_brand()
     return tuple(Slot(i, "cpu", brand, f"cpu-{i}") for i in range(cores if num is None else num))
+
+
+def shared_slots(accelerators: Sequence[Slot], num: int) -> tuple[Slot, ...]:
+    """Return more slots than there are devices: each device in turn, several times."""
+    logger.warning(
+        "%s=1: %d slots of %d devices. Ranks that share a device train over gloo, through host memory: that is for tests and "
+        "small experiments.",
+        SHARE_VARIABLE,
+        num,
+        len(accelerators),
+    )
+    return tuple(dataclasses.replace(accelerators[i % len(accelerators)], id=i) for i in range(num))
 
 
 def _cuda() -> Iterator[Slot]:
@@ -72,25 +93,65 @@ def _cuda() -> Iterator[Slot]:
     except pynvml.NVMLError:
         return
     try:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        wanted = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
-        found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found.append(
-                (str(index), _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle)))
-            )
-        if wanted is not None:
-            found = [
-                device
-                for word in wanted
-                for device in found
-                if word == device[0] or (len(word) > 4 and device[1].startswith(word))
-            ]
-        for index, (_, uuid, name) in enumerate(found):
-            yield Slot(index, "cuda", name, uuid)
+        yield from nvml_slots(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
     finally:
         pynvml.nvmlShutdown()
+
+
+def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
+    """Yield NVIDIA's devices in NVML's order: GPUs, and the instances of those in MIG mode instead of them.
+
+    Args:
+        nvml: ``pynvml``, initialised.
+        visible: ``CUDA_VISIBLE_DEVICES``: indices and beginnings of UUIDs; None for all devices. The index of a GPU in MIG mode
+            stands for all its instances.
+
+    Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES": ``MIG-<UUID>``, as ``nvmlDeviceGetUUID`` has it for an instance.
+    """
+    found: list[tuple[str, str, str, str]] = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        if not _is_divided(nvml, handle):
+            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            found.append((str(index), uuid, _text(nvml.nvmlDeviceGetName(handle)), str(index)))
+            continue
+        instances = list(_instances(nvml, handle))
+        for instance in instances:
+            uuid = _text(nvml.nvmlDeviceGetUUID(instance))
+            found.append((str(index), uuid, _text(nvml.nvmlDeviceGetName(instance)), uuid))
+        if not instances:
+            logger.warning(
+                "GPU %d (%s) is in MIG mode and has no instances: it offers no slot. Make some with `nvidia-smi mig -cgi … -C`, "
+                "or end MIG mode with `nvidia-smi -i %d -mig 0`.",
+                index,
+                _text(nvml.nvmlDeviceGetName(handle)),
+                index,
+            )
+    if visible is not None:
+        words = [word.strip() for word in visible.split(",") if word.strip()]
+        found = [
+            device
+            for word in words
+            for device in found
+            if word == device[0] or (len(word) > 4 and device[1].startswith(word))
+        ]
+    for slot_id, (_, uuid, name, visible_as) in enumerate(found):
+        yield Slot(slot_id, "cuda", name, uuid, visible_as)
+
+
+def _is_divided(nvml: Any, handle: Any) -> bool:
+    try:
+        current, _pending = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError:
+        return False  # neither this device nor an old driver knows MIG
+    return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
+
+
+def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        # Instances are numbered with gaps.
+        with contextlib.suppress(nvml.NVMLError_NotFound):
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
 
 
 def _rocm() -> Iterator[Slot]:

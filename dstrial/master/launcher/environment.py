@@ -14,6 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dstrial.master.launcher.request import TRIAL, AllocationRequest
+from dstrial.ranks.devices import SHARE_VARIABLE
+from dstrial.scratch import compile_cache
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
@@ -29,6 +31,8 @@ _RETRIES = {
     "status_forcelist": [502, 503, 504],
 }
 _OWN_FILES = Path(__file__).parent
+# What HIP looks at. A second one, set by the user for the master, would count within the devices of the first.
+_ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
@@ -99,6 +103,8 @@ def trial_environment(
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
+    # TMPDIR goes with the allocation, and what torch has compiled is wanted by the next one.
+    env.update(compile_cache())
     env.update(_user_variables(request))
     bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
     env["PATH"] = os.pathsep.join([*bin_dirs, env.get("PATH", os.defpath)])
@@ -109,6 +115,8 @@ def trial_environment(
     env["TMPDIR"] = str(temporary_directory)
     env.update(_protocol_variables(request))
     env.update({name: str(port) for name, port in request.ports.items()})
+    if any(slot.kind == "rocm" for slot in request.slots):
+        env = {name: value for name, value in env.items() if name not in _ROCM_VISIBILITY}
     env.update(_device_variables(request, env))
     env[ALLOCATION_DIR_VARIABLE] = str(request.directory)
     env[MARKER_VARIABLE] = marker
@@ -167,11 +175,19 @@ def _trial_variables(request: AllocationRequest) -> dict[str, str]:
 
 def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dict[str, str]:
     kinds = {slot.kind for slot in request.slots}
-    uuids = ",".join(slot.uuid for slot in request.slots)
+    # Slots that share a device name it once: CUDA sees nothing behind a device that is named again.
+    names = dict.fromkeys(slot.uuid for slot in request.slots)
+    uuids = ",".join(names)
     if "cuda" in kinds:
-        return {"CUDA_VISIBLE_DEVICES": uuids}
+        shared = {SHARE_VARIABLE: "1"} if len(names) < len(request.slots) else {}
+        # DeepSpeed takes them for integers (0.19.8 cuda_accelerator.py:188) and counts them as NVML does, in the order of the PCI
+        # bus, which is CUDA's only if asked for. A MIG instance has a UUID only; CUDA takes indices or UUIDs, not both.
+        indices = dict.fromkeys(slot.visible_as for slot in request.slots)
+        visible = ",".join(indices) if all(index.isdecimal() for index in indices) else uuids
+        return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **shared}
     if "rocm" in kinds:
-        return {"HIP_VISIBLE_DEVICES": uuids, "ROCR_VISIBLE_DEVICES": uuids}
+        # Not ROCR_VISIBLE_DEVICES as well: HIP counts within what that leaves.
+        return {"HIP_VISIBLE_DEVICES": uuids}
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",

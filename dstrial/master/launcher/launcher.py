@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import MasterError
+from dstrial.master import file_limit
 from dstrial.master.launcher import supervisor
 from dstrial.master.launcher.command import command_for
 from dstrial.master.launcher.environment import MARKER_VARIABLE, cluster_info_files, trial_environment
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 _STARTUP_HOOK = "startup-hook.sh"
 _KILL_TRIES = 50
 _KILL_PERIOD_S = 0.1
+# For how many tries those are left alive who delete what the killed ones have in /dev/shm.
+_TRACKER_TRIES = 20
+trial_umask: int | None = None
+"""Umask of entrypoints, for a master whose own keeps everything private; None for that of this process."""
 # Supervisors that are children of this process, so that they can be reaped.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -81,7 +86,7 @@ def prepare(request: AllocationRequest) -> None:
     directory = request.directory
     try:
         if directory.exists():
-            shutil.rmtree(directory)
+            remove(directory)
         directory.mkdir(mode=0o700, parents=True)
         workdir = directory / "workdir"
         workdir.mkdir(mode=0o700)
@@ -95,8 +100,8 @@ def prepare(request: AllocationRequest) -> None:
         info.mkdir(mode=0o700)
         for name, content in cluster_info_files(request).items():
             _write_private(info / name, content)
-        temporary = Path(tempfile.mkdtemp(prefix="dstrial-"))
         marker = secrets.token_hex(16)
+        temporary = Path(tempfile.gettempdir()) / f"dstrial-{marker[:10]}"
         _write_private(
             directory / "spec.json",
             {
@@ -104,9 +109,12 @@ def prepare(request: AllocationRequest) -> None:
                 "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),
                 "marker": marker,
+                "umask": trial_umask,
                 "environment": trial_environment(request, marker=marker, temporary_directory=temporary),
             },
         )
+        # Last: whoever ends this allocation, or finds it half made, deletes what the file above names.
+        temporary.mkdir(mode=0o700)
     except OSError as error:
         raise MasterError(
             f"{directory} cannot be made ({error.strerror}); expected a directory for the trial's files. "
@@ -166,6 +174,9 @@ def start(directory: Path) -> SupervisorHandle:
         if child.poll() is not None:
             _children.pop(pid, None)
     _children[process.pid] = process
+    # Before it starts anything itself, which takes a Python's start.
+    with contextlib.suppress(ProcessLookupError):
+        file_limit.restore_limit(process.pid)
     started = supervisor.start_time(process.pid)
     return SupervisorHandle(process.pid, started or "ended")
 
@@ -222,11 +233,13 @@ def kill(handle: SupervisorHandle | None, directory: Path) -> None:
     spec = _read_json(directory / "spec.json")
     if spec is None:
         return
-    for _ in range(_KILL_TRIES):
+    for kill_try in range(_KILL_TRIES):
         left = _marked(f"{MARKER_VARIABLE}={spec['marker']}")
         if not left:
             return
         for pid in left:
+            if kill_try < _TRACKER_TRIES and supervisor.is_tracker(pid):
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_KILL_PERIOD_S)
@@ -246,8 +259,22 @@ def remove(directory: Path) -> None:
     """Delete the directory of an allocation that has ended, with its temporary directory."""
     spec = _read_json(directory / "spec.json")
     if spec is not None:
-        shutil.rmtree(spec["temporary_directory"], ignore_errors=True)
-    shutil.rmtree(directory, ignore_errors=True)
+        _delete(Path(spec["temporary_directory"]))
+    _delete(directory)
+
+
+def _delete(directory: Path) -> None:
+    """Delete a directory, also what its trial has made read-only."""
+
+    def make_writable(_function: object, path: str, _error: object) -> None:
+        with contextlib.suppress(OSError):
+            for one in (Path(path).parent, Path(path)):
+                if not one.is_symlink() and one.is_dir():
+                    one.chmod(0o700)
+
+    if directory.is_dir():
+        shutil.rmtree(directory, onerror=make_writable)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:

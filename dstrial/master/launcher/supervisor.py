@@ -91,6 +91,8 @@ class _Requests:
 def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes]":
     def in_child() -> None:
         os.setpgid(0, 0)
+        if spec.get("umask") is not None:
+            os.umask(spec["umask"])
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -130,7 +132,7 @@ class _Output:
             self._wait(_TICK_S)
             self._reap()
             if self._requests.kill:
-                kill_descendants()
+                kill_descendants(spares=self._trackers())
             elif self._requests.terminate and not was_terminated:
                 was_terminated = True
                 _signal_group(self._child.pid, signal.SIGTERM)
@@ -140,7 +142,9 @@ class _Output:
                 continue
             break
         deadline_s = time.monotonic() + _TRAILING_OUTPUT_S
-        while kill_descendants() or (self._streams and time.monotonic() < deadline_s):
+        while kill_descendants(spares=self._trackers() if time.monotonic() < deadline_s else frozenset()) or (
+            self._streams and time.monotonic() < deadline_s
+        ):
             self._wait(0.02)
             self._reap()
             if not self._streams and not descendants(os.getpid()):
@@ -150,6 +154,10 @@ class _Output:
         with contextlib.suppress(OSError):
             os.fsync(self._log)
         return self._status
+
+    def _trackers(self) -> "frozenset[int]":
+        """Return those who delete what killed processes leave in /dev/shm, and end by themselves when that is done."""
+        return frozenset(pid for pid in descendants(os.getpid()) - {self._child.pid} if is_tracker(pid))
 
     def _wait(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -233,13 +241,30 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def kill_descendants() -> bool:
-    """Send SIGKILL to everything below this process, and say whether there was anything."""
+def kill_descendants(spares: "frozenset[int]" = frozenset()) -> bool:
+    """Send SIGKILL to everything below this process but ``spares``, and say whether there was anything."""
     found = descendants(os.getpid())
-    for pid in found:
+    for pid in found - spares:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     return bool(found)
+
+
+def is_tracker(pid: int) -> bool:
+    """Say whether a process is Python's resource tracker.
+
+    It holds the names of semaphores and shared memory, and deletes them once every process that uses it has ended. Nobody
+    else knows them: who kills it together with the others leaves ``/dev/shm/sem.mp-*`` and ``psm_*`` for ever.
+    Source: CPython 3.10 to 3.13 ``multiprocessing/resource_tracker.py``, ``ensure_running``.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return False
+    return any(
+        word.startswith(b"from multiprocessing.resource_tracker import main;main(") for word in words[1:]
+    )
 
 
 def _parent_and_state(pid: int) -> tuple[int | None, str]:

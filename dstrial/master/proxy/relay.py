@@ -9,6 +9,7 @@ import httptools
 from starlette.types import Message, Receive, Scope, Send
 
 from dstrial.errors import RequestError
+from dstrial.master.http.peers import lift_body_deadline
 from dstrial.master.proxy.services import Service, answered, forwarded
 
 _CHUNK_BYTES = 64 * 1024
@@ -54,6 +55,8 @@ async def relay(service: Service, scope: Scope, receive: Receive, send: Send) ->
             503,
             f"port {service.port} of task {service.task_id} does not answer; expected its service. Try again soon.",
         ) from error
+    # How fast a body has to come is the service's matter; whoever sends it has logged in.
+    lift_body_deadline(scope)
     sending = asyncio.ensure_future(_send_request(writer, scope, receive))
     answering = asyncio.ensure_future(_answer(reader, scope, send))
     try:

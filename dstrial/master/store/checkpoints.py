@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dstrial.checkpoint.manifest import MANIFEST_DIGEST
 from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 SortKey = Literal["UUID", "TRIAL_ID", "BATCH_NUMBER", "END_TIME", "STATE", "SEARCHER_METRIC"]
 
@@ -38,18 +42,27 @@ def add_checkpoint(
 ) -> None:
     """Store a checkpoint, or what is reported of it again.
 
+    The SHA-256 of its manifest is taken from the first report that has one, and stays: what lies in the storage can be compared
+    with what its trial has written.
+
     Raises:
         RequestError: 409 if it is another trial's.
     """
-    known = tx.execute("SELECT trial_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
+    known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial["id"]:
         raise RequestError(
             409,
             f"checkpoint {uuid} belongs to trial {known['trial_id']}; expected a uuid that is not in use.",
         )
+    digest = None if known is None else known["manifest_sha256"]
+    reported = metadata.get(MANIFEST_DIGEST)
+    if digest is None and isinstance(reported, str) and _SHA256.fullmatch(reported) is not None:
+        digest = reported
+    metadata = _with_digest(metadata, digest)
     tx.execute(
         "INSERT OR REPLACE INTO checkpoints (uuid, experiment_id, trial_id, task_id, allocation_id, run_id, storage_id, "
-        "state, steps, resources, metadata, size, report_us) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "state, steps, resources, metadata, size, report_us, manifest_sha256) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             uuid,
             trial["experiment_id"],
@@ -64,9 +77,16 @@ def add_checkpoint(
             json.dumps(metadata),
             sum(resources.values()),
             report_us,
+            digest,
         ),
     )
     _count(tx, trial["id"])
+
+
+def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
+    """Return metadata that says what was registered, whoever has changed it since."""
+    rest = {key: value for key, value in metadata.items() if key != MANIFEST_DIGEST}
+    return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
 
 def _count(tx: Transaction, trial_id: int) -> None:
@@ -213,13 +233,14 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
 
 
 def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
-    """Replace a checkpoint's metadata; its number of batches stays.
+    """Replace a checkpoint's metadata; its number of batches and the SHA-256 of its manifest stay.
 
     Raises:
         RequestError: 404.
     """
-    require_checkpoint(tx.connection, uuid)
-    tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (json.dumps(dict(metadata)), uuid))
+    digest = require_checkpoint(tx.connection, uuid)["manifest_sha256"]
+    text = json.dumps(_with_digest(metadata, digest))
+    tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (text, uuid))
 
 
 def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.store.database import Transaction
+from dstrial.visible_text import visible
 
 _DAY_US = 24 * 3600 * 1_000_000
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -210,7 +211,7 @@ def fields(
 
 
 def format_message(row: sqlite3.Row) -> str:
-    """Return a line as Determined's master shows it.
+    """Return a line as Determined's master shows it, with nothing in it that a terminal obeys.
 
     ``[2026-11-21T02:00:00.000000Z] 1a2b3c4d [rank=0] || INFO: text``, with its newline.
     Source: Determined 0.38.1, format of task logs.
@@ -218,8 +219,14 @@ def format_message(row: sqlite3.Row) -> str:
     container = f"{(row['container_id'] or '')[:8]:8} " if row["container_id"] else ""
     rank = "" if row["rank"] is None else f"[rank={row['rank']}] "
     level = "" if row["level"] is None else f"{row['level']}: "
-    text = row["log"] if row["log"].endswith("\n") else f"{row['log']}\n"
+    text = shown_text(row)
     return f"[{format_us(row['time_us'])}] {container}{rank}|| {level}{text}"
+
+
+def shown_text(row: sqlite3.Row) -> str:
+    """Return the text of a line with its newline; what is stored is as it was printed."""
+    text = visible(row["log"])
+    return text if text.endswith("\n") else f"{text}\n"
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:

@@ -183,7 +183,8 @@ CREATE TABLE checkpoints (
     metadata      TEXT    NOT NULL,               -- JSON
     size          INTEGER NOT NULL,               -- bytes
     report_us     INTEGER NOT NULL,
-    deleting_us   INTEGER                         -- since when its files are being deleted; NULL: they are not
+    deleting_us   INTEGER,                        -- since when its files are being deleted; NULL: they are not
+    manifest_sha256 TEXT                          -- of its manifest as its trial reported it; never changed; NULL: none was
 ) WITHOUT ROWID;
 CREATE INDEX checkpoints_by_trial ON checkpoints (trial_id, steps);
 CREATE INDEX checkpoints_by_experiment ON checkpoints (experiment_id);

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 from starlette.responses import Response
 
+from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.shapes import shown_state
@@ -77,7 +78,9 @@ def _series(connection: sqlite3.Connection, trial_id: int, group: str, metric: s
     return line_plot(found)
 
 
-def _trials(connection: sqlite3.Connection, experiment: sqlite3.Row) -> list[dict[str, Any]]:
+def _trials(
+    connection: sqlite3.Connection, experiment: sqlite3.Row, names: SecretNames
+) -> list[dict[str, Any]]:
     rows = listings.list_trials(
         connection, now_us=now_us(), experiment_id=experiment["id"], limit=_MAX_TRIALS
     )
@@ -95,14 +98,16 @@ def _trials(connection: sqlite3.Connection, experiment: sqlite3.Row) -> list[dic
                 "batches": row["total_batches"],
                 "restarts": row["restarts"],
                 "best": row["searcher_metric_value"],
-                "hparams": json.dumps(json.loads(row["hparams"]), indent=1),
+                "hparams": json.dumps(json.loads(masked_json(row["hparams"], names)), indent=1),
                 "plots": [(title, plot) for title, plot in plots if plot is not None],
             }
         )
     return shown
 
 
-def _read(connection: sqlite3.Connection, experiment_id: int | None, trial_id: int | None) -> dict[str, Any]:
+def _read(
+    connection: sqlite3.Connection, experiment_id: int | None, trial_id: int | None, names: SecretNames
+) -> dict[str, Any]:
     rows = listings.list_experiments(
         connection, listings.ExperimentFilter(), is_descending=True, limit=_MAX_EXPERIMENTS
     )
@@ -111,7 +116,7 @@ def _read(connection: sqlite3.Connection, experiment_id: int | None, trial_id: i
         chosen = listings.get_experiment(connection, experiment_id)
         if chosen is None:
             raise RequestError(404, f"experiment {experiment_id} is not found; expected one of the list.")
-    trials = [] if chosen is None else _trials(connection, chosen)
+    trials = [] if chosen is None else _trials(connection, chosen, names)
     if trial_id is None and trials:
         trial_id = trials[0]["id"]
     lines: list[str] = []
@@ -135,7 +140,7 @@ async def show_page(request: ApiRequest) -> Response:
     """
     services = request.services
     experiment_id = request.path_params.get("experiment_id", request.query_int("experiment"))
-    values = await services.read(_read, experiment_id, request.query_int("trial"))
+    values = await services.read(_read, experiment_id, request.query_int("trial"), services.secret_names)
     return render(
         "page.html",
         user=request.user.username,

@@ -156,6 +156,9 @@ def _start_threads(services: Services) -> None:
     for _ in range(num_threads):
         services.executor.submit(together.wait, 20)
     together.wait(20)
+    both = threading.Barrier(2, timeout=20)
+    for check in [services.checker.submit(both.wait) for _ in range(2)]:
+        check.result(20)
 
 
 def fill(tx: Transaction) -> tuple[dict[str, str], dict[int, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from serving import Master
 
-from dstrial.master.api.frame import ADMIN, PUBLIC, TRIAL, USER, Route
+from dstrial.master.api.frame import ADMIN, OWNER, PUBLIC, TRIAL, USER, Route
 from dstrial.master.app import all_routes
 from dstrial.master.store import tokens
 
@@ -93,6 +93,14 @@ def test_four_requests_of_the_protocol_are_open_to_everybody() -> None:
         "GET /api/v1/master",
         "POST /api/v1/auth/login",
     }
+
+
+def test_what_is_the_owners_is_closed_to_every_token_at_the_port(served: Master) -> None:
+    """This server has no socket of a state directory, and nothing that a request says stands for one."""
+    assert {_name(route) for route in _routes(OWNER)} == {"POST /owner/login"}
+    for route in _routes(OWNER):
+        for token in (None, "determined", "admin", "trial-1", "trial-1-user"):
+            assert _ask(served, route, token, _OWN) == 403, token
 
 
 def test_every_other_route_demands_a_valid_token(served: Master) -> None:

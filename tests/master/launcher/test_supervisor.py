@@ -242,3 +242,73 @@ def test_a_supervisor_without_a_record_is_found_by_its_marker(run: Callable[...,
 
     wait_for(lambda: not launcher.is_alive(handle))
     assert living("7654") == []
+
+
+def test_what_determineds_harness_writes_stays_in_the_allocation(
+    run: Callable[..., Started], tmp_path: Path
+) -> None:
+    program = """
+import os, stat, sys
+from determined import ipc, tensorboard
+
+directory, temporary = os.environ["DSTRIAL_ALLOCATION_DIR"], os.environ["TMPDIR"]
+print(str(tensorboard.get_base_path({})).startswith(directory + "/tensorboard/"))
+print(ipc.read_pid_server_addr("/tmp/pid_server-1.x.1") == temporary + "/pid_server", ipc.read_pid_server_addr("a:1"))
+os.umask(0o027)
+manager = tensorboard.build("c", "1", "1", {"type": "directory", "container_path": sys.argv[1] + "/new"})
+print([oct(stat.S_IMODE(os.stat(sys.argv[1] + part).st_mode)) for part in ("/new", "/new/c/tensorboard")])
+"""
+    started = run(["python3", "-c", program, str(tmp_path)])
+
+    assert ended(started).exit_code == 0
+    assert [text for _, text in printed(started[0])] == [
+        "True\n",
+        "True ('a', 1)\n",
+        "['0o750', '0o750']\n",
+    ]
+
+
+def test_an_allocation_that_ends_leaves_no_directory_even_if_its_trial_made_one_read_only(
+    run: Callable[..., Started],
+) -> None:
+    started = run(
+        "mkdir -p $TMPDIR/a/b locked && touch $TMPDIR/a/b/c && chmod 500 $TMPDIR/a/b $TMPDIR/a locked; echo $TMPDIR"
+    )
+
+    ended(started)
+    temporary = Path(printed(started[0])[-1][1].strip())
+    assert temporary.is_dir()
+    launcher.remove(started[0])
+
+    assert not temporary.exists()
+    assert not started[0].exists()
+
+
+SEMAPHORES = """
+import multiprocessing, multiprocessing.shared_memory, os, time
+
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+memory = multiprocessing.shared_memory.SharedMemory(create=True, size=100)
+print(semaphore._semlock.name, memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_killed_processes_leave_nothing_in_shared_memory(run: Callable[..., Started], is_lost: bool) -> None:
+    started = run(["python3", "-c", SEMAPHORES])
+    directory, handle = started
+    wait_for(lambda: printed(directory), "the names")
+    semaphore, memory = printed(directory)[-1][1].split()
+    places = [Path(f"/dev/shm/sem.{semaphore.lstrip('/')}"), Path("/dev/shm") / memory.lstrip("/")]
+    assert all(place.exists() for place in places)
+
+    if is_lost:
+        os.kill(handle.pid, signal.SIGKILL)
+        wait_for(lambda: not launcher.is_alive(handle), "the supervisor's end")
+        launcher.kill(None, directory)
+    else:
+        launcher.kill(handle, directory)
+        ended(started)
+
+    wait_for(lambda: not any(place.exists() for place in places), f"{places} to go", deadline_s=5)

@@ -147,3 +147,23 @@ class PipelineTrial(Common):
 
     def evaluate_batch(self, dataloader_iter, batch_idx):
         return {"validation_loss": self.model_engine.eval_batch()}
+
+
+class SolvedPipelineTrial(PipelineTrial):
+    """Leaves the batch equation to dstrial, which is told in ``data.dstrial`` how many stages there are."""
+
+    def ds_config(self):
+        return self.context.get_deepspeed_config()
+
+
+class ByHandTrial(DataParallelTrial):
+    """Accumulates by itself: ``micro_batches`` of them per call."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        context.disable_auto_grad_accumulation()
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        for _ in range(self.hparams["micro_batches"]):
+            metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        return metrics

@@ -1,0 +1,101 @@
+"""The signature of a manifest: whether this account wrote a checkpoint.
+
+Everybody can make a manifest that matches its files. The signature is made with a secret of the account (HMAC-SHA256), kept in
+its data directory, so a manifest that bears it was written by a run of this account, and with it every file that it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import pathlib
+import secrets
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+import platformdirs
+
+logger = logging.getLogger("dstrial.checkpoint")
+
+SIGNATURE_KEY = "signature"
+"""Key of the signature in a manifest, at the top level."""
+
+_NUM_BYTES = 32
+
+
+def key_path() -> pathlib.Path:
+    """Return where the account's secret lies."""
+    return pathlib.Path(platformdirs.user_data_dir("dstrial")) / "checkpoint.key"
+
+
+def signed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return JSON values with the account's signature; without one where the account can keep no secret.
+
+    Makes the secret where there is none yet.
+    """
+    key = _key(is_made=True)
+    rest = {name: value for name, value in values.items() if name != SIGNATURE_KEY}
+    return rest if key is None else {**rest, SIGNATURE_KEY: _digest(key, rest)}
+
+
+def is_own(values: Mapping[str, Any]) -> bool:
+    """Say whether JSON values bear this account's signature."""
+    given = values.get(SIGNATURE_KEY)
+    key = _key(is_made=False)
+    if not isinstance(given, str) or key is None:
+        return False
+    rest = {name: value for name, value in values.items() if name != SIGNATURE_KEY}
+    return hmac.compare_digest(given.encode(), _digest(key, rest).encode())
+
+
+def _digest(key: bytes, values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, is_made: bool) -> bytes | None:
+    path = key_path()
+    if not path.is_absolute():  # an account without a home: ``~`` stays as it is
+        return None
+    try:
+        if is_made and not path.exists():
+            _make(path)
+        with path.open("rb") as stream:
+            # Of the open file: what another account can put there or read is no secret.
+            found = os.fstat(stream.fileno())
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                logger.warning(
+                    "%s is readable by others, or not this account's: checkpoints are not signed", path
+                )
+                return None
+            key = stream.read(_NUM_BYTES + 1)
+    except OSError as error:
+        if is_made:
+            logger.info("checkpoints are not signed: %s cannot be kept (%s)", path, error.strerror or error)
+        return None
+    return key if len(key) == _NUM_BYTES else None
+
+
+def _make(path: pathlib.Path) -> None:
+    """Make the secret; of several processes at once the first one's counts.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(secrets.token_bytes(_NUM_BYTES))
+            stream.flush()
+            os.fsync(stream.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

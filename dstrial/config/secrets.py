@@ -1,0 +1,424 @@
+"""Mask the secrets of a config where it is shown, and put the real ones back where a shown config is submitted again.
+
+What is secret is told by names. Environment variables are judged broadly, since they are where secrets are handed over and
+a masked harmless one costs little; other fields narrowly, since ``num_key_value_heads`` and ``pad_token`` are hyperparameters.
+Pure; the caller keeps the real config.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import yaml
+
+from dstrial.config.documents import read_yaml_text, yaml_text
+from dstrial.config.limits import DEFAULT_LIMITS, TextLimits
+from dstrial.errors import ConfigError, ConfigProblem
+
+MASK = "********"
+"""What stands for a secret. Source: Determined 0.38.1 ``checkpoint_storage_config.go``, which hides keys of a storage so."""
+
+Path: TypeAlias = "tuple[str | int, ...]"
+
+_VARIABLES = "environment_variables"
+_REGISTRY = "registry_auth"
+_OPEN_OF_REGISTRY = ("username", "serveraddress", "server_address", "email")
+_OPEN_OF_SPECIFICATION = ("type", "count", "base", "minval", "maxval")
+
+_VARIABLE = re.compile(
+    r"SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|CONNECTION_STRING"
+    r"|KEYS?$|(^|[_.-])KEY_ID$|TOKEN$|(^|[_.-])TOKENS?([_.-]|$)|[_.-](PWD|PASS|PAT|AUTH|COOKIE)$"
+)
+_PLURAL = re.compile(r"(TOKENS|KEYS)([_.-]|$)")
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_FIELD = re.compile(
+    r"(^|_)(password|passwd|passphrase|secret|secrets|credential|credentials|connection_string"
+    r"|(api|access|secret|private|account|encryption|signing|license|service|storage|sas|wandb|ssh)_?keys?"
+    r"|access_key_id"
+    r"|(api|access|auth|authentication|authorization|bearer|refresh|session|security|oauth|hub|hf|huggingface|hugging_face"
+    r"|github|gitlab|git|wandb|sas|login|bot)_?tokens?)$"
+)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-.\s]+")
+# What a text must have for anything in it to be secret; most configs have none of it and are never parsed.
+_HINTS = (
+    "key",
+    "token",
+    "secret",
+    "passw",
+    "passphrase",
+    "credential",
+    "connection",
+    "pwd",
+    "_pass",
+    "-pass",
+)
+_RARE_HINTS = ("_pat", "-pat", ".pat", ".pass", "auth", "cookie", "@")
+_NO_REGISTRY = re.compile(rf"{_REGISTRY}[\"']?\s*:\s*(?:null|~)")
+# What may stand before a scalar.
+_PROPERTIES = re.compile(r"(?:[&!]\S*\s+)*")
+_ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|]+)""")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SecretNames:
+    """Which names tell of secrets.
+
+    Attributes:
+        patterns: further ones, with ``*`` and ``?``, whatever the case; for variables and fields alike.
+    """
+
+    patterns: tuple[str, ...] = ()
+
+    def has_variable(self, name: str, value: str = "") -> bool:
+        """Say whether an environment variable is a secret: by its name, or by a URL with a password in it."""
+        upper = _CAMEL.sub("_", name).upper()
+        if _VARIABLE.search(upper):
+            return not (_PLURAL.search(upper) and _is_number(value))
+        return bool(_URL_WITH_PASSWORD.search(value)) or self._is_listed(name)
+
+    def has_field(self, name: str, value: object) -> bool:
+        """Say whether a field of a config, a hyperparameter for example, is a secret."""
+        lower = _CAMEL.sub("_", name).lower()
+        if lower in (
+            "token",
+            "tokens",
+        ):  # a text that opens something, or a number of them, or a list of words
+            return isinstance(value, str)
+        return bool(_FIELD.search(lower)) or self._is_listed(name)
+
+    def _is_listed(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name.casefold(), pattern.casefold()) for pattern in self.patterns)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Secret:
+    """One secret of a config.
+
+    Attributes:
+        path: where it stands.
+        identity: the same place where lists may be ordered otherwise: a variable by its name.
+        prefix: what stands before it in the same text, ``NAME=`` for a variable.
+        value: the secret itself.
+    """
+
+    path: Path
+    identity: Path
+    prefix: str
+    value: Any
+
+    def __repr__(self) -> str:
+        return f"Secret({self.path})"  # never the value, which would reach logs
+
+
+def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
+    """Return the secrets of a config, or of a part of one that is named like the whole.
+
+    Args:
+        value: JSON values.
+        names: what is secret.
+    """
+    return list(_Finder(names, lambda _leaf: False).below(value, ()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Finder:
+    """Walks a config.
+
+    Attributes:
+        names: what is secret by its name.
+        takes: which values count as secrets whatever their name.
+    """
+
+    names: SecretNames
+    takes: Callable[[Any], bool]
+
+    def below(self, value: Any, path: Path) -> Iterator[Secret]:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                yield from self._field(str(key), inner, (*path, key))
+        elif isinstance(value, (list, tuple)):
+            for index, inner in enumerate(value):
+                yield from self.below(inner, (*path, index))
+        elif self.takes(value):
+            yield Secret(path, path, "", value)
+
+    def _field(self, name: str, value: Any, path: Path) -> Iterator[Secret]:
+        if name == _VARIABLES:
+            yield from self._variables(value, path, path)
+        elif name == _REGISTRY:
+            yield from self._leaves(value, path, _OPEN_OF_REGISTRY)
+        elif self.names.has_field(name, value):
+            yield from self._leaves(value, path, _OPEN_OF_SPECIFICATION)
+        else:
+            yield from self.below(value, path)
+
+    def _variables(self, value: Any, path: Path, identity: Path) -> Iterator[Secret]:
+        """Variables: ``NAME=value`` in a list, or a list for each kind of device, or a mapping of names."""
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                if isinstance(inner, (list, tuple, Mapping)):
+                    yield from self._variables(inner, (*path, name), (*identity, name))
+                elif self._is_variable(str(name), str(inner)) and _is_leaf(inner):
+                    yield Secret((*path, name), (*identity, name), "", inner)
+        elif isinstance(value, (list, tuple)):
+            for index, entry in enumerate(value):
+                name, separator, inner = str(entry).partition("=")
+                if isinstance(entry, str) and inner and self._is_variable(name, inner):
+                    yield Secret((*path, index), (*identity, name), f"{name}{separator}", inner)
+
+    def _is_variable(self, name: str, value: str) -> bool:
+        return self.names.has_variable(name, value) or self.takes(value)
+
+    def _leaves(self, value: Any, path: Path, are_open: Sequence[str]) -> Iterator[Secret]:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                if str(key).lower() not in are_open:
+                    yield from self._leaves(inner, (*path, key), are_open)
+        elif isinstance(value, (list, tuple)):
+            for index, inner in enumerate(value):
+                yield from self._leaves(inner, (*path, index), are_open)
+        elif _is_leaf(value):
+            yield Secret(path, path, "", value)
+
+
+def _is_leaf(value: Any) -> bool:
+    return value is not None and not isinstance(value, bool) and value != ""
+
+
+def masked(value: Any, names: SecretNames) -> Any:
+    """Return a config with the mask in place of its secrets; the same object where it has none."""
+    found = secrets_in(value, names)
+    return _replaced(value, [(secret, MASK) for secret in found]) if found else value
+
+
+def _may_have_secrets(text: str) -> bool:
+    """Say whether a config must be looked at; every complete config has ``registry_auth``, which is null."""
+    lower = _NO_REGISTRY.sub("", text.lower())
+    return any(hint in lower for hint in (*_HINTS, *_RARE_HINTS))
+
+
+def masked_json(text: str, names: SecretNames) -> str:
+    """Return a config that is stored as JSON with the mask in place of its secrets."""
+    return _masked_json(text, names) if names.patterns or _may_have_secrets(text) else text
+
+
+@functools.lru_cache(maxsize=1024)
+def _masked_json(text: str, names: SecretNames) -> str:
+    value = json.loads(text)
+    shown = masked(value, names)
+    return text if shown is value else json.dumps(shown)
+
+
+_STORED = TextLimits(text_bytes=2**24, num_values=10**6)
+"""The most that a master's settings let in, when a text was accepted."""
+
+
+def masked_yaml(text: str, names: SecretNames) -> str:
+    """Return a config as it was written, comments and order kept, with the mask in place of its secrets."""
+    return _masked_yaml(text, names) if names.patterns or _may_have_secrets(text) else text
+
+
+@functools.lru_cache(maxsize=1024)
+def _masked_yaml(text: str, names: SecretNames) -> str:
+    try:
+        root = _compose(text)
+    except (yaml.YAMLError, RecursionError):
+        return ""  # it was never accepted, and nobody can tell what is secret in it
+    value = _outline(root, {})
+    found = secrets_in(value, names)
+    shown = _replaced_text(text, root, [(secret, MASK) for secret in found]) if found else text
+    # Where a secret stands in no single place of the text, all of it is written anew.
+    if shown is not None:
+        return shown
+    return yaml_text(masked(read_yaml_text(text, "the config", _STORED).value, names))
+
+
+def _compose(text: str) -> Any:
+    """Return the nodes of a YAML text, with the marks of where they stand; by the C parser, ten times as fast, if it is there."""
+    return yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _outline(node: Any, known: dict[int, Any]) -> Any:
+    """Return a document as far as names and kinds of values go; numbers are 0 and flags are true."""
+    if id(node) in known:
+        return known[id(node)]
+    if isinstance(node, yaml.SequenceNode):
+        items = known[id(node)] = []
+        items += [_outline(inner, known) for inner in node.value]
+        return items
+    if isinstance(node, yaml.MappingNode):
+        fields: dict[Any, Any] = {}
+        known[id(node)] = fields
+        for key, inner in sorted(node.value, key=lambda pair: bool(pair[0].value != "<<")):
+            value = _outline(inner, known)
+            if key.value != "<<":
+                fields[str(key.value)] = value
+            else:
+                for merged in value if isinstance(value, list) else [value]:
+                    fields.update(merged if isinstance(merged, dict) else {})
+        return fields
+    kind = "" if node is None else str(node.tag).rpartition(":")[2]
+    return {"": None, "null": None, "bool": True, "int": 0, "float": 0.0}.get(
+        kind, getattr(node, "value", None)
+    )
+
+
+def masked_shell(text: str, names: SecretNames) -> str:
+    """Return lines of a shell with the mask in place of what they assign to variables that are secrets."""
+
+    def shown(match: re.Match[str]) -> str:
+        return f"{match[1]}={MASK}" if names.has_variable(match[1], match[2]) else match[0]
+
+    return _ASSIGNMENT.sub(shown, text)
+
+
+def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
+    """Return a config with the secrets that a source has where it gives the mask.
+
+    Args:
+        value: a config that may have been shown; not changed.
+        sources: where its secrets may be found, the first one first: the config of a parent, a template.
+        where: how error messages call it.
+
+    Raises:
+        ConfigError: with every mask for which no source has a secret.
+    """
+    found = _put_back(value, sources, where)
+    return _replaced(value, found) if found else value
+
+
+def unmasked_yaml(
+    text: str, sources: Sequence[Any], where: str = "the config", limits: TextLimits = DEFAULT_LIMITS
+) -> str:
+    """Return a config in YAML like ``unmasked``, comments and order kept; one that is no YAML as it is.
+
+    Raises:
+        ConfigError: see ``unmasked``.
+    """
+    if MASK not in text:
+        return text
+    try:
+        value = read_yaml_text(text, where, limits).value
+    except ConfigError:
+        return text  # its own check says what is wrong with it
+    found = _put_back(value, sources, where)
+    if not found:
+        return text
+    real = _replaced_text(text, _compose(text), found)
+    return yaml_text(_replaced(value, found)) if real is None else real
+
+
+def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secret, Any]]:
+    finder = _Finder(SecretNames(), lambda leaf: bool(leaf == MASK))
+    masks = [secret for secret in finder.below(value, ()) if secret.value == MASK]
+    if not masks:
+        return []
+    known: dict[Path, Any] = {}
+    for source in reversed(sources):
+        for secret in _Finder(SecretNames(), _is_leaf).below(source, ()):
+            if secret.value != MASK:
+                known[_anywhere(secret.identity)] = secret.value
+                known[secret.identity] = secret.value
+    found, problems = [], []
+    for secret in masks:
+        real = known.get(secret.identity, known.get(_anywhere(secret.identity)))
+        if real is None:
+            problems.append(_no_secret(secret, where))
+        else:
+            found.append((secret, real))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _anywhere(identity: Path) -> Path:
+    """Return the name of a variable whatever the device: a list of variables is one for every kind."""
+    if _VARIABLES in identity:
+        return (_VARIABLES, identity[-1])
+    return identity
+
+
+def _no_secret(secret: Secret, where: str) -> ConfigProblem:
+    place = ".".join(map(str, secret.identity))
+    return ConfigProblem(
+        f"{where}: {place}",
+        f"{MASK}, which stands for a secret where a config is shown",
+        "the secret itself; this config has no parent or template that knows it",
+        "Write the real value.",
+    )
+
+
+def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
+    result = {"": copy.deepcopy(value)}
+    for secret, new in changes:
+        inner: Any = result
+        *outer, last = ("", *secret.path)
+        for key in outer:
+            inner = inner[key]
+        inner[last] = f"{secret.prefix}{new}" if secret.prefix else new
+    return result[""]
+
+
+def _replaced_text(text: str, root: Any, changes: Sequence[tuple[Secret, Any]]) -> str | None:
+    """Return a YAML text with some of its scalars replaced, and everything else as it was written; None if it cannot be."""
+    if text.startswith("\ufeff"):  # which the C parser does not count
+        return None
+    spans: dict[tuple[int, int], str] = {}
+    for secret, new in changes:
+        node = _node_at(root, secret.path)
+        if not isinstance(node, yaml.ScalarNode):
+            return None
+        # A value in double quotes is one of YAML, too, and never anything but what it says.
+        written = json.dumps(f"{secret.prefix}{new}" if secret.prefix else new, ensure_ascii=False)
+        scalar = text[node.start_mark.index : node.end_mark.index]
+        # An anchor stays: others may refer to it.
+        properties = _PROPERTIES.match(scalar)
+        start = node.start_mark.index + (properties.end() if properties is not None else 0)
+        end = node.start_mark.index + len(scalar.rstrip())
+        if node.style in ("|", ">"):
+            written, end = f"{written}\n", node.end_mark.index
+        spans[start, end] = written
+    for (start, end), written in sorted(spans.items(), reverse=True):
+        text = text[:start] + written + text[end:]
+    return text
+
+
+def _node_at(root: Any, path: Path) -> Any:
+    node = root
+    for key in path:
+        if isinstance(node, yaml.MappingNode):
+            node = _of_mapping(node, str(key))
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+            node = node.value[key]
+        else:
+            return None
+    return node
+
+
+def _of_mapping(node: yaml.MappingNode, key: str) -> Any:
+    merged: list[Any] = []
+    for key_node, inner in node.value:
+        if str(key_node.value) == key:
+            return inner
+        if key_node.value == "<<":
+            merged += inner.value if isinstance(inner, yaml.SequenceNode) else [inner]
+    for one in merged:
+        found = _of_mapping(one, key) if isinstance(one, yaml.MappingNode) else None
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,150 @@
+"""Every check of ``dstrial doctor``, side by side, and their findings in a fixed order.
+
+The order puts first what needs no import, so that it can be read while torch is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dstrial import __version__
+from dstrial.doctor import (
+    clock,
+    compilers,
+    devices,
+    drivers,
+    imports,
+    libraries,
+    limits,
+    master_state,
+    network,
+    packages,
+    storage,
+    torch_build,
+    variables,
+)
+from dstrial.doctor.background import Background, NoAnswerError
+from dstrial.doctor.finding import Finding, Group, problem
+from dstrial.local.run_directory import default_runs_dir
+from dstrial.master.state_directory import StateDirectory
+
+_CHECK_DEADLINE_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckupOptions:
+    """What ``dstrial doctor`` was asked for.
+
+    Attributes:
+        is_fast: read what the files of libraries say, and import none.
+        state_dir: the master's directory; None for that of the environment or the usual one.
+        runs_dir: the directory of all runs; likewise.
+        num_gpus: how many accelerators training needs.
+        import_deadline_s: when an import counts as hanging.
+    """
+
+    is_fast: bool = False
+    state_dir: str | None = None
+    runs_dir: str | None = None
+    num_gpus: int = 0
+    import_deadline_s: float = 60.0
+
+
+def run(options: CheckupOptions) -> Iterator[Group]:
+    """Run every check at once; yield their findings as they come, in a fixed order.
+
+    A check that does not end by its deadline, or that fails itself, is a problem with its name; all others go on.
+
+    Args:
+        options: what was asked for.
+    """
+    checks = {name: Background(check) for name, check in _checks(options).items()}
+    for name, check in checks.items():
+        deadline_s = _CHECK_DEADLINE_S + (0.0 if options.is_fast else options.import_deadline_s)
+        try:
+            findings = check.result(deadline_s)
+        except NoAnswerError as error:
+            findings = [
+                problem(
+                    name, str(error), "Something below it hangs: a file system, a driver or a name server."
+                )
+            ]
+        except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
+            what = f"the check itself failed: {type(error).__name__}: {error}"
+            findings = [problem(name, what, "Report it, with the output of `dstrial doctor --json`.")]
+        yield Group(name, check.seconds, tuple(findings))
+
+
+def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
+    environ = dict(os.environ)
+    began = clock.Instant.now()
+    state = StateDirectory.choose(options.state_dir)
+    hardware = Background(drivers.measure)
+    from_files = Background(libraries.read_files)
+    imported = (
+        from_files if options.is_fast else Background(lambda: libraries.import_all(options.import_deadline_s))
+    )
+    # A process that has been killed at its deadline still answers, so this waits a little longer.
+    patience_s = options.import_deadline_s + _CHECK_DEADLINE_S / 2
+
+    def known() -> libraries.Libraries:
+        return imported.result(patience_s)
+
+    def known_devices() -> devices.Hardware:
+        return hardware.result(_CHECK_DEADLINE_S / 2)
+
+    def check_libraries() -> list[Finding]:
+        found, there = known(), known_devices()
+        installed = {name: libraries.installed_version(name) for name in ("torch", "deepspeed")}
+        return [
+            *imports.judge(found, installed, there, environ),
+            *torch_build.judge(found.torch, there, environ, is_fast=options.is_fast),
+            *imports.judge_backends(found.torch, is_imported=found.is_imported),
+        ]
+
+    def check_clock() -> list[Finding]:
+        if not options.is_fast:
+            # So that it sees a step in the seconds that the imports take.
+            Background(known).result(patience_s)
+        return clock.judge(clock.measure(began))
+
+    return {
+        "Python": lambda: packages.judge(packages.measure()),
+        "Limits": lambda: limits.judge(
+            limits.measure(), environ, num_devices=len(devices.visible(known_devices(), environ)[0])
+        ),
+        "Storage": lambda: storage.judge(storage.measure(_places(options, state))),
+        "Network": lambda: network.judge(
+            network.measure(), from_files.result(_CHECK_DEADLINE_S).torch, environ
+        ),
+        "Master": lambda: master_state.judge(
+            master_state.measure(state), version=__version__, accelerator=_slot_kind(known_devices(), environ)
+        ),
+        "Environment variables": lambda: variables.judge(environ),
+        "Devices": lambda: devices.judge(known_devices(), environ, num_required=options.num_gpus),
+        "Libraries": check_libraries,
+        "Compilers and operators": lambda: _check_compilers(known),
+        "Clock": check_clock,
+    }
+
+
+def _check_compilers(known: Callable[[], libraries.Libraries]) -> list[Finding]:
+    there = compilers.measure()
+    return compilers.judge(there, known())
+
+
+def _places(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, Path]]:
+    temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108 - where programs put what is temporary
+    return [("runs", default_runs_dir(options.runs_dir)), ("state", state.path), ("temporary", temporary)]
+
+
+def _slot_kind(hardware: devices.Hardware, environ: dict[str, str]) -> str:
+    """The kind of slots that a master would offer now; as ``master.launcher.devices.find_slots``."""
+    if environ.get("DS_ACCELERATOR") == "cpu":
+        return "cpu"
+    if devices.visible(hardware, environ)[0]:
+        return "cuda"
+    return "rocm" if hardware.num_amd else "cpu"

@@ -1,0 +1,232 @@
+"""The interpreter and the packages beside it, against what dstrial says that it supports; imports none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dstrial
+from dstrial.doctor.finding import Finding, note, ok, problem
+
+_CHECKOUT = Path(dstrial.__file__).resolve().parents[1]
+_FOR_DEVELOPERS = "dev"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Requirement:
+    """One package that dstrial needs or can use.
+
+    Attributes:
+        name: the distribution.
+        versions: which are supported, for example ``>=2.6``; empty for any.
+        extra: for which optional part; empty for all that dstrial does.
+        installed: the version that is there; None if none is.
+        is_supported: whether that version is one of those.
+    """
+
+    name: str
+    versions: str
+    extra: str
+    installed: str | None
+    is_supported: bool
+
+    @property
+    def asked(self) -> str:
+        """As pip is told it."""
+        return f"{self.name}{self.versions}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PythonEnvironment:
+    """The interpreter and what lies beside it.
+
+    Attributes:
+        version: of Python.
+        executable: its path.
+        prefix: the virtual environment; empty outside one.
+        implementation: CPython, or another.
+        system: Linux, or another.
+        libc: name and version of the C library; empty if not known.
+        is_installed: whether dstrial is installed, rather than found in a checkout.
+        location: where dstrial is.
+        dstrial: its version.
+        python_versions: which dstrial supports.
+        python_is_supported: whether this one is among them.
+        requirements: what dstrial needs; None if neither metadata nor ``pyproject.toml`` says.
+    """
+
+    version: str
+    executable: str
+    prefix: str
+    implementation: str
+    system: str
+    libc: str
+    is_installed: bool
+    location: str
+    dstrial: str
+    python_versions: str
+    python_is_supported: bool
+    requirements: tuple[Requirement, ...] | None
+
+
+def measure() -> PythonEnvironment:
+    """Read metadata."""
+    asked, python_versions, is_installed = _declared()
+    return PythonEnvironment(
+        version=platform.python_version(),
+        executable=sys.executable,
+        prefix="" if sys.prefix == sys.base_prefix else sys.prefix,
+        implementation=platform.python_implementation(),
+        system=platform.system(),
+        libc=" ".join(platform.libc_ver()).strip(),
+        is_installed=is_installed,
+        location=str(_CHECKOUT),
+        dstrial=dstrial.__version__,
+        python_versions=python_versions,
+        python_is_supported=_contains(python_versions, platform.python_version()),
+        requirements=None if asked is None else tuple(requirements(asked, _installed_versions())),
+    )
+
+
+def _declared() -> tuple[list[str] | None, str, bool]:
+    """What dstrial asks for: from its metadata, or from ``pyproject.toml`` where it runs from a checkout."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        metadata = importlib.metadata.metadata("dstrial")
+        return (importlib.metadata.requires("dstrial") or []), metadata["Requires-Python"] or "", True
+    try:
+        import tomllib
+    except ImportError:  # before Python 3.11
+        return None, ">=3.10", False
+    try:
+        project: dict[str, Any] = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))[
+            "project"
+        ]
+    except (OSError, KeyError, ValueError):
+        return None, ">=3.10", False
+    asked = list(project["dependencies"])
+    for extra, needs in project.get("optional-dependencies", {}).items():
+        asked += [f'{need}; extra == "{extra}"' for need in needs]
+    return asked, str(project["requires-python"]), False
+
+
+def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:
+    """Compare what is asked for with what is installed.
+
+    Args:
+        asked: as in ``Requires-Dist``.
+        installed: normalised name -> version.
+    """
+    from packaging.requirements import Requirement as Parsed
+
+    found = []
+    for text in asked:
+        parsed = Parsed(text)
+        extra_word = re.search(r"extra == ['\"]([^'\"]+)['\"]", str(parsed.marker or ""))
+        extra = "" if extra_word is None else extra_word[1]
+        is_meant = parsed.marker is None or parsed.marker.evaluate({"extra": extra})
+        if not is_meant or extra == _FOR_DEVELOPERS or normalized(parsed.name) == "dstrial":
+            continue
+        version = installed.get(normalized(parsed.name))
+        found.append(
+            Requirement(
+                name=parsed.name,
+                versions=str(parsed.specifier),
+                extra=extra,
+                installed=version,
+                is_supported=version is not None and parsed.specifier.contains(version, prereleases=True),
+            )
+        )
+    return found
+
+
+def normalized(name: str) -> str:
+    """Return a distribution's name as indices compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _installed_versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found.setdefault(
+                normalized(name), distribution.version
+            )  # the first on the path is the one imported
+    return found
+
+
+def _contains(versions: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(versions).contains(version, prereleases=True)
+
+
+def judge(python: PythonEnvironment) -> list[Finding]:
+    """Judge interpreter and packages."""
+    return [_judge_python(python), _judge_dstrial(python), *judge_requirements(python.requirements)]
+
+
+def _judge_python(python: PythonEnvironment) -> Finding:
+    where = f"virtual environment {python.prefix}" if python.prefix else "no virtual environment"
+    what = f"{python.implementation} {python.version}, {python.executable} ({where}), {python.system} {python.libc}".rstrip()
+    if not python.python_is_supported:
+        return problem("python", what, f"Make an environment with Python {python.python_versions}.")
+    if python.system != "Linux":
+        return problem("python", what, "dstrial needs Linux: it follows processes through /proc.")
+    return ok("python", what)
+
+
+def _judge_dstrial(python: PythonEnvironment) -> Finding:
+    how = "" if python.is_installed else ", a checkout that is not installed"
+    return ok("dstrial", f"{python.dstrial}, {python.location}{how}")
+
+
+def judge_requirements(found: Sequence[Requirement] | None) -> list[Finding]:
+    """Judge packages: one line for all that are as they should be, one for each that is not."""
+    if found is None:
+        return [
+            note(
+                "packages",
+                "not compared: dstrial is not installed here",
+                "`pip install -e .` in the checkout.",
+            )
+        ]
+    needed = [one for one in found if not one.extra]
+    fitting = [f"{one.name} {one.installed}" for one in needed if one.is_supported]
+    findings = [ok("packages", f"{len(fitting)} of {len(needed)} as supported: {', '.join(fitting)}")]
+    for one in needed:
+        if one.installed is None:
+            findings.append(
+                problem(one.name, f"missing; expected {one.versions or 'any version'}", _install(one))
+            )
+        elif not one.is_supported:
+            findings.append(problem(one.name, f"{one.installed}; expected {one.versions}", _install(one)))
+    for extra in dict.fromkeys(one.extra for one in found if one.extra):
+        findings.append(_judge_extra(extra, [one for one in found if one.extra == extra]))
+    return findings
+
+
+def _install(one: Requirement) -> str:
+    return f"`{sys.executable} -m pip install '{one.asked}'`."
+
+
+def _judge_extra(extra: str, wanted: Sequence[Requirement]) -> Finding:
+    name = f"extra {extra}"
+    there = [one for one in wanted if one.installed is not None]
+    if not there:
+        missing = ", ".join(one.name for one in wanted)
+        return ok(name, f"not installed ({missing}); `pip install 'dstrial[{extra}]'` adds it")
+    wrong = [one for one in wanted if not one.is_supported]
+    if wrong:
+        what = ", ".join(
+            f"{one.name} {one.installed or 'missing'} (expected {one.versions})" for one in wrong
+        )
+        return note(name, what, f"`pip install 'dstrial[{extra}]'`, if trials use it.")
+    return ok(name, ", ".join(f"{one.name} {one.installed}" for one in wanted))

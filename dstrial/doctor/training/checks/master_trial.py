@@ -1,0 +1,71 @@
+"""A ZeRO 1 trial through an embedded master of its own: submitted, scheduled, trained, validated, saved, COMPLETED.
+
+On CPU ranks the master's choice of devices (``CUDA_VISIBLE_DEVICES``) is not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from dstrial.doctor.training.bench import Bench, last_line
+from dstrial.doctor.training.check import CheckFailedError, Finding
+from dstrial.doctor.training.programs.configs import deepspeed_config
+
+_MODEL_DEF = "from dstrial.doctor.training.programs.trial import TextTrial  # noqa: F401\n"
+
+
+def run(bench: Bench) -> Finding:
+    """Train and ask the master what became of it."""
+    began_s = time.monotonic()
+    slots = bench.num_slots
+    config = write_experiment(bench.scratch, slots=slots, stage=1)
+    with bench.master(slots=slots) as env:
+        up_s = time.monotonic() - began_s
+        ended = bench.dstrial("run", str(config), str(config.parent), "--no-progress", env=env)
+        bench.note(up_s=round(up_s, 1), run_s=round(ended.seconds, 1))
+        # The first of a new master.
+        (described,) = bench.det("experiment", "describe", "1", "--json", env=env)
+        state = str(described["experiment"]["state"]).removeprefix("STATE_")
+        bench.note(state=state)
+    if ended.exit_code != 0 or state != "COMPLETED":
+        raise CheckFailedError(
+            f"the experiment is {state} and `dstrial run` ended with {ended.exit_code}: {last_line(ended.output)}",
+            "Read the log of the trial, below.",
+            ended.end,
+        )
+    kind = "CPU" if bench.is_cpu else "accelerator"
+    return Finding(
+        f"COMPLETED on {slots} {kind} slot(s): master up in {up_s:.1f} s, trial in {ended.seconds:.1f} s",
+        "the devices that a master gives to its trials" if bench.is_cpu else "",
+    )
+
+
+def write_experiment(scratch: Path, *, slots: int, stage: int, **fields: Any) -> Path:
+    """Write an experiment config and its context directory; returns the config's path."""
+    context = scratch / "definition"
+    context.mkdir()
+    (context / "model_def.py").write_text(_MODEL_DEF, encoding="utf-8")
+    config = {
+        "name": "doctor",
+        "entrypoint": "python3 -m dstrial.launch --trial model_def:TextTrial",
+        "hyperparameters": {"deepspeed_config": deepspeed_config(stage)},
+        "searcher": {
+            "name": "single",
+            "metric": "validation_loss",
+            "smaller_is_better": True,
+            "max_length": {"batches": 20},
+        },
+        "resources": {"slots_per_trial": slots},
+        "scheduling_unit": 5,
+        "min_validation_period": {"batches": 10},
+        "max_restarts": 0,
+        "reproducibility": {"experiment_seed": 3},
+        **fields,
+    }
+    path = context / "experiment.yaml"
+    # JSON is YAML.
+    path.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return path

@@ -1,0 +1,84 @@
+"""Two gloo ranks: all-reduce, ZeRO 1, the control channel, and a rank that is killed is named within 15 seconds.
+
+With one accelerator both ranks share it (``DSTRIAL_SHARE_DEVICE=1``). On the CPU they are two CPU ranks, and sharing a device
+is not shown.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from dstrial.doctor.training.bench import Bench, Launched
+from dstrial.doctor.training.check import CheckFailedError, Finding, NotApplicableError
+
+_NAMED_WITHIN_S = 15.0
+_SHARED = {"DSTRIAL_SHARE_DEVICE": "1"}
+_REFUSAL = "the accelerators of this machine"
+
+
+def run(bench: Bench) -> Finding:
+    """Train on two ranks; then kill one."""
+    env = {} if bench.is_cpu else _SHARED
+    launched = bench.launch("two_ranks", slots=2, env=env, may_fail=True)
+    if launched.exit_code != 0 and _REFUSAL in launched.output:
+        raise NotApplicableError(
+            "this dstrial's launcher does not let ranks share a device",
+            "Try again with a dstrial that knows DSTRIAL_SHARE_DEVICE.",
+        )
+    _judge(launched)
+    killed_s = _kill_one(bench, env)
+    return Finding(
+        f"all-reduce, ZeRO 1 and control channel work on two gloo ranks ({launched.facts['device']}); "
+        f"the killed rank was named {killed_s:.1f} s after its death",
+        "several ranks on one accelerator" if bench.is_cpu else "",
+    )
+
+
+def _judge(launched: Launched) -> None:
+    found: dict[str, Any] = dict(launched.facts)
+    wrong = [
+        f"{name} is {found.get(name)}; expected {expected}"
+        for name, expected in (
+            ("all_reduce", 3.0),
+            ("control_channel", ["rank 0", "rank 1"]),
+            ("finite", True),
+        )
+        if found.get(name) != expected
+    ]
+    if launched.exit_code != 0 or wrong:
+        raise CheckFailedError(
+            "; ".join(wrong) or f"the ranks ended with exit code {launched.exit_code}",
+            "Read the traceback of the rank that failed first, below.",
+            launched.end,
+        )
+
+
+def _kill_one(bench: Bench, env: dict[str, str]) -> float:
+    """Have rank 1 kill itself inside a step; returns seconds until the launcher has named it and ended."""
+    noted = bench.scratch / "killed"
+    bench.note(doing="two ranks, one of which is killed")
+    fault = {"TRAINING_CHECK_FAULT": "kill:1:3", "TRAINING_CHECK_FAULT_TIME": str(noted)}
+    launched = bench.launch(
+        "two_ranks", slots=2, env={**env, **fault}, facts_of="two_ranks-killed", may_fail=True
+    )
+    ended_s = time.time()
+    bench.note(doing="")
+    if not noted.exists():
+        raise CheckFailedError("rank 1 did not come to its death", "Read the output, below.", launched.end)
+    seconds = ended_s - float(Path(noted).read_text(encoding="utf-8"))
+    bench.note(named_after_s=round(seconds, 2), exit_code_after_kill=launched.exit_code)
+    if launched.exit_code == 0 or "rank 1 failed first (killed by SIGKILL" not in launched.output:
+        raise CheckFailedError(
+            "the launcher does not name rank 1 as killed by SIGKILL",
+            "Read what it said, below.",
+            launched.end,
+        )
+    if seconds > _NAMED_WITHIN_S:
+        raise CheckFailedError(
+            f"the killed rank was named after {seconds:.1f} s; expected {_NAMED_WITHIN_S:g} s",
+            "See what kept the other rank, below.",
+            launched.end,
+        )
+    return seconds

@@ -1,0 +1,100 @@
+"""A GPT of any size in plain torch, whose forward pass returns the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dstrial.doctor.training.programs.text import VOCABULARY_SIZE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """How large a model is.
+
+    Attributes:
+        width: of the activations.
+        num_layers: transformer blocks.
+        num_heads: of each attention.
+        block_size: characters of a record.
+        dropout: probability.
+        fused: whether attention is torch's fused operation; otherwise it is written out, whose backward pass adds up in
+            the same order each time.
+    """
+
+    width: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    block_size: int = 32
+    dropout: float = 0.0
+    fused: bool = False
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, each with a layer norm and a skip connection."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.query_key_value = nn.Linear(shape.width, 3 * shape.width)
+        self.attention_out = nn.Linear(shape.width, shape.width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(shape.width),
+            nn.Linear(shape.width, 4 * shape.width),
+            nn.GELU(),
+            nn.Linear(4 * shape.width, shape.width),
+            nn.Dropout(shape.dropout),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return activations of the same shape, (records, characters, width)."""
+        records, characters, width = x.shape
+        parts = self.query_key_value(self.attention_norm(x))
+        query, key, value = parts.view(records, characters, 3, self.shape.num_heads, -1).permute(
+            2, 0, 3, 1, 4
+        )
+        if self.shape.fused:
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5)
+            later = torch.ones(characters, characters, dtype=torch.bool, device=x.device).triu(1)
+            attended = scores.masked_fill(later, float("-inf")).softmax(dim=-1) @ value
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(records, characters, width))
+        fed: torch.Tensor = self.feed_forward(x)
+        return x + fed
+
+
+class GPT(nn.Module):
+    """Characters and the following characters, int64 (records, block_size) both, to the mean loss, shape () float32."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY_SIZE, shape.width)
+        self.position = nn.Parameter(shape.width**-0.5 * torch.randn(shape.block_size, shape.width))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, VOCABULARY_SIZE)
+
+    def forward(self, characters: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return the loss in nats per character."""
+        x = self.embedding(characters) + self.position
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+def model(**shape: Any) -> GPT:
+    """Return a model; arguments are those of ``Shape``."""
+    return GPT(Shape(**shape))
+
+
+def batch(micro_batch_size: int, **shape: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the model's forward pass takes."""
+    size = (micro_batch_size, Shape(**shape).block_size)
+    return torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)

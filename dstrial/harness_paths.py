@@ -1,0 +1,195 @@
+"""Moves the fixed paths of Determined's harness into private directories, when (and if) its modules are imported.
+
+Two processes use it: those of an allocation, where ``sitecustomize`` loads this file by its path (their Python may have
+no dstrial), and any other one that imports dstrial, which is how a detached run is reached. It needs nothing but
+the standard library, and of that little: every Python of an allocation loads it (``importlib.abc`` and ``tempfile`` would
+take 10 ms of each start).
+"""
+
+# pathlib would take another 5 ms.
+# ruff: noqa: PTH103, PTH118
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+    from typing import Any, TypeAlias
+
+    Patch: TypeAlias = Callable[[ModuleType], None]
+
+ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
+
+
+def patches_of_allocation(allocation: str) -> dict[str, Patch]:
+    """Return what is changed in a process of an allocation.
+
+    Args:
+        allocation: its directory, of mode 0700.
+    """
+
+    def patch_info(module: ModuleType) -> None:
+        info = os.path.join(allocation, "info")
+        files = {
+            "RendezvousInfo": "rendezvous.json",
+            "TrialInfo": "trial.json",
+            "ResourcesInfo": "resources.json",
+            "ClusterInfo": "cluster.json",
+        }
+        for class_name, file_name in files.items():
+            cls = getattr(module, class_name, None)
+            for method_name in ("_from_file", "_to_file"):
+                method = getattr(cls, method_name, None)
+                function = getattr(method, "__func__", method)
+                if function is not None and function.__defaults__:
+                    function.__defaults__ = (os.path.join(info, file_name), *function.__defaults__[1:])
+
+    def patch_constants(module: Any) -> None:
+        logs = os.path.join(allocation, "logs")
+        module.CONTAINER_STDOUT = os.path.join(logs, "stdout.log")
+        module.CONTAINER_STDERR = os.path.join(logs, "stderr.log")
+        module.MANAGED_TRAINING_MODEL_COPY = os.path.join(allocation, "workdir")
+
+    def patch_ipc(module: Any) -> None:
+        """Put the socket of Determined's launchers beside the other temporary files.
+
+        ``determined/launch/torch_distributed.py:61`` (0.38.1) names /tmp itself, and ``ipc.PIDServer.close`` never deletes it.
+        """
+        read = module.read_pid_server_addr
+
+        def read_pid_server_addr(addr: str) -> Any:
+            if addr.startswith("/tmp/pid_server-"):  # noqa: S108 - what is replaced
+                # Short: the path of a socket may have 107 bytes.
+                addr = os.path.join(os.environ.get("TMPDIR") or allocation, "pid_server")
+            return read(addr)
+
+        module.read_pid_server_addr = read_pid_server_addr
+
+    def patch_tensorboard_shared(module: Any) -> None:
+        """Let the umask decide on directories of TensorBoard files; ``tensorboard/shared.py:26`` (0.38.1) makes them 0777."""
+        cls = module.SharedFSTensorboardManager
+        original = cls.__init__
+
+        def __init__(self: Any, storage_path: str, base_path: Any, sync_path: Any, **options: Any) -> None:  # noqa: N807
+            os.makedirs(os.path.join(storage_path, sync_path), exist_ok=True)
+            original(self, storage_path, base_path, sync_path, **options)
+
+        cls.__init__ = __init__
+
+    def patch_storage_base(module: Any) -> None:
+        """Let the umask decide on a storage directory that is new; ``common/storage/base.py:70`` (0.38.1) makes it 0777."""
+        cls = module.StorageManager
+        original = cls.pre_store_path
+
+        def pre_store_path(self: Any, dst: str) -> Any:
+            os.makedirs(self._base_path, exist_ok=True)
+            return original(self, dst)
+
+        cls.pre_store_path = pre_store_path
+
+    return {
+        "determined._info": patch_info,
+        "determined.constants": patch_constants,
+        "determined.ipc": patch_ipc,
+        "determined.tensorboard.build": lambda module: _move_tensorboard(
+            module, lambda: os.path.join(allocation, "tensorboard")
+        ),
+        "determined.tensorboard.shared": patch_tensorboard_shared,
+        "determined.common.storage.base": patch_storage_base,
+    }
+
+
+def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
+    """Give event files another directory than /tmp, which ``tensorboard/build.py:37`` (0.38.1) names itself.
+
+    Outside of an allocation it would be ``/tmp/tensorboard--0`` for every account and every run of the machine.
+    """
+    original = module.get_base_path
+
+    def get_base_path(checkpoint_config: dict[str, Any]) -> Any:
+        if not checkpoint_config.get("base_path"):
+            checkpoint_config = {**checkpoint_config, "base_path": directory()}
+        return original(checkpoint_config)
+
+    module.get_base_path = get_base_path
+
+
+class _PrivateDirectory:
+    """A directory that is made when it is first needed, and deleted when the process that made it ends."""
+
+    def __init__(self) -> None:
+        self._path: str | None = None
+        self._pid = 0
+
+    def __call__(self) -> str:
+        if self._path is None or self._pid != os.getpid():
+            import atexit
+            import tempfile
+
+            self._path, self._pid = tempfile.mkdtemp(prefix="dstrial-tensorboard-"), os.getpid()
+            atexit.register(self._remove, self._path, self._pid)
+        return self._path
+
+    @staticmethod
+    def _remove(path: str, pid: int) -> None:
+        if os.getpid() == pid:  # and no fork of it
+            import shutil
+
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class _Finder:
+    """Finds modules as usual and patches those of a table right after they have been executed."""
+
+    def __init__(self, patches: dict[str, Patch]) -> None:
+        self._patches = patches
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del target
+        patch = self._patches.get(fullname)
+        if patch is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, patch)  # type: ignore[assignment]  # a loader by what it does
+        return spec
+
+
+class _Loader:
+    def __init__(self, loader: Any, patch: Patch) -> None:
+        self._loader = loader
+        self._patch = patch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._patch(module)
+
+
+def install(patches: dict[str, Patch]) -> None:
+    """Patch these modules: at once those that are imported, the others when they are."""
+    for name, patch in patches.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            patch(module)
+    sys.meta_path.insert(0, _Finder(patches))
+
+
+def install_outside_of_allocations() -> None:
+    """Keep what Determined writes for a run of nobody's allocation out of /tmp itself; nothing else is changed."""
+    if not os.environ.get(ALLOCATION_DIR_VARIABLE):
+        directory = _PrivateDirectory()
+        install({"determined.tensorboard.build": lambda module: _move_tensorboard(module, directory)})

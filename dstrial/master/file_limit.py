@@ -1,0 +1,35 @@
+"""How many files the master may open, and that what it starts gets the limit that the user gave it."""
+
+from __future__ import annotations
+
+import resource
+
+_WANTED_FILES = 4096
+_RESERVED_FILES = 128
+"""For the database, logs, supervisors and what else the master opens beside connections."""
+_FILES_PER_CONNECTION = 2
+"""One that is passed on to a task's service has a second one behind it."""
+_MIN_CONNECTIONS = 16
+
+_soft_before: int | None = None
+
+
+def raise_limit() -> int:
+    """Let this process open more files, as far as it may; return for how many connections that is enough."""
+    global _soft_before
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        _soft_before = soft
+        soft = wanted
+    if soft == resource.RLIM_INFINITY:
+        soft = _WANTED_FILES
+    return max(_MIN_CONNECTIONS, (soft - _RESERVED_FILES) // _FILES_PER_CONNECTION)
+
+
+def restore_limit(pid: int) -> None:
+    """Give a process that has just been started the limit from before: ``select`` fails beyond 1024 files."""
+    if _soft_before is not None:
+        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))

@@ -1,0 +1,88 @@
+"""Which of a machine's accelerators a rank trains on, decided from numbers alone; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dstrial.errors import RankError
+from dstrial.ranks.identity import RankIdentity
+
+SHARE_VARIABLE = "DSTRIAL_SHARE_DEVICE"
+"""``1`` lets several ranks train on one accelerator, over gloo: for tests and small experiments."""
+
+
+def may_share(environ: Mapping[str, str]) -> bool:
+    """Return whether ``DSTRIAL_SHARE_DEVICE`` lets ranks share an accelerator.
+
+    Raises:
+        RankError: it is neither 0 nor 1.
+    """
+    text = environ.get(SHARE_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise RankError(
+            f"{SHARE_VARIABLE} is {text!r}; expected 0 or 1. Set it to 1 to let several ranks share a device."
+        )
+    return text == "1"
+
+
+def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> bool:
+    """Return whether ranks share an accelerator, the same on every rank of a job.
+
+    On several machines it is what was allowed, since no machine knows what the others have.
+
+    Args:
+        identity: any rank of this machine.
+        num_devices: accelerators that this rank sees.
+        may_share: what :func:`may_share` says.
+    """
+    return (
+        may_share
+        and identity.world_size > 1
+        and (identity.num_nodes > 1 or identity.local_world_size > num_devices)
+    )
+
+
+def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_share: bool) -> int:
+    """Return the index of this rank's accelerator among those that it sees.
+
+    Args:
+        identity: this rank.
+        num_devices: accelerators that it sees.
+        kind: their name, for the error.
+        may_share: what :func:`may_share` says.
+
+    Raises:
+        RankError: there are more ranks on this machine than accelerators.
+    """
+    if num_devices and may_share:
+        return identity.local_rank % num_devices
+    # A launcher that shows every rank only its own accelerator leaves one, with index 0.
+    index = 0 if num_devices == 1 and identity.local_world_size > 1 else identity.local_rank
+    if index >= num_devices:
+        raise RankError(
+            f"local rank is {identity.local_rank} on a machine with {num_devices} {kind} devices; "
+            f"expected at most one rank per device. Start {num_devices} ranks here, set DS_ACCELERATOR=cpu, or set "
+            f"{SHARE_VARIABLE}=1 to let ranks share a device."
+        )
+    return index
+
+
+def refuse_instances(identity: RankIdentity, environ: Mapping[str, str]) -> None:
+    """Refuse to train several ranks on several instances of GPUs in MIG mode.
+
+    CUDA shows a process the first instance of ``CUDA_VISIBLE_DEVICES`` only, so all ranks would meet on it, and NCCL connects
+    no instances.
+
+    Raises:
+        RankError: that is so, and ``DSTRIAL_SHARE_DEVICE`` is not 1.
+
+    Source: NVIDIA's MIG user guide, "CUDA Device Enumeration".
+    """
+    words = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    instances = [word for word in words if word.startswith("MIG-")]
+    if identity.local_world_size > 1 and len(instances) > 1 and not may_share(environ):
+        raise RankError(
+            f"CUDA_VISIBLE_DEVICES names {len(instances)} MIG instances for {identity.local_world_size} ranks; expected one "
+            f"instance and one rank, since CUDA shows a process one instance. Ask for one slot, or set {SHARE_VARIABLE}=1 to "
+            "let the ranks share the first instance."
+        )

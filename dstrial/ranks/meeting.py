@@ -1,0 +1,165 @@
+"""Where the ranks of a job meet: the store through which their process group comes about.
+
+Nothing in it is ever unpickled. Ranks that ``dstrial.launch`` started on one machine meet in a file of a directory that
+belongs to their account; a single rank needs nobody; all others meet in a ``TCPStore``, as their launcher says, that
+listens on loopback if the job is on one machine. torch's own ``env://`` listens on all interfaces, whatever
+``MASTER_ADDR`` is (torch 2.13 ``rendezvous.py:_create_c10d_store``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
+
+from dstrial.errors import RankError, RankTimeoutError
+from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
+from dstrial.ranks.sockets import listening_socket
+from dstrial.ranks.store_variable import private_path
+
+_SCHEME = "dstrial"
+_LOOK_S = 0.01
+# torch exports its stores without saying so.
+_stores = vars(torch.distributed)
+
+_group_numbers = itertools.count()
+_opened: dict[str, tuple[Any, int, int]] = {}
+# Servers live as long as the process: ranks may ask them after this one has left its group.
+_served: dict[tuple[str, int], Any] = {}
+
+
+def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
+    """Return a new store that all ranks share, once all are there.
+
+    Args:
+        identity: who this process is.
+        timeout_s: deadline for all ranks to come, seconds.
+
+    Raises:
+        RankTimeoutError: not all came in time; names the missing ones.
+        RankError: rank 0's port is taken.
+        torch.distributed.DistNetworkError: rank 0 cannot be reached.
+
+    Ranks: all, collectively.
+    """
+    number = next(_group_numbers)
+    give_up_at_s = time.monotonic() + timeout_s
+    path = private_path(os.environ, identity)
+    if identity.world_size == 1:
+        return _stores["HashStore"]()
+    if path is not None:
+        # Removed by the last rank that leaves it, so every group has its own.
+        store = _stores["FileStore"](f"{path}-{number}", identity.world_size)
+    else:
+        store = _stores["PrefixStore"](f"dstrial-{number}", _tcp_store(identity, timeout_s))
+    _await_all(store, identity, give_up_at_s, timeout_s)
+    return store
+
+
+def as_init_method(store: Any, identity: RankIdentity) -> str:
+    """Return what ``init_process_group`` takes as ``init_method`` to use this store, once.
+
+    DeepSpeed's ``init_distributed`` takes no store (0.19.8 ``comm/comm.py:844``).
+    """
+    number = str(len(_opened))
+    _opened[number] = (store, identity.rank, identity.world_size)
+    return f"{_SCHEME}://{number}"
+
+
+def meet_privately(identity: RankIdentity) -> None:
+    """Have ``env://`` of this process meet where :func:`open_store` does, if its launcher serves no store.
+
+    For user code that makes the process group itself, before we can.
+
+    Ranks: each its own; no communication.
+    """
+    if identity.world_size > 1 and private_path(os.environ, identity) is None:
+        return
+
+    handler_of_torch = _rendezvous_handlers["env"]
+
+    def handler(
+        url: str, timeout: datetime.timedelta = default_pg_timeout, **kwargs: Any
+    ) -> Iterator[tuple[Any, int, int]]:
+        (num_ranks,) = parse_qs(urlparse(url).query).get("world_size", [str(identity.world_size)])
+        if int(num_ranks) != identity.world_size:  # a group of the user's own, not that of the job
+            yield from handler_of_torch(url, timeout=timeout, **kwargs)
+            return
+        yield open_store(identity, timeout_s=timeout.total_seconds()), identity.rank, identity.world_size
+        raise RuntimeError("Unable to perform re-rendezvous using env:// method")
+
+    _rendezvous_handlers["env"] = handler
+
+
+def _handed_over(url: str, **_kwargs: Any) -> Iterator[Any]:
+    yield _opened.pop(url.removeprefix(f"{_SCHEME}://").partition("?")[0])
+    raise RuntimeError(f"Unable to perform re-rendezvous using {_SCHEME}:// method")
+
+
+if _SCHEME not in _rendezvous_handlers:
+    register_rendezvous_handler(_SCHEME, _handed_over)  # type: ignore[no-untyped-call]
+
+
+def _tcp_store(identity: RankIdentity, timeout_s: float) -> Any:
+    addr, port = identity.master_addr, identity.master_port
+    tcp_store = _stores["TCPStore"]
+    timeout = datetime.timedelta(seconds=timeout_s)
+    is_served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_served_by_agent:
+        if identity.num_nodes == 1:
+            addr = LOOPBACK_ADDR
+        if identity.rank == 0:
+            if (addr, port) not in _served:
+                _served[addr, port] = serve_store(addr, port, timeout)
+            return _served[addr, port]
+    return tcp_store(addr, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
+    """Return a ``TCPStore`` that this process serves, at one address.
+
+    Args:
+        addr: at which clients connect.
+        port: 0 for a free one.
+        timeout: of what is asked of it here.
+
+    Raises:
+        RankError: the port is taken.
+    """
+    try:
+        server = listening_socket(addr, port)
+    except OSError as error:
+        raise RankError(
+            f"the rendezvous address {addr}:{port} is in use by another program ({error.strerror}); expected a port that "
+            "rank 0 can serve and all ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same "
+            "for all ranks."
+        ) from error
+    port = server.getsockname()[1]
+    # The store owns the descriptor from here on.
+    return _stores["TCPStore"](
+        addr, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
+    )
+
+
+def _await_all(store: Any, identity: RankIdentity, give_up_at_s: float, timeout_s: float) -> None:
+    names = {rank: f"here/{rank}" for rank in range(identity.world_size)}
+    store.set(names[identity.rank], "1")
+    missing = list(names)
+    while missing:
+        missing = [rank for rank in missing if not store.check([names[rank]])]
+        if missing and time.monotonic() > give_up_at_s:
+            who = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+            raise RankTimeoutError(
+                f"the rendezvous has waited {timeout_s:g} s for all {identity.world_size} ranks and is still without {who} "
+                f"(this is rank {identity.rank}); expected every rank to arrive. Look at the output of {who}."
+            )
+        if missing:
+            time.sleep(_LOOK_S)

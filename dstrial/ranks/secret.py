@@ -1,0 +1,113 @@
+"""What only the processes of a job know, and the tags by which they know each other's messages.
+
+Whoever may connect to a rank (another account of the machine on loopback, another machine on a network) can send it
+anything. What is decoded here, and could run code while it is, carries a tag that is checked first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import RankError
+
+SECRET_VARIABLE = "DSTRIAL_SECRET"  # noqa: S105  # the variable's name
+"""Environment variable with a job's secret; ``dstrial.launch`` makes one for ranks of one machine."""
+
+TAG_BYTES = 32
+"""Length of a tag."""
+
+# The session token of the allocation: the same in all its containers, and unknown outside of them (Determined 0.38.1,
+# master/internal/task: StartAllocationSession once per allocation).
+_CLUSTER_VARIABLE = "DET_SESSION_TOKEN"
+_KEY_NAME = "dstrial-key-"
+_KEY_BYTES = 32
+
+
+def new_secret() -> str:
+    """Return a secret for a job, as text for an environment variable."""
+    return secrets.token_hex(_KEY_BYTES)
+
+
+def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
+    """Return the job's key if the environment knows its secret, else None.
+
+    Args:
+        environ: ``DSTRIAL_SECRET`` decides, then the token of a cluster's allocation.
+    """
+    text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
+    return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
+
+
+def tag(key: bytes, *parts: bytes | memoryview) -> bytes:
+    """Return the tag of a message: HMAC-SHA256 over its parts, each with its length."""
+    # In one call, which takes a tenth of the time of several updates.
+    message = b"".join(piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
+    return hmac.digest(key, message, "sha256")
+
+
+def is_same_tag(given: bytes | memoryview, expected: bytes) -> bool:
+    """Compare two tags, in a time that tells nothing about them."""
+    return hmac.compare_digest(given, expected)
+
+
+@contextlib.contextmanager
+def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
+    """Give the ranks of one machine a key that their launcher has not given them, for as long as the block lasts.
+
+    The writer leaves it in a file that only this account can read, and says in the store where. The store may be open to
+    other accounts: they can name another file there, and then the ranks refuse it or have different keys.
+
+    Args:
+        store: of the process group; used under a prefix of the caller's own.
+        is_writer: True on one rank.
+
+    Raises:
+        RankError: the file cannot be read here, or is not one of this account's.
+        RuntimeError: torch's, where the writer does not come or has gone.
+
+    Ranks: all of a machine; the block may end when all have read.
+    """
+    if not is_writer:
+        yield _read_key(store.get("key").decode(errors="replace"))
+        return
+    descriptor, path = tempfile.mkstemp(prefix=_KEY_NAME)  # 0600
+    try:
+        key = secrets.token_bytes(_KEY_BYTES)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+        store.set("key", Path(path).name)
+        yield key
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
+def _read_key(name: str) -> bytes:
+    """Read the key file of another rank of this account.
+
+    Another account can neither make such a file (the owner is compared) nor know what is in one.
+    """
+    path = Path(tempfile.gettempdir(), Path(name).name)
+    problem = "has another owner, length, name or mode"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            is_ours = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+            is_private = stat.S_IMODE(status.st_mode) & 0o077 == 0 and status.st_nlink == 1
+            key = file.read(_KEY_BYTES + 1)
+        if is_ours and is_private and len(key) == _KEY_BYTES and path.name.startswith(_KEY_NAME):
+            return key
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    raise RankError(
+        f"the ranks' key file {str(path)!r} {problem}; expected a file that a rank of this account has just written. "
+        f"Set {SECRET_VARIABLE} to the same long random text for all ranks, and nobody needs the file."
+    )

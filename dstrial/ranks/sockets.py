@@ -1,0 +1,107 @@
+"""Where the processes of a job listen: on the loopback interface if they are on one machine, else where they must."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import random
+import socket
+from collections.abc import Mapping
+
+from dstrial.ranks.identity import LOOPBACK_ADDR
+
+_BACKLOG = 1024
+# Below Linux's default ephemeral range (32768-60999): a listener may come seconds later, after importing torch,
+# and no outgoing connection takes the port until then.
+_PORTS = range(20_000, 29_000)
+# The loopback interface of Linux, and that of macOS and the BSDs.
+_LOOPBACK_NAMES = ("lo", "lo0")
+# gloo listens where the machine's name resolves to, NCCL on the first interface that is not loopback.
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def free_port(addr: str = LOOPBACK_ADDR) -> int:
+    """Return a TCP port that is free now and that no outgoing connection will take.
+
+    Args:
+        addr: where it has to be free: on loopback, or on all interfaces for any other address.
+
+    Raises:
+        OSError: none is free.
+    """
+    host = LOOPBACK_ADDR if is_loopback(addr) else ""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise OSError(f"no port of {_PORTS} is free; expected one. End what listens there.")
+
+
+def listening_socket(addr: str, port: int) -> socket.socket:
+    """Return a socket that listens at one address of this machine, and nowhere else if that is possible.
+
+    A host name is not bound: it may resolve to loopback here (Debian's ``127.0.1.1``) and to another interface where the
+    others look it up. The same for an address that this machine does not have, behind a container's NAT. Both listen on
+    all interfaces.
+
+    Args:
+        addr: at which the others connect.
+        port: 0 for any.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if addr == "localhost":
+        addr = LOOPBACK_ADDR
+    version = _version(addr)
+    if version is not None:
+        try:
+            return _listening(socket.AF_INET if version == 4 else socket.AF_INET6, addr, port)
+        except OSError as error:
+            if not _is_foreign_address(addr):
+                raise error from None
+    return (
+        socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6()
+        else _listening(socket.AF_INET, "", port)
+    )
+
+
+def is_loopback(addr: str) -> bool:
+    """Say whether an address is reached on this machine only."""
+    return addr == "localhost" or (_version(addr) is not None and ipaddress.ip_address(addr).is_loopback)
+
+
+def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep gloo and NCCL on the loopback interface, for ranks of one machine.
+
+    Args:
+        environ: what the ranks get anyhow; a variable that is set there wins.
+    """
+    present = {name for _, name in socket.if_nameindex()}
+    interface = next((name for name in _LOOPBACK_NAMES if name in present), None)
+    if interface is None:
+        return {}
+    return {name: interface for name in _INTERFACE_VARIABLES if name not in environ}
+
+
+def _listening(family: socket.AddressFamily, addr: str, port: int) -> socket.socket:
+    # create_server sets SO_REUSEADDR: a port in TIME_WAIT can be served again.
+    return socket.create_server((addr, port), family=family, backlog=_BACKLOG)
+
+
+def _is_foreign_address(addr: str) -> bool:
+    family = socket.AF_INET if _version(addr) == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((addr, 0))
+        except OSError:
+            return True
+    return False
+
+
+def _version(addr: str) -> int | None:
+    try:
+        return ipaddress.ip_address(addr).version
+    except ValueError:
+        return None

@@ -1,0 +1,73 @@
+"""Private directories for what only lives as long as a process, and that its sudden death does not leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
+
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# Reads until this process has closed its end or died, then deletes. It ignores what Ctrl-C sends to all of a terminal.
+_KEEPER = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
+
+
+def compile_cache() -> dict[str, str]:
+    """Return the variable that puts torch's compile cache into the user's own cache; none if it is set or there is no place.
+
+    By itself torch loads compiled code from ``/tmp/torchinductor_<user>``, a name that another account may make first
+    (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``, ``default_cache_dir``).
+    """
+    if os.environ.get(_CACHE_VARIABLE):
+        return {}
+    import platformdirs
+
+    directory = Path(platformdirs.user_cache_dir("dstrial")) / "torchinductor"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # an account without a home directory
+        return {}
+    return {_CACHE_VARIABLE: str(directory)}
+
+
+@contextlib.contextmanager
+def scratch_directory(prefix: str) -> Iterator[Path]:
+    """Make a directory of mode 0700 that is deleted when the block ends, or when this process is killed in it.
+
+    After SIGKILL no code of the process runs, so that a shell waits for its end with a pipe that the kernel closes. In an
+    allocation none is needed: its whole temporary directory goes with it.
+
+    Args:
+        prefix: of the directory's name.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, _keeper(name):
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _keeper(directory: str) -> Iterator[None]:
+    shell = shutil.which("sh")
+    if os.environ.get(ALLOCATION_DIR_VARIABLE) or shell is None:
+        yield
+        return
+    keeper = subprocess.Popen(
+        [shell, "-c", _KEEPER, "dstrial-scratch", directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+    try:
+        yield
+    finally:
+        # It deletes what TemporaryDirectory would, only sooner; by its end both are done.
+        assert keeper.stdin is not None
+        with contextlib.suppress(OSError):
+            keeper.stdin.close()
+        keeper.wait()

@@ -1,0 +1,141 @@
+"""Records on their way to the device: a loader that pins them, and a copy that does not wait for pinned ones."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from determined import pytorch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import data
+
+from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
+
+
+class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
+    """Determined's ``DataLoader``, with records in pinned memory where there is an accelerator.
+
+    From there ``context.to_device`` copies them while the device goes on computing. All other arguments and their defaults are
+    ``determined.pytorch.DataLoader``'s.
+
+    Args:
+        dataset: as there.
+        batch_size: as there.
+        shuffle: as there.
+        sampler: as there.
+        batch_sampler: as there.
+        num_workers: as there.
+        collate_fn: as there.
+        pin_memory: whether to pin; None pins where records go to an accelerator.
+        drop_last: as there.
+        timeout: as there.
+        worker_init_fn: as there.
+        multiprocessing_context: as there.
+        generator: as there.
+        prefetch_factor: as there.
+        persistent_workers: as there.
+    """
+
+    def __init__(
+        self,
+        dataset: data.Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool = False,
+        sampler: data.Sampler[Any] | None = None,
+        batch_sampler: data.BatchSampler | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool | None = None,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            should_pin() if pin_memory is None else pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+        )
+
+
+def should_pin() -> bool:
+    """Return whether pinned memory serves this rank: torch pins for its own accelerators, except MPS.
+
+    Source: torch 2.13 utils/data/dataloader.py, ``_BaseDataLoaderIter``: without one ``pin_memory=True`` warns.
+    """
+    if not has_accelerator(os.environ) or not num_torch_accelerators():
+        return False
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type != "mps"
+
+
+def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
+    """Move tensors and arrays, nested in lists, tuples and dicts, to a device.
+
+    Tensors in pinned host memory are copied without waiting: whatever the device is asked for afterwards comes behind the
+    copy, and torch's loader gives the memory to nobody before. Everything else is copied as ``.to(device)`` does.
+
+    Args:
+        value: what to move; left as it is. Named tuples stay what they are; other objects move themselves, by their ``to``.
+        device: where to.
+        warned_types: types that were warned about; those that cannot be moved are added.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=_is_pinned(value, device))
+    if isinstance(value, dict):
+        return {key: to_device(item, device, warned_types) for key, item in value.items()}
+    if isinstance(value, list):
+        return [to_device(item, device, warned_types) for item in value]
+    if isinstance(value, PackedSequence):
+        packed: Any = value  # its overloads know no device with a type of its own
+        return packed.to(device, non_blocking=_is_pinned(value.data, device))
+    if isinstance(value, tuple):
+        moved = (to_device(item, device, warned_types) for item in value)
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fciub":
+        return torch.from_numpy(value).to(device)
+    if callable(getattr(value, "to", None)):
+        return _moved_by_itself(value, device)
+    return pytorch.to_device(value, device, warned_types)  # warns
+
+
+def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
+    # The other way, to pinned memory, would be read before it has arrived.
+    return device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+def _moved_by_itself(value: Any, device: torch.device) -> Any:
+    """Move an object that knows how; a mapping of pinned tensors, such as a ``BatchEncoding``, without waiting."""
+    held = list(value.values()) if isinstance(value, Mapping) else []
+    if held:
+        tensors = [item for item in held if isinstance(item, torch.Tensor)]
+        if tensors and all(_is_pinned(tensor, device) for tensor in tensors) and _has_non_blocking(value.to):
+            return value.to(device, non_blocking=True)
+    return value.to(device)
+
+
+def _has_non_blocking(move: Callable[..., Any]) -> bool:
+    try:
+        return "non_blocking" in inspect.signature(move).parameters
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,88 @@
+"""What a pickle names is found out, and none of it is imported, called or changed."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dstrial.checkpoint.pickled import read_pickle
+
+
+class Calls:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def contents(value: Any, protocol: int = 2) -> Any:
+    return read_pickle(io.BytesIO(pickle.dumps(value, protocol=protocol)))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_name_is_found_and_nothing_is_called(protocol: int, tmp_path: Path) -> None:
+    value = {
+        "a": [1, 2.5, None],
+        "b": (collections.OrderedDict(x=1), Calls(os.mkdir, str(tmp_path / "made"))),
+    }
+
+    found = contents(value, protocol)
+
+    assert set(found.names) >= {"collections.OrderedDict", "posix.mkdir"}
+    assert not (tmp_path / "made").exists()
+
+
+def test_plain_values_name_nothing() -> None:
+    assert contents({"a": [1, 2.5, "x", None, True, (3,)], 4: {"b": b""}}, protocol=4).names == ()
+
+
+def test_a_module_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "never_imported.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert read_pickle(io.BytesIO(b"cnever_imported\nThing\n(tR.")).names == ("never_imported.Thing",)
+
+
+def test_what_was_named_before_a_broken_place_is_found() -> None:
+    whole = pickle.dumps([Calls(os.mkdir, "x"), list(range(1000))], protocol=2)
+
+    assert read_pickle(io.BytesIO(whole[:60])).names == ("posix.mkdir",)
+    assert read_pickle(io.BytesIO(b"no pickle at all")).names == ()
+    # A registered extension is an object of this process that no name says.
+    assert read_pickle(io.BytesIO(b"\x80\x02\x82\x05.")).names == ("copyreg extension 5",)
+
+
+def test_the_states_of_all_types_of_numbers_are_as_numpy_writes_them() -> None:
+    arrays = [np.zeros(3, dtype=kind) for kind in ("u4", "i8", ">f4", "f2", "c16", "b1", "u1")]
+
+    found = contents([*arrays, np.random.get_state(legacy=True), np.float64(1.5)])
+
+    assert "numpy.dtype" in found.names
+    assert not found.has_odd_dtype
+
+
+ODD = [
+    (("O8", False, True), None),
+    # Says that its elements are no objects: an array of it reads bytes as addresses, and the process ends or worse.
+    (("O8", False, True), (3, "|", None, None, None, -1, -1, 0)),
+    (("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)),
+    (("u4", False, True), (3, "<", None, None, None, -1, -1, 63)),
+    (("u4", False, True), (3, "<", None, None, None, 1 << 40, -1, 0)),
+]
+
+
+@pytest.mark.parametrize(("args", "state"), ODD)
+def test_a_numpy_type_that_is_not_a_number_is_seen(args: tuple[Any, ...], state: Any) -> None:
+    class Odd:
+        def __reduce__(self) -> Any:
+            return (np.dtype, args) if state is None else (np.dtype, args, state)
+
+    assert contents(Odd()).has_odd_dtype

@@ -1,0 +1,319 @@
+"""The real command in processes of its own: on this machine, under limits, and before a driver that is not there."""
+
+import json
+import os
+import pathlib
+import pty
+import shutil
+import subprocess
+import sys
+
+import pytest
+from waiting import wait_for
+
+HERE = pathlib.Path(__file__).parent
+GROUPS = [
+    "Python",
+    "Limits",
+    "Storage",
+    "Network",
+    "Master",
+    "Environment variables",
+    "Devices",
+    "Libraries",
+    "Compilers and operators",
+    "Clock",
+]
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def doctor(tmp_path):
+    """Run ``dstrial doctor`` in an empty directory; variables that are None are unset."""
+
+    def run(*arguments, before="", python=(), **variables):
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CUDA_", "DS_", "DSTRIAL_", "PYTEST_", "OMP_", "LC_"))
+        }
+        environ.update(
+            {"DSTRIAL_STATE_DIR": str(tmp_path / "state"), "DSTRIAL_RUNS_DIR": str(tmp_path / "runs")}
+        )
+        environ.update({name: str(value) for name, value in variables.items() if value is not None})
+        command = [sys.executable, *python, "-m", "dstrial.cli", "doctor", *arguments]
+        if before:
+            command = ["bash", "-c", f'{before} && exec "$@"', "bash", *command]
+        (tmp_path / "cwd").mkdir(exist_ok=True)
+        return subprocess.run(
+            command, cwd=tmp_path / "cwd", env=environ, capture_output=True, text=True, timeout=120
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory):
+    """Directory of a library that answers as a driver would; see ``nvml_stand_in.c``."""
+    folder = tmp_path_factory.mktemp("driver")
+    source = HERE.parent / "doctor" / "nvml_stand_in.c"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("Requires: [a C compiler]")
+    subprocess.run(
+        [
+            compiler,
+            "-shared",
+            "-fPIC",
+            "-Wl,-soname,libnvidia-ml.so.1",
+            "-o",
+            folder / "libnvidia-ml.so.1",
+            source,
+        ],
+        check=True,
+    )
+    return folder
+
+
+def findings(done):
+    document = json.loads(done.stdout)
+    return {finding["name"]: finding for group in document["groups"] for finding in group["findings"]}
+
+
+def problems(done):
+    return {name: finding for name, finding in findings(done).items() if finding["status"] == "problem"}
+
+
+def test_the_document_is_what_its_description_says_and_the_exit_status_follows_from_it(doctor, tmp_path):
+    done = doctor("--json")
+    document = json.loads(done.stdout)
+    assert set(document) == {"schema", "dstrial", "ok", "counts", "seconds", "groups"}
+    assert [group["name"] for group in document["groups"]] == GROUPS
+    found = [finding for group in document["groups"] for finding in group["findings"]]
+    for finding in found:
+        assert set(finding) == {"name", "status", "what", "todo"}
+        assert finding["status"] in ("ok", "note", "problem")
+        assert bool(finding["todo"]) is (finding["status"] != "ok"), finding
+    for status, number in document["counts"].items():
+        assert sum(finding["status"] == status for finding in found) == number
+    assert document["ok"] is (document["counts"]["problem"] == 0)
+    assert done.returncode == (0 if document["ok"] else 1)
+    names = findings(done)
+    for name in (
+        "python",
+        "torch",
+        "deepspeed",
+        "what trials import",
+        "driver",
+        "C++ compiler",
+        "gloo",
+        "/dev/shm",
+        "master",
+    ):
+        assert names[name]["status"] == "ok", names[name]
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "state").exists()
+
+
+def test_text_has_every_finding_on_one_line_and_sums_them_up(doctor):
+    done = doctor("--fast")
+    counts = json.loads(doctor("--fast", "--json").stdout)["counts"]
+    lines = done.stdout.splitlines()
+    for status in ("ok", "note", "problem"):
+        assert sum(line.startswith(f"  {status:<8} ") for line in lines) == counts[status]
+    assert lines[-1].startswith(f"{counts['ok']} ok, ")
+    assert "--train" in lines[-1]
+    assert done.stderr == ""
+
+
+def test_fast_imports_nothing_that_trains(doctor):
+    done = doctor("--fast", python=("-X", "importtime"))
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "dstrial" in imported
+    assert not imported & {"torch", "deepspeed", "determined", "transformers", "numpy"}
+
+
+def test_a_terminal_gets_colours(doctor, tmp_path):
+    reader, writer = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dstrial.cli", "doctor", "--fast"],
+        stdout=writer,
+        env={**os.environ, "TERM": "xterm", "DSTRIAL_STATE_DIR": str(tmp_path), "COLUMNS": "100"},
+    )
+    os.close(writer)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(reader, 65536)
+        except OSError:  # the other end is gone
+            break
+        shown += piece
+    os.close(reader)
+    assert process.wait(60) in (0, 1)
+    assert b"\x1b[32mok" in shown
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "said"),
+    [
+        ("ulimit -n 64", "open files", "64 a process"),
+        ("ulimit -f 1024", "file size", "1 MiB"),
+        ("ulimit -f 1024", "runs", "File too large"),
+    ],
+)
+def test_limits_of_a_shell_are_told(doctor, before, name, said):
+    done = doctor("--fast", "--json", before=before)
+    assert done.returncode == 1
+    assert said in problems(done)[name]["what"]
+
+
+def test_shared_memory_of_a_container_is_too_small(doctor):
+    namespace = ["unshare", "--mount", "true"]
+    if shutil.which("unshare") is None or subprocess.run(namespace, capture_output=True).returncode:
+        pytest.skip("Requires: [mount namespaces]")
+    mount = "mount -t tmpfs -o size=64m,mode=1777 shm /dev/shm"
+    inner = f"{mount} && exec {sys.executable} -m dstrial.cli doctor --fast --json"
+    done = doctor("--fast", "--json", before=f"exec unshare --mount bash -c '{inner}'")
+    assert "64 MiB" in problems(done)["/dev/shm"]["what"]
+    assert "--shm-size" in problems(done)["/dev/shm"]["todo"]
+
+
+def test_an_import_that_hangs_is_ended_and_named_and_the_rest_goes_on(doctor, tmp_path):
+    shadow = tmp_path / "shadow" / "torch"
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").write_text(
+        "import time\n\n\ndef wait_for_a_disk():\n    time.sleep(1000)\n\n\nwait_for_a_disk()\n"
+    )
+    done = doctor("--json", "--deadline", "2", PYTHONPATH=shadow.parent)
+    found = problems(done)
+    assert done.returncode == 1
+    assert f"{shadow / '__init__.py'}:5 in wait_for_a_disk" in found["import torch"]["what"]
+    assert [group["name"] for group in json.loads(done.stdout)["groups"]] == GROUPS
+    assert findings(done)["date"]["status"] == "ok"
+
+
+def test_an_import_that_ends_the_process_is_named_by_its_signal(doctor, tmp_path):
+    shadow = tmp_path / "shadow" / "torch"
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").write_text("import os, signal\n\nos.kill(os.getpid(), signal.SIGILL)\n")
+    found = problems(doctor("--json", PYTHONPATH=shadow.parent))
+    assert "SIGILL" in found["import torch"]["what"]
+    assert "AVX" in found["import torch"]["todo"]
+
+
+def test_a_file_that_shadows_a_library_for_trials_is_found(doctor, tmp_path):
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd" / "deepspeed.py").write_text("raise ImportError('no deepspeed but mine')\n")
+    assert "no deepspeed but mine" in problems(doctor("--json"))["import deepspeed"]["what"]
+
+
+def test_an_accelerator_that_is_asked_for_and_not_there_is_a_problem(doctor):
+    assert (
+        "DS_ACCELERATOR=cuda"
+        in problems(doctor("--fast", "--json", DS_ACCELERATOR="cuda"))["accelerators"]["what"]
+    )
+    assert "expected 2" in problems(doctor("--fast", "--json", "--require-gpus", "2"))["accelerators"]["what"]
+
+
+def test_a_device_in_use_is_told_with_process_account_and_memory(doctor, driver):
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            done = doctor(
+                "--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_PID=other.pid, FAKE_NVML_USED_GIB=20
+            )
+        finally:
+            other.kill()
+    use = findings(done)["device 0 use"]
+    assert use["status"] == "note"
+    assert f"process {other.pid} (sleep of " in use["what"]
+    assert "20 GiB" in use["what"]
+    assert "121 GiB free" in use["what"]
+
+
+def test_a_driver_is_read_through_its_library_and_a_cpu_build_of_torch_does_not_fit_it(doctor, driver):
+    done = doctor("--json", LD_LIBRARY_PATH=driver, FAKE_NVML_DRIVER="470.256.02", FAKE_NVML_CUDA=11040)
+    found = findings(done)
+    assert found["driver"]["what"] == "470.256.02, CUDA up to 11.4; NVML answers"
+    assert "Stand-in H200, 141 GiB, 141 GiB free, compute capability 9.0" in found["device 0"]["what"]
+    assert "CPU only" in problems(done)["build"]["what"]
+    assert "CUDA 11.8" in problems(done)["build"]["todo"]
+
+
+def test_devices_that_are_divided_hidden_or_closed_are_told(doctor, driver):
+    divided = findings(doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MIG=3))
+    assert "3 MIG instances" in divided["device 0"]["what"]
+    assert (
+        findings(doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MIG=0))["device 0 MIG"][
+            "status"
+        ]
+        == "problem"
+    )
+    hidden = doctor("--fast", "--json", "--require-gpus", LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="")
+    assert findings(hidden)["CUDA_VISIBLE_DEVICES"]["status"] == "note"
+    assert "CUDA_VISIBLE_DEVICES" in problems(hidden)["accelerators"]["todo"]
+    closed = doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MODE=2)
+    assert "prohibited" in problems(closed)["device 0 mode"]["what"]
+
+
+def test_what_is_printed_as_json_is_kept_where_output_says(doctor, tmp_path):
+    done = doctor("--fast", "--json", "--output", str(tmp_path / "kept" / "here"))
+    assert (tmp_path / "kept" / "here" / "doctor.json").read_text() == done.stdout
+    (tmp_path / "file").touch()
+    refused = doctor("--fast", "--output", str(tmp_path / "file"))
+    assert refused.returncode == 1
+    assert "--output is" in refused.stderr
+
+
+def test_wrong_usage_is_told(doctor):
+    for arguments in (
+        ["--minutes", "2"],
+        ["--only", "x"],
+        ["--train", "--fast"],
+        ["--require-gpus", "many"],
+        ["--deadline", "-1"],
+    ):
+        done = doctor(*arguments)
+        assert done.returncode == 2, arguments
+        assert "usage:" in done.stderr
+
+
+def test_names_that_others_choose_cannot_write_to_the_terminal(doctor, driver, tmp_path):
+    """A process names itself, and a variable holds any bytes: neither may move the cursor, or end the command."""
+    program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\x1b[2Jgone'); print('ready', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            variables = {
+                "LD_LIBRARY_PATH": driver,
+                "FAKE_NVML_PID": other.pid,
+                "NCCL_TOPO_FILE": "a\x1b[31m\udcffb",
+            }
+            text = doctor("--fast", **variables)
+            ascii_text = doctor("--fast", PYTHONIOENCODING="ascii", **variables)
+            document = doctor("--fast", "--json", **variables)
+        finally:
+            other.kill()
+    assert text.stderr == ascii_text.stderr == document.stderr == ""
+    assert "\x1b" not in text.stdout
+    assert "[2Jgone of " in text.stdout
+    assert "[2Jgone of " in findings(document)["device 0 use"]["what"]
+
+
+def test_what_it_started_ends_with_it(tmp_path):
+    shadow = tmp_path / "shadow" / "torch"
+    shadow.mkdir(parents=True)
+    note = tmp_path / "pid"
+    (shadow / "__init__.py").write_text(
+        f"import os, pathlib, time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(1000)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dstrial.cli", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(shadow.parent)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+    )
+    wait_for(lambda: note.exists() and note.read_text(), "the import to begin")
+    process.kill()
+    process.wait()
+    wait_for(lambda: not pathlib.Path("/proc", note.read_text()).exists(), "the import to end")

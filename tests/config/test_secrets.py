@@ -1,0 +1,230 @@
+"""Secrets of a config are masked where it is shown, and the real ones put back where a shown one is submitted again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrial.config.secrets import (
+    MASK,
+    SecretNames,
+    masked,
+    masked_json,
+    masked_shell,
+    masked_yaml,
+    unmasked,
+    unmasked_yaml,
+)
+from dstrial.errors import ConfigError
+
+NAMES = SecretNames()
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+SECRET_VARIABLES = _words("""
+WANDB_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN OPENAI_API_KEY
+GITHUB_TOKEN GH_PAT PGPASSWORD MYSQL_PWD DB_PASS SMTP_PASSWD PASSWORD SECRET my_secret_value GOOGLE_APPLICATION_CREDENTIALS
+AZURE_STORAGE_CONNECTION_STRING apiKey authToken AUTHTOKEN API_KEYS TOKEN_FOR_X NPM_AUTH
+""")
+OPEN_VARIABLES = _words("""
+TOKENIZERS_PARALLELISM OMP_NUM_THREADS PWD PATH PYTHONPATH NCCL_DEBUG KEYBOARD_LAYOUT AUTHOR PASSES COMPASS MAX_LENGTH
+""")
+SECRET_FIELDS = _words("""
+api_key apiKey api-key wandb_api_key hub_token hf_token push_to_hub_token access_token auth_token password db_password
+client_secret secret secret_key access_key private_key credential credentials connection_string token passphrase
+""")
+OPEN_FIELDS = _words("""
+num_key_value_heads key_dim tokenizer tokenizer_name max_tokens num_tokens pad_token eos_token bos_token mask_token
+tokens_per_batch primary_key sort_key label_key image_key key query_key_norm token_dropout unk_token sep_token
+keys use_key_bias secretary passes compass author
+""")
+
+
+@pytest.mark.parametrize("name", SECRET_VARIABLES)
+def test_a_variable_that_is_named_like_a_secret_is_masked(name: str) -> None:
+    config = {"environment": {"environment_variables": {"cpu": [f"{name}=a=b", "A=1"]}}}
+
+    assert masked(config, NAMES)["environment"]["environment_variables"]["cpu"] == [f"{name}={MASK}", "A=1"]
+
+
+@pytest.mark.parametrize("name", OPEN_VARIABLES)
+def test_any_other_variable_is_shown(name: str) -> None:
+    config = {"environment_variables": [f"{name}=value"]}
+
+    assert masked(config, NAMES) is config
+
+
+def test_a_variable_with_a_number_of_tokens_and_one_without_a_value_are_shown_and_a_url_with_a_password_is_not() -> (
+    None
+):
+    config = {"environment_variables": ["MAX_TOKENS=512", "HF_TOKEN=", "HTTPS_PROXY=http://me:pw@proxy:3128"]}
+
+    assert masked(config, NAMES)["environment_variables"] == [
+        "MAX_TOKENS=512",
+        "HF_TOKEN=",
+        f"HTTPS_PROXY={MASK}",
+    ]
+
+
+@pytest.mark.parametrize("name", SECRET_FIELDS)
+@pytest.mark.parametrize("value", ["abc", {"type": "const", "val": "abc"}, ["abc"], {"a": "abc"}])
+def test_a_field_that_is_named_like_a_secret_is_masked(name: str, value: Any) -> None:
+    if name == "token" and not isinstance(value, str):
+        pytest.skip("only a text of this name is a secret")
+    shown = masked({"hyperparameters": {"x": {name: value}}}, NAMES)
+
+    assert "abc" not in json.dumps(shown)
+    assert list(shown["hyperparameters"]["x"]) == [name]
+    if isinstance(value, dict) and "type" in value:
+        assert shown["hyperparameters"]["x"][name] == {"type": "const", "val": MASK}
+
+
+@pytest.mark.parametrize("name", OPEN_FIELDS)
+def test_any_other_field_is_shown(name: str) -> None:
+    config = {"hyperparameters": {name: "value"}, "data": {name: ["value"]}}
+
+    assert masked(config, NAMES) is config
+
+
+def test_a_storage_and_a_registry_show_where_they_are_and_not_how_to_get_in() -> None:
+    config = {
+        "checkpoint_storage": {"type": "s3", "bucket": "b", "access_key": "AK", "secret_key": "SK"},
+        "environment": {"registry_auth": {"username": "me", "password": "pw", "auth": "bWU6cHc="}},
+    }
+
+    shown = masked(config, NAMES)
+
+    assert shown["checkpoint_storage"] == {
+        "type": "s3",
+        "bucket": "b",
+        "access_key": MASK,
+        "secret_key": MASK,
+    }
+    assert shown["environment"]["registry_auth"] == {"username": "me", "password": MASK, "auth": MASK}
+
+
+def test_names_of_the_masters_settings_are_masked_too_whatever_their_case() -> None:
+    config = {"environment_variables": ["My_License=abc"], "data": {"study": "abc", "studies": "open"}}
+
+    shown = masked(config, SecretNames(("*_LICENSE", "study")))
+
+    assert shown == {
+        "environment_variables": [f"My_License={MASK}"],
+        "data": {"study": MASK, "studies": "open"},
+    }
+
+
+def test_null_true_and_nothing_are_no_secrets() -> None:
+    config = {"password": None, "secret": True, "token": "", "api_key": False, "tokens": 5}
+
+    assert masked(config, NAMES) is config
+
+
+TEXT = """\
+# what I want
+name: &n "it"   # ünï
+hyperparameters:
+  api_key: &key hunter2   # keep this comment
+  again: {secret: *key, lr: 0.1}
+  quoted: {password: 'hun''ter3'}
+  block:
+    client_secret: |
+      hunter4
+      more
+    lr: 1
+environment:
+  environment_variables:
+    - "HF_TOKEN=hunter5"
+    - A=1
+base: &base {hub_token: hunter6}
+over:
+  <<: *base
+"""
+
+
+def test_a_text_is_masked_where_it_stands_with_its_comments_and_anchors() -> None:
+    shown = masked_yaml(TEXT, NAMES)
+
+    assert "hunter" not in shown
+    assert "hun''ter" not in shown
+    for kept in (
+        '# what I want\nname: &n "it"   # ünï\n',
+        "# keep this comment",
+        "    - A=1\n",
+        "&key",
+        "*key",
+    ):
+        assert kept in shown
+    assert yaml.safe_load(shown) == {
+        "name": "it",
+        "hyperparameters": {
+            "api_key": MASK,
+            "again": {"secret": MASK, "lr": 0.1},
+            "quoted": {"password": MASK},
+            "block": {"client_secret": MASK, "lr": 1},
+        },
+        "environment": {"environment_variables": [f"HF_TOKEN={MASK}", "A=1"]},
+        "base": {"hub_token": MASK},
+        "over": {"hub_token": MASK},
+    }
+
+
+def test_a_shown_text_with_the_real_one_behind_it_is_the_real_one_again() -> None:
+    real = yaml.safe_load(TEXT)
+
+    assert yaml.safe_load(unmasked_yaml(masked_yaml(TEXT, NAMES), [real])) == real
+    assert unmasked(masked(real, NAMES), [real]) == real
+    assert json.loads(masked_json(json.dumps(real), NAMES)) == masked(real, NAMES)
+
+
+def test_a_text_without_secrets_is_the_same_text() -> None:
+    text = "name: a  # tokenizer: b\nhyperparameters: {num_key_value_heads: 8}\n"
+
+    assert masked_yaml(text, NAMES) is text
+    assert masked_json('{"tokenizer": "gpt2"}', NAMES) == '{"tokenizer": "gpt2"}'
+
+
+def test_a_variable_is_found_again_by_its_name_wherever_it_stands_in_the_list() -> None:
+    source = {"environment": {"environment_variables": {"cpu": ["A=1", "HF_TOKEN=real"], "cuda": []}}}
+    given = {"environment": {"environment_variables": [f"HF_TOKEN={MASK}", "B=2"]}}
+    before = copy.deepcopy(given)
+
+    found = unmasked(given, [source])
+
+    assert found == {"environment": {"environment_variables": ["HF_TOKEN=real", "B=2"]}}
+    assert given == before
+
+
+def test_the_first_source_that_knows_a_secret_wins() -> None:
+    assert unmasked({"password": MASK}, [{}, {"password": "first"}, {"password": "second"}]) == {
+        "password": "first"
+    }
+
+
+def test_a_mask_that_nobody_can_replace_is_refused_with_its_place() -> None:
+    given = f"""
+hyperparameters: {{api_key: "{MASK}", lr: 0.1}}
+environment: {{environment_variables: ["HF_TOKEN={MASK}"]}}
+"""
+    with pytest.raises(ConfigError) as raised:
+        unmasked_yaml(given, [{"hyperparameters": {"lr": 1}}], "experiment config")
+
+    places = [problem.where for problem in raised.value.problems]
+    assert places == [
+        "experiment config: hyperparameters.api_key",
+        "experiment config: environment.environment_variables.HF_TOKEN",
+    ]
+    assert "Write the real value." in str(raised.value)
+
+
+def test_a_shell_text_hides_what_it_assigns() -> None:
+    text = "export HF_TOKEN=abc; A=1\nPASSWORD='x y' run"
+
+    assert masked_shell(text, NAMES) == f"export HF_TOKEN={MASK}; A=1\nPASSWORD={MASK} run"

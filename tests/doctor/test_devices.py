@@ -1,0 +1,135 @@
+import dataclasses
+
+import pytest
+
+from dstrial.doctor import devices
+from dstrial.doctor.devices import Device, DeviceUser, Hardware
+
+GIB = 1 << 30
+FIRST = Device(0, "H200", "GPU-aaaa1111", 141 * GIB, 0)
+SECOND = Device(1, "H200", "GPU-bbbb2222", 141 * GIB, 0)
+TWO = Hardware(driver="580.65.06", driver_cuda=(13, 0), devices=(FIRST, SECOND))
+NOBODY = Hardware()
+
+
+def statuses(findings):
+    return {finding.name: finding.status for finding in findings}
+
+
+def the_problem(findings):
+    (found,) = [finding for finding in findings if finding.status == "problem"]
+    return found
+
+
+def test_a_device_in_use_says_by_whom_and_how_much_memory_they_hold():
+    user = DeviceUser(4711, "python", "ada", 20 * GIB)
+    used = dataclasses.replace(FIRST, used_bytes=20 * GIB, users=(user,))
+    (_, found) = devices.judge_device(used)
+    assert found.status == "note"
+    assert "process 4711 (python of ada, 20 GiB)" in found.what
+    assert "121 GiB free" in found.what
+
+
+def test_a_device_that_others_have_filled_is_a_problem():
+    user = DeviceUser(4711, "", "", None)
+    full = dataclasses.replace(FIRST, used_bytes=135 * GIB, users=(user,))
+    assert "process 4711 (not visible from here)" in the_problem(devices.judge_device(full)).what
+
+
+def test_memory_that_nobody_visible_holds_is_said():
+    (_, found) = devices.judge_device(dataclasses.replace(FIRST, used_bytes=50 * GIB))
+    assert found.status == "note"
+    assert "cannot be seen from here" in found.what
+
+
+def test_what_a_driver_itself_keeps_is_no_use():
+    assert len(devices.judge_device(dataclasses.replace(FIRST, used_bytes=600 << 20))) == 1
+
+
+def test_a_divided_device_without_instances_cannot_be_used():
+    mig = dataclasses.replace(FIRST, is_mig=True)
+    assert "nvidia-smi mig" in the_problem(devices.judge_device(mig)).todo
+    assert len(devices.judge_device(dataclasses.replace(mig, mig_uuids=("MIG-1", "MIG-2")))) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_used", "is_problem"),
+    [
+        ("prohibited", False, True),
+        ("exclusive process", False, False),
+        ("exclusive process", True, True),
+        ("default", True, False),
+    ],
+)
+def test_a_compute_mode_that_lets_nobody_in_is_a_problem(mode, is_used, is_problem):
+    users = (DeviceUser(1, "python", "ada", GIB),) if is_used else ()
+    found = devices.judge_device(dataclasses.replace(FIRST, compute_mode=mode, users=users))
+    assert any(finding.status == "problem" for finding in found) is is_problem
+
+
+def test_memory_errors_and_rows_that_wait_for_a_reset_are_said():
+    found = devices.judge_device(dataclasses.replace(FIRST, num_memory_errors=3, needs_reset=True))
+    assert [finding.status for finding in found] == ["ok", "note", "note"]
+
+
+@pytest.mark.parametrize(
+    ("value", "seen", "unknown"),
+    [
+        (None, ["GPU-aaaa1111", "GPU-bbbb2222"], []),
+        ("", [], []),
+        ("1", ["GPU-bbbb2222"], []),
+        ("1,0", ["GPU-bbbb2222", "GPU-aaaa1111"], []),
+        ("GPU-bbbb", ["GPU-bbbb2222"], []),
+        ("2", [], ["2"]),
+        ("-1", [], ["-1"]),
+        ("NoDevFiles", [], ["NoDevFiles"]),
+        ("0,9,1", ["GPU-aaaa1111"], ["9"]),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(value, seen, unknown):
+    environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert devices.visible(TWO, environ) == (seen, unknown)
+
+
+def test_mig_instances_are_visible_by_their_own_names():
+    divided = dataclasses.replace(
+        TWO, devices=(dataclasses.replace(FIRST, is_mig=True, mig_uuids=("MIG-1", "MIG-2")), SECOND)
+    )
+    assert devices.visible(divided, {})[0] == ["GPU-bbbb2222", "MIG-1", "MIG-2"]
+    assert devices.visible(divided, {"CUDA_VISIBLE_DEVICES": "MIG-2"})[0] == ["MIG-2"]
+
+
+def test_a_word_that_names_no_device_is_a_problem_and_hiding_all_of_them_a_note():
+    assert "'7'" in the_problem(devices.judge(TWO, {"CUDA_VISIBLE_DEVICES": "7"})).what
+    assert statuses(devices.judge(TWO, {"CUDA_VISIBLE_DEVICES": ""}))["CUDA_VISIBLE_DEVICES"] == "note"
+    assert statuses(devices.judge(TWO, {"CUDA_VISIBLE_DEVICES": "-1"}))["CUDA_VISIBLE_DEVICES"] == "note"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "environ", "required", "mends"),
+    [
+        (NOBODY, {}, 1, "driver"),
+        (NOBODY, {"DS_ACCELERATOR": "cuda"}, 0, "driver"),
+        (TWO, {"CUDA_VISIBLE_DEVICES": ""}, 1, "CUDA_VISIBLE_DEVICES"),
+        (TWO, {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cuda"}, 0, "CUDA_VISIBLE_DEVICES"),
+        (TWO, {"DS_ACCELERATOR": "cpu"}, 1, "DS_ACCELERATOR"),
+        (TWO, {}, 3, "machine that has more"),
+    ],
+)
+def test_no_accelerator_where_one_is_asked_for_is_a_problem_with_its_cause(
+    hardware, environ, required, mends
+):
+    assert mends in the_problem(devices.judge(hardware, environ, num_required=required)).todo
+
+
+def test_enough_accelerators_are_ok():
+    assert statuses(devices.judge(TWO, {}, num_required=2))["accelerators"] == "ok"
+    assert statuses(devices.judge(Hardware(num_amd=4), {}, num_required=4))["accelerators"] == "ok"
+
+
+def test_a_driver_that_does_not_answer_says_what_to_do_about_it():
+    mismatch = Hardware(driver="580.65.06", error="Driver/library version mismatch")
+    assert "Reboot" in the_problem(devices.judge(mismatch, {})).todo
+    missing = Hardware(driver="580.65.06", error="NVML Shared Library Not Found")
+    assert "NVIDIA runtime" in the_problem(devices.judge(missing, {})).todo
+    assert "no device" in the_problem(devices.judge(Hardware(driver="580.65.06"), {})).what

@@ -1,0 +1,71 @@
+import re
+from pathlib import Path
+
+import pytest
+
+import dstrial
+from dstrial.doctor import packages
+
+ASKED = [
+    "torch>=2.6",
+    "deepspeed>=0.19.8,<0.20",
+    "determined==0.38.1",
+    'tokenizers>=0.22; extra == "huggingface"',
+]
+GOOD = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "determined": "0.38.1", "tokenizers": "0.23"}
+
+
+def judged(installed):
+    found = packages.judge_requirements(packages.requirements(ASKED, installed))
+    return {finding.name: finding for finding in found if finding.status != "ok"}
+
+
+def test_supported_versions_are_ok():
+    assert judged(GOOD) == {}
+    assert judged({**GOOD, "torch": "2.14.0.dev20261101"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "expected"),
+    [
+        ("torch", "2.5.1", ">=2.6"),
+        ("deepspeed", "0.20.0", "<0.20"),
+        ("deepspeed", "0.16.2", ">=0.19.8"),
+        ("determined", "0.38.2", "==0.38.1"),
+        ("determined", None, "missing"),
+    ],
+)
+def test_a_version_out_of_the_range_is_a_problem_with_what_to_install(name, version, expected):
+    installed = {key: value for key, value in {**GOOD, name: version}.items() if value is not None}
+    (found,) = judged(installed).values()
+    assert (found.name, found.status) == (name, "problem")
+    assert expected in found.what
+    assert f"'{name}" in found.todo
+
+
+def test_an_optional_part_is_ok_without_and_a_note_where_it_does_not_fit():
+    assert judged({key: value for key, value in GOOD.items() if key != "tokenizers"}) == {}
+    assert judged({**GOOD, "tokenizers": "0.15"})["extra huggingface"].status == "note"
+
+
+def test_what_developers_use_is_not_asked_of_users():
+    asked = [
+        *ASKED,
+        'ruff>=0.8; extra == "dev"',
+        'dstrial[huggingface]; extra == "examples"',
+        'winreg; sys_platform == "win32"',
+    ]
+    assert packages.requirements(asked, GOOD) == packages.requirements(ASKED, GOOD)
+
+
+def test_this_environment_is_as_dstrial_asks_for():
+    python = packages.measure()
+    assert python.dstrial == dstrial.__version__
+    assert python.python_is_supported
+    assert all(one.is_supported for one in python.requirements if not one.extra)
+    assert {finding.status for finding in packages.judge(python)} == {"ok"}
+
+
+def test_the_version_is_said_once():
+    text = Path(dstrial.__file__).parents[1].joinpath("pyproject.toml").read_text()
+    assert re.search(r'^version = "(.+)"$', text, re.MULTILINE)[1] == dstrial.__version__

@@ -1,0 +1,240 @@
+"""Files of torch are loaded by a list of classes: what DeepSpeed writes comes back, what a stranger adds does not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrdict import AttrDict
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from dstrial.engine.mapped_file import load_mapped
+from dstrial.engine.safe_load import load, restoring, unlisted_in
+from dstrial.errors import UntrustedCheckpointError
+
+
+class Calls:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class OfUser:
+    def __init__(self) -> None:
+        self.best = 3.5
+
+
+def scaler() -> DynamicLossScaler:
+    return DynamicLossScaler(2.0**16, 1000, 1, 2, False)
+
+
+def saved(path: Path, value: Any, **options: Any) -> Path:
+    torch.save(value, path, **options)
+    return path
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_the_classes_that_deepspeed_writes_come_back(tmp_path: Path, mmap: bool, is_zip: bool) -> None:
+    if mmap and not is_zip:
+        pytest.skip("torch maps no files of its old format")
+    value = {
+        "scalers": [LossScaler(4.0), scaler()],
+        "stage": ZeroStageEnum.gradients,
+        "slices": [{"w": fragment_address(numel=3, start=1)}],
+        "weights": torch.arange(4.0),
+        "bits": torch.ones(2, dtype=torch.bfloat16),
+    }
+    path = saved(tmp_path / "state.pt", value, _use_new_zipfile_serialization=is_zip)
+
+    loaded = load(path, mmap=mmap)
+
+    assert [type(one) for one in loaded["scalers"]] == [LossScaler, DynamicLossScaler]
+    assert vars(loaded["scalers"][1]) == vars(scaler())
+    assert loaded["stage"] is ZeroStageEnum.gradients
+    assert loaded["slices"] == value["slices"]
+    assert torch.equal(loaded["weights"], value["weights"])
+
+
+def test_an_attr_dict_comes_back_as_the_dictionary_that_it_is(tmp_path: Path) -> None:
+    given = AttrDict(
+        {"zero_optimization": {"stage": 1, "buckets": [1, 2]}, "inner": AttrDict({"a": {"b": 2}})}
+    )
+    path = saved(tmp_path / "state.pt", {"ds_config": given, "after": 5})
+
+    loaded = load(path)
+
+    assert dict(loaded["ds_config"]) == {
+        "zero_optimization": {"stage": 1, "buckets": [1, 2]},
+        "inner": {"a": {"b": 2}},
+    }
+    assert not isinstance(loaded["ds_config"], AttrDict)
+    assert loaded["after"] == 5
+
+
+def test_a_state_cannot_change_the_members_of_an_enum(tmp_path: Path) -> None:
+    class Changing:
+        def __reduce__(self) -> Any:
+            return ZeroStageEnum, (2,), {"_value_": 0, "_name_": "changed"}
+
+    path = saved(tmp_path / "state.pt", Changing())
+
+    with pytest.raises(UntrustedCheckpointError):
+        load(path)
+    assert ZeroStageEnum.gradients.value == 2
+    assert ZeroStageEnum.gradients.name == "gradients"
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (os.mkdir, "posix.mkdir"),
+        (eval, "builtins.eval"),
+        (getattr, "builtins.getattr"),
+        (__import__, "builtins.__import__"),
+        (np.dtype, "numpy.dtype"),
+        # Of a module with a listed class: what is on the list are classes, and not their modules.
+        (
+            __import__("deepspeed").runtime.fp16.loss_scaler.CreateLossScaler,
+            "deepspeed.runtime.fp16.loss_scaler",
+        ),
+        (torch.load, "torch.serialization.load"),
+        (torch.hub.load, "torch.hub.load"),
+    ],
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_is_not_on_the_list_is_refused_by_name(
+    tmp_path: Path, function: Any, name: str, protocol: int, is_zip: bool
+) -> None:
+    value = {"x": Calls(function, str(tmp_path / "made"))}
+    path = saved(
+        tmp_path / "state.pt", value, pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip
+    )
+
+    with pytest.raises(UntrustedCheckpointError) as caught:
+        load(path)
+
+    assert name in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "--trust-code" in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_bare_pickle_runs_no_code(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_bytes(pickle.dumps(Calls(os.mkdir, str(tmp_path / "made"))))
+
+    with pytest.raises(UntrustedCheckpointError, match=r"posix\.mkdir"):
+        load_mapped(path, holds="a state")
+    assert not (tmp_path / "made").exists()
+
+
+def test_who_trusts_a_file_gets_all_of_it(tmp_path: Path) -> None:
+    path = saved(tmp_path / "state.pt", {"best": OfUser(), "array": np.arange(3)})
+
+    with pytest.raises(UntrustedCheckpointError, match=r"OfUser.*numpy|numpy.*OfUser"):
+        load(path)
+    loaded = load(path, trusts_code=True)
+
+    assert loaded["best"].best == 3.5
+    assert type(loaded["array"]) is np.ndarray
+
+
+def test_a_library_cannot_load_more_than_the_list_while_a_checkpoint_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "state.pt", Calls(os.mkdir, str(tmp_path / "made")))
+    listed = saved(tmp_path / "listed.pt", ZeroStageEnum.weights)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    before = set(torch.serialization.get_safe_globals())
+
+    with restoring(trusts_code=False):
+        assert torch.load(listed, weights_only=False) is ZeroStageEnum.weights
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(path, weights_only=False)
+
+    assert not (tmp_path / "made").exists()
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_what_others_have_put_on_torchs_list_stays_there(tmp_path: Path) -> None:
+    path = saved(tmp_path / "state.pt", LossScaler(1.0))
+    with torch.serialization.safe_globals([LossScaler]):
+        load(path)
+        assert LossScaler in torch.serialization.get_safe_globals()
+
+
+def test_threads_load_at_once(tmp_path: Path) -> None:
+    path = saved(tmp_path / "state.pt", {"s": LossScaler(1.0), "t": torch.zeros(100)})
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                load(path)
+        except BaseException as error:  # noqa: BLE001  # told by the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+def test_files_that_nobody_unpickles_are_passed_over(tmp_path: Path) -> None:
+    payload = Calls(os.mkdir, str(tmp_path / "made"))
+    (tmp_path / "code").mkdir()
+    names = ["a.pt", "b.bin", "training_args.bin", "code/d.pt"]
+    for name in names:
+        saved(tmp_path / name, payload)
+    (tmp_path / "c.json").write_text("{}")
+    (tmp_path / "empty").write_text("")
+
+    found = unlisted_in(tmp_path, [*names, "c.json", "empty", "gone"])
+
+    assert found == {"a.pt": ("posix.mkdir",), "b.bin": ("posix.mkdir",)}
+
+
+def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path) -> None:
+    payload = Calls(os.mkdir, str(tmp_path / "made"))
+    saved(tmp_path / "state", payload)
+    saved(tmp_path / "old-state", payload, _use_new_zipfile_serialization=False)
+    (tmp_path / "plain.state").write_bytes(pickle.dumps(payload))
+    names = ["state", "old-state", "plain.state"]
+
+    assert unlisted_in(tmp_path, names) == dict.fromkeys(names, ("posix.mkdir",))
+
+
+def test_an_archive_behind_a_pickle_does_not_hide_it(tmp_path: Path) -> None:
+    archive = saved(tmp_path / "archive.pt", {"a": 1}).read_bytes()
+    path = tmp_path / "both.pt"
+    path.write_bytes(pickle.dumps(Calls(os.mkdir, str(tmp_path / "made")), protocol=2) + archive)
+
+    assert unlisted_in(tmp_path, ["both.pt"]) == {"both.pt": ("posix.mkdir",)}
+    with pytest.raises(UntrustedCheckpointError, match=r"posix\.mkdir"):
+        load(path)
+
+
+def test_random_states_of_libraries_may_hold_arrays_and_those_of_ours_hold_none(tmp_path: Path) -> None:
+    state = {"numpy": np.random.get_state(legacy=True), "torch": torch.random.get_rng_state()}
+    saved(tmp_path / "rng_state.pth", state)
+    saved(tmp_path / "dstrial_rank0.pt", state)
+
+    found = unlisted_in(tmp_path, ["rng_state.pth", "dstrial_rank0.pt"])
+
+    assert list(found) == ["dstrial_rank0.pt"]

@@ -1,0 +1,57 @@
+"""Run a program of this directory in a process of its own, with the device and a deadline."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="Requires: [CUDA device]")
+
+
+def environment(**variables):
+    """Return variables for processes that see this checkout, what this process sees, and the device."""
+    paths = [str(ROOT / "tests" / "trainer"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **variables}
+    if "DS_ACCELERATOR" not in variables:
+        environ.pop("DS_ACCELERATOR", None)
+    return environ
+
+
+def finish(command, tmp_path, timeout_s, **variables):
+    """Run a command to its end; its output is the failure's message."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        printed = [(text or b"").decode(errors="replace")[-8000:] for text in (error.stdout, error.stderr)]
+        pytest.fail(f"{command} has not ended after {timeout_s} s\n" + "\n".join(printed))
+    return done
+
+
+def run(program, *arguments, tmp_path, timeout_s=120, **variables):
+    """Run a program and return what it printed."""
+    command = [sys.executable, str(pathlib.Path(__file__).with_name(program)), *arguments]
+    done = finish(command, tmp_path, timeout_s, **variables)
+    assert done.returncode == 0, (
+        f"exit status {done.returncode}\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+    )
+    return done.stdout
+
+
+def launch(program, num_ranks, *arguments, tmp_path, timeout_s=150, **variables):
+    """Run a program on ranks of ``python -m dstrial.launch``; returns what they printed, and the exit status."""
+    script = str(pathlib.Path(__file__).with_name(program))
+    command = [sys.executable, "-m", "dstrial.launch", "--slots", str(num_ranks), script, *arguments]
+    done = finish(command, tmp_path, timeout_s, OMP_NUM_THREADS="1", **variables)
+    return done.stdout + done.stderr, done.returncode

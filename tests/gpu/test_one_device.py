@@ -1,0 +1,112 @@
+"""What one GPU shows of the places that no CPU can show: host memory, contexts, teardown, sharing, and the master."""
+
+import json
+import time
+
+import pytest
+import yaml
+from programs import ROOT, environment, launch, needs_cuda, run
+
+from dstrial.testing.master import master_for_test
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+
+
+@pytest.mark.parametrize("check", ["contexts", "registrations", "refusal", "ordering"])
+def test_host_memory_of_background_saves(tmp_path, check):
+    assert run("state_copy_program.py", check, tmp_path=tmp_path).endswith("held\n")
+
+
+def test_nothing_grows_over_configurations_in_one_process(tmp_path):
+    assert "nothing has grown" in run("teardown_program.py", tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("checks", [["0", "1", "2", "3"], ["pipeline"]], ids=["zero", "pipeline"])
+def test_two_ranks_share_one_device(tmp_path, checks):
+    printed, status = launch(
+        "shared_program.py", 2, *checks, tmp_path=tmp_path, DSTRIAL_SHARE_DEVICE="1", CUDA_VISIBLE_DEVICES="0"
+    )
+    assert status == 0, printed
+    assert [f"{check}: " in printed for check in checks] == [True] * len(checks), printed
+    assert printed.count("2 ranks of this machine share cuda:0 over gloo") == 1, printed
+
+
+def test_two_ranks_on_one_device_are_refused_without_the_override(tmp_path):
+    printed, status = launch("shared_program.py", 2, "0", tmp_path=tmp_path, CUDA_VISIBLE_DEVICES="0")
+    assert status != 0
+    assert "--slots is 2; expected at most 1" in printed, printed
+
+
+def test_the_memory_of_a_killed_rank_comes_back(tmp_path):
+    pynvml = pytest.importorskip("pynvml")
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+        def used_mib():
+            return pynvml.nvmlDeviceGetMemoryInfo(handle).used >> 20
+
+        before = used_mib()
+        printed, status = launch("killed_program.py", 1, tmp_path=tmp_path)
+        assert status == 137, (status, printed)
+        assert "took 4096 MiB" in printed
+        assert "SIGKILL" in printed
+        give_up_at_s = time.monotonic() + 30
+        while used_mib() > before + 256:
+            assert time.monotonic() < give_up_at_s, f"{before} MiB before, {used_mib()} MiB after"
+            time.sleep(0.1)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+@pytest.mark.parametrize(("num_slots", "stage"), [(1, 1), (2, 1)], ids=["one rank", "two that share"])
+def test_a_zero_1_trial_completes_through_the_master(tmp_path, num_slots, stage):
+    definitions = ROOT / "tests" / "trainer" / "definitions"
+    config = {
+        "name": "on a GPU",
+        "entrypoint": "python3 -m dstrial.launch --trial small_trials:DataParallelTrial",
+        "hyperparameters": {
+            "deepspeed_config": {
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 1,
+                "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+                "zero_optimization": {"stage": stage},
+            }
+        },
+        "searcher": {
+            "name": "single",
+            "metric": "validation_loss",
+            "max_length": {"batches": 20},
+            "smaller_is_better": True,
+        },
+        "resources": {"slots_per_trial": num_slots},
+        "max_restarts": 0,
+        "scheduling_unit": 5,
+        "reproducibility": {"experiment_seed": 3},
+    }
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(config))
+    env = {
+        "DS_ACCELERATOR": "cuda",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PYTHONPATH": environment()["PYTHONPATH"],
+    }
+    if num_slots > 1:
+        env["DSTRIAL_SHARE_DEVICE"] = "1"
+    with master_for_test(tmp_path, num_slots=num_slots, env=env) as master:
+        client = master.client()
+        assert {slot["kind"] for slot in master.record.slots} == {"cuda"}, master.record.slots
+        created = master.det("experiment", "create", str(path), str(definitions))
+        assert created.returncode == 0, created.stdout + created.stderr
+        give_up_at_s = time.monotonic() + 150
+        while True:
+            experiment = client.get("/api/v1/experiments/1")["experiment"]
+            state = experiment["state"].removeprefix("STATE_")
+            if state in ("COMPLETED", "ERROR", "CANCELED"):
+                break
+            assert time.monotonic() < give_up_at_s, f"{state}\n{master.det('trial', 'logs', '1').stdout}"
+            time.sleep(0.2)
+        logs = master.det("trial", "logs", "1").stdout
+        assert state == "COMPLETED", logs
+        metrics = client.get("/api/v1/trials/1")["trial"]
+        assert metrics["totalBatchesProcessed"] == 20, json.dumps(metrics)

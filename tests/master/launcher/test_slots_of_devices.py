@@ -1,0 +1,175 @@
+"""The slots of NVIDIA's devices; a stand-in for NVML has what a machine without them lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pynvml
+import pytest
+
+from dstrial.errors import MasterError
+from dstrial.master.launcher.devices import Slot, nvml_slots, shared_slots
+from dstrial.master.launcher.environment import trial_environment
+from dstrial.master.launcher.request import AllocationRequest
+
+_MIG = "MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3{}"
+
+
+@dataclasses.dataclass
+class Gpu:
+    """A GPU, or an instance of one.
+
+    Attributes:
+        uuid: its UUID.
+        name: its name.
+        is_divided: whether it is in MIG mode; None if it knows no MIG.
+        instances: by index, with gaps.
+    """
+
+    uuid: str
+    name: str = "NVIDIA H200"
+    is_divided: bool | None = None
+    instances: dict[int, Gpu] = dataclasses.field(default_factory=dict)
+
+
+def stand_in(*gpus: Gpu) -> Any:
+    """Return a module that answers for these GPUs as pynvml does, with its own constants and errors."""
+    module: Any = ModuleType("pynvml")
+
+    def nvmlDeviceGetCount() -> int:  # noqa: N802
+        return len(gpus)
+
+    def nvmlDeviceGetHandleByIndex(index: int) -> Gpu:  # noqa: N802
+        return gpus[index]
+
+    def nvmlDeviceGetUUID(handle: Gpu) -> str:  # noqa: N802
+        return handle.uuid
+
+    def nvmlDeviceGetName(handle: Gpu) -> bytes:  # noqa: N802
+        return handle.name.encode()  # as older versions
+
+    def nvmlDeviceGetMigMode(device: Gpu) -> list[int]:  # noqa: N802
+        if device.is_divided is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [int(device.is_divided), 0]
+
+    def nvmlDeviceGetMaxMigDeviceCount(device: Gpu) -> int:  # noqa: N802
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(device: Gpu, index: int) -> Gpu:  # noqa: N802
+        if index not in device.instances:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return device.instances[index]
+
+    functions = [one for one in locals().values() if inspect.isfunction(one)]
+    for function in functions:
+        setattr(module, function.__name__, function)
+    for name in ("NVMLError", "NVMLError_NotFound", "NVML_DEVICE_MIG_ENABLE"):
+        setattr(module, name, getattr(pynvml, name))
+    return module
+
+
+def test_the_stand_in_has_the_functions_of_the_installed_library() -> None:
+    functions = [name for name in vars(stand_in()) if name.startswith("nvml")]
+    assert len(functions) == 7
+    for name in functions:
+        theirs, ours = (inspect.signature(getattr(one, name)) for one in (pynvml, stand_in()))
+        assert list(ours.parameters) == list(theirs.parameters), name
+    assert pynvml.NVML_DEVICE_MIG_ENABLE == 1
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+
+A, B = Gpu("GPU-aaaa1111"), Gpu("GPU-bbbb2222", is_divided=False)
+DIVIDED = Gpu(
+    "GPU-cccc3333",
+    is_divided=True,
+    instances={number: Gpu(_MIG.format(number), "NVIDIA H200 MIG 1g.18gb") for number in (0, 3)},
+)
+EMPTY = Gpu("GPU-dddd4444", is_divided=True)
+
+
+def test_whole_gpus_are_slots_by_nvmls_index() -> None:
+    assert list(nvml_slots(stand_in(A, B), None)) == [
+        Slot(0, "cuda", "NVIDIA H200", "GPU-aaaa1111", "0"),
+        Slot(1, "cuda", "NVIDIA H200", "GPU-bbbb2222", "1"),
+    ]
+
+
+def test_a_gpu_in_mig_mode_is_the_slots_of_its_instances() -> None:
+    slots = list(nvml_slots(stand_in(A, DIVIDED, B), None))
+    assert [slot.id for slot in slots] == [0, 1, 2, 3]
+    assert [slot.uuid for slot in slots] == [A.uuid, _MIG.format(0), _MIG.format(3), B.uuid]
+    assert [slot.visible_as for slot in slots] == ["0", _MIG.format(0), _MIG.format(3), "2"]
+    assert [slot.brand for slot in slots][1:3] == ["NVIDIA H200 MIG 1g.18gb"] * 2
+
+
+def test_a_gpu_in_mig_mode_without_instances_is_no_slot_and_one_note(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        slots = list(nvml_slots(stand_in(EMPTY, A), None))
+    assert [slot.uuid for slot in slots] == [A.uuid]
+    (record,) = caplog.records
+    assert "GPU 0 (NVIDIA H200) is in MIG mode and has no instances" in record.message
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        ("", []),
+        ("1", [_MIG.format(0), _MIG.format(3)]),
+        ("2,0", [B.uuid, A.uuid]),
+        (f"{_MIG.format(3)}, GPU-aaaa", [_MIG.format(3), A.uuid]),
+        ("7", []),
+    ],
+)
+def test_only_what_cuda_shows_is_offered_in_its_order(visible: str, uuids: list[str]) -> None:
+    slots = list(nvml_slots(stand_in(A, DIVIDED, B), visible))
+    assert [slot.uuid for slot in slots] == uuids
+    assert [slot.id for slot in slots] == list(range(len(uuids)))
+
+
+def test_slots_that_share_devices_take_them_in_turn_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    found = tuple(nvml_slots(stand_in(A, B), None))
+    slots = shared_slots(found, 3)
+    assert [(slot.id, slot.uuid) for slot in slots] == [(0, A.uuid), (1, B.uuid), (2, A.uuid)]
+    assert "DSTRIAL_SHARE_DEVICE=1: 3 slots of 2 devices" in caplog.text
+
+
+def request_for(slots: tuple[Slot, ...], directory: Path) -> AllocationRequest:
+    fields: dict[str, Any] = {
+        "allocation_id": "1.x.1", "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1,
+        "directory": directory, "slots": slots, "ports": {}, "config": {}, "hparams": {}, "trial_seed": 1,
+        "steps_completed": 0, "latest_checkpoint": None, "session_token": "session", "user_token": "user",
+        "username": "determined", "master_url": "http://127.0.0.1:1", "cluster_id": "c", "master_id": "m",
+        "agent_id": "a", "resources_id": "r", "model_definition": b"", "entrypoint": "true",
+    }  # fmt: skip
+    return AllocationRequest(**fields)
+
+
+def test_ranks_that_share_a_device_are_shown_it_once(tmp_path: Path) -> None:
+    (slot,) = nvml_slots(stand_in(A), None)
+    for slots, shares in (((slot,), None), (shared_slots((slot,), 2), "1")):
+        env = trial_environment(
+            request_for(slots, tmp_path), marker="m", temporary_directory=tmp_path, base={}
+        )
+        assert env["CUDA_VISIBLE_DEVICES"].count(",") == 0
+        assert env.get("DSTRIAL_SHARE_DEVICE") == shares
+
+
+def test_more_slots_than_there_are_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dstrial.master.launcher import devices
+
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(devices, "_cuda", lambda: nvml_slots(stand_in(A), None))
+    with pytest.raises(MasterError, match=r"--slots is 2; expected at most 1.*DSTRIAL_SHARE_DEVICE=1"):
+        devices.find_slots(2)
+    monkeypatch.setenv("DSTRIAL_SHARE_DEVICE", "1")
+    assert [slot.uuid for slot in devices.find_slots(2)] == [A.uuid, A.uuid]
+    assert len(devices.find_slots(None)) == 1

@@ -1,0 +1,38 @@
+"""How many files the master and its trials may open."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+_CODE = """
+import resource, subprocess, sys
+from dstrial.master import file_limit
+print(file_limit.raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+with subprocess.Popen(["sleep", "60"]) as child:
+    file_limit.restore_limit(child.pid)
+    print(resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[0])
+    child.kill()
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "connections", "raised", "of_child"),
+    [
+        (1024, 10000, 1984, 4096, 1024),
+        (300, 300, 86, 300, 300),
+        (64, 64, 16, 64, 64),
+        (9000, 9000, 4436, 9000, 9000),
+    ],
+)
+def test_the_limit_is_raised_as_far_as_allowed_and_what_is_started_gets_the_old_one(
+    soft: int, hard: int, connections: int, raised: int, of_child: int
+) -> None:
+    command = ["prlimit", f"--nofile={soft}:{hard}", sys.executable, "-c", _CODE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [str(connections), str(raised), str(of_child)]

@@ -1,0 +1,231 @@
+"""Which device a rank gets, told to DeepSpeed too; a stand-in accelerator records what is asked of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.errors import LaunchError, RankError
+from dstrial.ranks.devices import device_index, is_shared, may_share, refuse_instances
+from dstrial.ranks.identity import RankIdentity
+from dstrial.testing.ranks import run_function
+
+
+def identity(local_rank: int = 0, local_world_size: int = 2, num_nodes: int = 1) -> RankIdentity:
+    world_size = local_world_size * num_nodes
+    return RankIdentity(local_rank, world_size, local_rank, local_world_size, 0, num_nodes, "host", 1, "none")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "num_ranks", "num_devices", "shares", "index"),
+    [
+        (1, 2, 2, False, 1),
+        (1, 2, 1, False, 0),  # a launcher that shows every rank its own
+        (1, 2, 1, True, 0),
+        (3, 4, 2, True, 1),
+        (1, 2, 2, True, 1),
+    ],
+)
+def test_a_rank_gets_the_device_of_its_local_rank_or_shares_one(
+    local_rank: int, num_ranks: int, num_devices: int, shares: bool, index: int
+) -> None:
+    asked = identity(local_rank, num_ranks)
+    assert device_index(asked, num_devices, "cuda", may_share=shares) == index
+
+
+def test_too_many_ranks_are_told_three_ways_out() -> None:
+    with pytest.raises(
+        RankError, match=r"Start 2 ranks here, .*DS_ACCELERATOR=cpu, .*DSTRIAL_SHARE_DEVICE=1"
+    ):
+        device_index(identity(2, 3), 2, "cuda", may_share=False)
+    with pytest.raises(RankError, match="0 cuda devices"):
+        device_index(identity(0, 1), 0, "cuda", may_share=True)
+
+
+def test_devices_are_shared_only_where_that_is_allowed_and_needed() -> None:
+    assert is_shared(identity(), 1, may_share=True)
+    assert not is_shared(identity(), 1, may_share=False)
+    assert not is_shared(identity(), 2, may_share=True)
+    assert not is_shared(identity(0, 1), 1, may_share=True)
+    assert is_shared(identity(0, 1, num_nodes=2), 1, may_share=True)  # the other machine may have fewer
+
+
+def test_several_ranks_on_several_mig_instances_are_refused() -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": "MIG-aaaa, MIG-bbbb"}
+    with pytest.raises(RankError, match="names 2 MIG instances for 2 ranks"):
+        refuse_instances(identity(), visible)
+    refuse_instances(identity(0, 1), visible)
+    refuse_instances(identity(), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    refuse_instances(identity(), {**visible, "DSTRIAL_SHARE_DEVICE": "1"})
+
+
+def test_the_override_is_a_switch() -> None:
+    assert [
+        may_share({}),
+        may_share({"DSTRIAL_SHARE_DEVICE": "0"}),
+        may_share({"DSTRIAL_SHARE_DEVICE": "1"}),
+    ] == [
+        False,
+        False,
+        True,
+    ]
+    with pytest.raises(RankError, match="DSTRIAL_SHARE_DEVICE is 'yes'; expected 0 or 1"):
+        may_share({"DSTRIAL_SHARE_DEVICE": "yes"})
+
+
+@pytest.mark.process
+def test_looking_for_an_accelerator_leaves_forks_usable() -> None:
+    program = Path(__file__).with_name("fork_program.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "usable\n", done.stdout + done.stderr
+
+
+def test_more_slots_than_devices_are_refused_unless_they_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from dstrial.launch.slots import num_slots
+
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(LaunchError, match=r"--slots is 2; expected at most 1, .*DSTRIAL_SHARE_DEVICE=1"):
+        num_slots(2, None)
+    assert num_slots(None, None) == 1
+    monkeypatch.setenv("DSTRIAL_SHARE_DEVICE", "1")
+    assert num_slots(2, None) == 2
+    assert num_slots(None, 3) == 3
+    assert num_slots(None, None) == 1
+
+
+def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
+    """Put a CUDA accelerator with one device in DeepSpeed's place for it."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.real_accelerator import set_accelerator
+
+    class OneDevice(CPU_Accelerator):  # type: ignore[misc]  # deepspeed ships no types
+        def device_name(self, device_index: int | None = None) -> str:
+            return "cuda" if device_index is None else f"cuda:{device_index}"
+
+        def device(self, device_index: int | None = None) -> None:
+            calls.append(("bound", device_index))  # and torch without CUDA would refuse it
+
+        def device_count(self) -> int:
+            return 1
+
+        def set_device(self, device_index: int) -> None:
+            calls.append(("set", device_index))
+
+        def create_op_builder(self, class_name: str) -> None:
+            return None  # the CPU's would compile its collectives
+
+        def communication_backend_name(self) -> str:
+            return backend
+
+    set_accelerator(OneDevice())
+
+
+def start_on_the_only_visible_device() -> dict[str, Any]:
+    import torch.distributed
+
+    from dstrial.ranks import identify, init_process_group, shutdown
+
+    calls: list[tuple[str, Any]] = []
+    stand_in(calls, "gloo")
+    before = dict(os.environ)
+    who = identify(os.environ)
+    init_process_group(who, timeout_s=60)
+    torch.distributed.barrier()  # or the first to leave breaks connections that the other still makes
+    seen = {
+        "calls": calls,
+        "deepspeed's": os.environ["LOCAL_RANK"],
+        "same identity": identify(os.environ) == who,
+        "local rank": who.local_rank,
+    }
+    shutdown()
+    return {**seen, "restored": {n: v for n, v in os.environ.items() if before.get(n) != v}}
+
+
+@pytest.mark.process
+def test_deepspeed_binds_the_device_that_the_rank_has_been_shown() -> None:
+    """Ranks of ``srun --gpus-per-task=1`` each see one device; DeepSpeed 0.19.8 binds ``cuda:LOCAL_RANK``."""
+    for local_rank, result in enumerate(run_function(start_on_the_only_visible_device, 2)):
+        assert result.value == {
+            "calls": [("set", 0), ("bound", 0)],
+            "deepspeed's": "0",
+            "same identity": True,
+            "local rank": local_rank,
+            "restored": {},
+        }
+
+
+def share_a_device() -> dict[str, Any]:
+    import importlib
+
+    import deepspeed.comm as dist
+    import torch
+
+    from dstrial.ranks import device, identify, init_process_group, shutdown
+
+    calls: list[tuple[str, Any]] = []
+    stand_in(calls, "nccl")
+    who = identify(os.environ)
+    backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
+    native = (backend.send, backend.recv)
+    init_process_group(who, timeout_s=60)
+    copied: list[str] = []
+
+    class OnDevice(torch.Tensor):
+        """Says that it lies on the device, and records each copy to the host."""
+
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda", 0)
+
+        def to(self, where: Any) -> torch.Tensor:  # type: ignore[override]
+            copied.append(str(where))
+            return self.as_subclass(torch.Tensor).clone()
+
+    total = torch.full((3,), float(who.rank + 1)).as_subclass(OnDevice)
+    dist.all_reduce(total)
+    message = torch.full((2,), float(who.rank)).as_subclass(OnDevice)
+    version = message._version
+    if who.rank == 0:
+        dist.send(message, 1)  # autograd may need it as it was
+        assert message._version == version
+    else:
+        dist.recv(message, 0)
+    subgroup = dist.new_group([0])
+    seen = {
+        "backend": torch.distributed.get_backend(),
+        "total": total.as_subclass(torch.Tensor).tolist(),
+        "message": message.as_subclass(torch.Tensor).tolist(),
+        "copies": copied,
+        "device": str(device(who)),
+        "calls": calls,
+        "member": torch.distributed.get_rank(subgroup),
+    }
+    shutdown()
+    return {**seen, "undone": (backend.send, backend.recv) == native}
+
+
+@pytest.mark.process
+def test_ranks_that_share_a_device_talk_over_gloo_and_send_through_the_host_and_say_so_once() -> None:
+    results = run_function(share_a_device, 2, env={"DSTRIAL_SHARE_DEVICE": "1"})
+    for rank, result in enumerate(results):
+        assert result.value == {
+            "backend": "gloo",
+            "total": [3.0] * 3,
+            "message": [0.0] * 2,
+            "copies": ["cpu"] if rank == 0 else [],
+            "device": "cuda:0",
+            "calls": [("set", 0), ("set", 0)],
+            "member": 0 if rank == 0 else -1,
+            "undone": True,
+        }
+    told = [result.stderr.count("2 ranks of this machine share cuda:0 over gloo") for result in results]
+    assert told == [1, 0]

@@ -1,0 +1,48 @@
+"""At which address a process listens for the others of its job."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dstrial.ranks.sockets import free_port, is_loopback, listening_socket, loopback_only
+
+pytestmark = pytest.mark.process
+
+EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("addr", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        # A name may resolve to another interface elsewhere, an address may be that of a container's host.
+        (socket.gethostname(), EVERYWHERE),
+        ("203.0.113.77", EVERYWHERE),
+    ],
+)
+def test_an_address_is_served_alone_where_that_is_possible(addr: str, bound: str) -> None:
+    with listening_socket(addr, 0) as server:
+        assert server.getsockname()[0] == bound
+        if bound == EVERYWHERE:
+            socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=5).close()
+
+
+def test_a_taken_port_is_an_error_and_not_another_interface() -> None:
+    with listening_socket("127.0.0.1", 0) as taken, pytest.raises(OSError, match="in use"):
+        listening_socket("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_free_port_can_be_served() -> None:
+    for addr in ("127.0.0.1", "node7"):
+        listening_socket("127.0.0.1", free_port(addr)).close()
+
+
+def test_loopback_is_known_by_its_addresses_and_the_users_interface_wins() -> None:
+    assert [
+        is_loopback(addr) for addr in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "10.0.0.1", "node7")
+    ] == [*(True, True, True, True, False, False)]
+    assert loopback_only({}) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert loopback_only({"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "lo"}

@@ -1,0 +1,293 @@
+"""Texts that are small to write and dear to read: what a config, a template or a DeepSpeed JSON may be sent as.
+
+Each is made by a line of code, so that no megabytes are committed. ``value`` is one YAML value on a line or several that
+may stand as the whole document or, indented, below a key; ``says`` is what the refusal must say, None where the text is
+legal and only has to be cheap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+KIB = 2**10
+MIB = 2**20
+
+SMALL_CONFIG = """\
+name: hostile
+entrypoint: 'true'
+searcher: {name: single, metric: loss, max_length: {batches: 9}}
+resources: {slots_per_trial: 0}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hostile:
+    """One hostile text.
+
+    Attributes:
+        name: for a person.
+        value: a YAML value, or the whole text where ``is_document``.
+        says: a regular expression that the refusal matches; None for a legal text.
+        is_document: whether it can stand only as the whole document.
+        is_json: whether it is JSON too, as far as it is anything.
+    """
+
+    name: str
+    value: str
+    says: str | None
+    is_document: bool = False
+    is_json: bool = False
+
+    def below(self, key: str, above: str = SMALL_CONFIG) -> str:
+        """Return a config with the value under a key."""
+        return f"{above}{key}:\n  " + self.value.replace("\n", "\n  ") + "\n"
+
+
+def laughs(num_levels: int, num_aliases: int) -> str:
+    """Return levels of lists, each of aliases of the one before: ``num_aliases ** num_levels`` items expanded."""
+    levels = ["l0: &l0 [" + ", ".join(["lol"] * num_aliases) + "]"]
+    for level in range(1, num_levels):
+        levels.append(f"l{level}: &l{level} [" + ", ".join([f"*l{level - 1}"] * num_aliases) + "]")
+    return "{" + ",\n ".join(levels) + "}"
+
+
+def laughing_maps(num_levels: int, num_aliases: int) -> str:
+    """Return the same with mappings."""
+    levels = ["l0: &l0 {" + ", ".join(f"k{key}: lol" for key in range(num_aliases)) + "}"]
+    for level in range(1, num_levels):
+        inner = ", ".join(f"k{key}: *l{level - 1}" for key in range(num_aliases))
+        levels.append(f"l{level}: &l{level} {{{inner}}}")
+    return "{" + ",\n ".join(levels) + "}"
+
+
+def merged(num_levels: int) -> str:
+    """Return mappings that each merge the one before and add a key: ``num_levels ** 2 / 2`` keys expanded."""
+    levels = ["m0: &m0 {k0: 1}"]
+    for level in range(1, num_levels):
+        levels.append(f"m{level}: &m{level} {{<<: *m{level - 1}, k{level}: 1}}")
+    return "{" + ",\n ".join(levels) + "}"
+
+
+def merged_lists(num_aliases: int) -> str:
+    """Return mappings that merge a list of many aliases of one mapping of many keys."""
+    keys = ", ".join(f"k{key}: 1" for key in range(1000))
+    return f"{{a: &a {{{keys}}},\n b: {{<<: [{', '.join(['*a'] * num_aliases)}]}}}}"
+
+
+def stacked(num_levels: int) -> str:
+    """Return anchors that each hold the one before forty levels deep."""
+    levels = ["s0: &s0 " + "[" * 40 + "]" * 40]
+    for level in range(1, num_levels):
+        levels.append(f"s{level}: &s{level} " + "[" * 40 + f"*s{level - 1}" + "]" * 40)
+    return "{" + ",\n ".join(levels) + "}"
+
+
+_NODES = r"more than 100000 (values|nodes)"
+_DEEP = r"(deeper than|more than) 100"
+_LARGE = r"larger than|at most 1048576 bytes"
+_DIGITS = r"digits"
+_TAG = r"tag"
+
+EXPANDING = (
+    Hostile("nine levels of nine aliases", laughs(9, 9), _NODES),
+    Hostile("nine levels of nine mappings", laughing_maps(9, 9), _NODES),
+    Hostile("thirty levels of two aliases", laughs(30, 2), _NODES),
+    Hostile(
+        "1000 aliases of 10000 items", "{a: &a [" + "1," * 10_000 + "],\n b: [" + "*a," * 1000 + "]}", _NODES
+    ),
+    Hostile("4000 merged levels", merged(4000), _NODES),
+    Hostile("a merge of 20000 aliases", merged_lists(20_000), _NODES),
+    Hostile("a list that holds itself", "&a [1, *a]", "itself"),
+    Hostile("a mapping that holds itself", "&a {b: *a}", "itself"),
+    Hostile("a mapping that merges itself", "&a {<<: *a, b: 1}", "itself"),
+    Hostile("two lists that hold each other", "&a [&b [*a], *b]", "itself"),
+    Hostile("200000 items", "[" + "1," * 200_000 + "]", _NODES),
+    Hostile("300000 empty lists", "[" + "[]," * 300_000 + "[]]", _NODES, is_json=True),
+)
+
+DEEP = (
+    Hostile("20000 brackets", "[" * 20_000 + "]" * 20_000, _DEEP, is_json=True),
+    Hostile("20000 open brackets", "[" * 20_000, _DEEP, is_json=True),
+    Hostile("20000 braces", '{"a":' * 20_000 + "1" + "}" * 20_000, _DEEP, is_json=True),
+    Hostile("101 brackets", "[" * 101 + "]" * 101, _DEEP, is_json=True),
+    Hostile("20000 dashes", "- " * 20_000 + "1", _DEEP),
+    Hostile("20000 question marks", "? " * 20_000 + "1", "a mapping as key"),
+    Hostile("300 levels of blocks", "\n".join(" " * level + f"k{level}:" for level in range(300)), _DEEP),
+    Hostile("a thousand lines of lists", "\n".join(" " * level + "-" for level in range(1000)), _DEEP),
+    Hostile("four anchors forty deep each", stacked(4), _DEEP),
+)
+
+LARGE = (
+    Hostile("2 MiB of text", '"' + "x" * (2 * MIB) + '"', _LARGE, is_json=True),
+    Hostile("8 MiB of lines", "\n".join(f"key_{number}: some words" for number in range(400_000)), _LARGE),
+    Hostile("2 MiB of comment", "# " + "c" * (2 * MIB) + "\nnull", _LARGE),
+    Hostile("1 MiB and a byte of accents", '"' + "é" * (MIB // 2) + '"', _LARGE, is_json=True),
+)
+
+SCALARS = (
+    Hostile("an integer of 5000 digits", "{a: " + "1" * 5000 + "}", _DIGITS),
+    Hostile("a JSON integer of 5000 digits", '{"a": ' + "1" * 5000 + "}", _DIGITS, is_json=True),
+    Hostile("an integer of a million digits", "{a: " + "7" * 1_000_000 + "}", _DIGITS),
+    Hostile("a negative one", "{a: -" + "7" * 500_000 + "}", _DIGITS),
+    Hostile("a hexadecimal one", "{a: 0x" + "f" * 1_000_000 + "}", _DIGITS),
+    Hostile("an octal one", "{a: 0o" + "7" * 1_000_000 + "}", _DIGITS),
+    Hostile("a hexadecimal number of underscores", "{a: 0x_}", "not an? (int|integer)"),
+    Hostile("an octal number of underscores", "{a: 0o__}", "not an? (int|integer)"),
+    Hostile("a float of a million digits", "{a: 0." + "3" * 1_000_000 + "}", _DIGITS),
+    Hostile("a JSON exponent beyond floats", '{"a": 1e999}', None, is_json=True),
+    Hostile("an exponent of 100000 digits", "{a: 1e" + "9" * 100_000 + "}", _DIGITS),
+    Hostile("a word tagged int", "{a: !!int five}", "not an? (int|integer)"),
+    Hostile("a word tagged float", "{a: !!float five}", "not a float"),
+    Hostile("a word tagged bool", "{a: !!bool perhaps}", "not a bool"),
+    Hostile("a list tagged str", "{a: !!str [1]}", _TAG),
+    Hostile("a mapping tagged seq", "{a: !!seq {b: 1}}", _TAG),
+    Hostile("a Python object", "{a: !!python/object/apply:os.system ['touch owned']}", _TAG),
+    Hostile("a Python name", "{a: !!python/name:os.system ''}", _TAG),
+    Hostile("a tag of its own", "{a: !owned 1}", _TAG),
+    Hostile("a wrong timestamp", "{a: !!timestamp 2026-99-99}", _TAG),
+    Hostile("a word tagged timestamp", "{a: !!timestamp soon}", _TAG),
+    Hostile("binary that is none", "{a: !!binary '%%%'}", _TAG),
+    Hostile("a set", "{a: !!set {b, c}}", _TAG),
+    Hostile("ordered pairs", "{a: !!omap [b: 1]}", _TAG),
+    Hostile("pairs", "{a: !!pairs [b: 1]}", _TAG),
+    Hostile(
+        "100000 directives",
+        "".join(f"%TAG !t{n}! tag:{n}\n" for n in range(40_000)) + "--- 1",
+        "directive",
+        True,
+    ),
+)
+
+KEYS = (
+    Hostile("a list as key", "{[1]: 2}", "key"),
+    Hostile("a mapping as key", "{{a: 1}: 2}", "key"),
+    Hostile("a list as explicit key", "? [1]\n: 2", "key"),
+    Hostile("an alias of a list as key", "{a: &a [1], *a : 2}", "key"),
+    Hostile("20000 duplicate keys", "\n".join(["same: 1"] * 20_000), "given twice"),
+    Hostile("20000 duplicate keys on a line", "{" + "same: 1, " * 20_000 + "}", "given twice"),
+    Hostile(
+        "20000 duplicate keys of JSON", "{" + '"same": 1, ' * 20_000 + '"a": 1}', "given twice", is_json=True
+    ),
+    Hostile("keys that are equal numbers", "{1: a, 1.0: b, 0x1: c}", "given twice"),
+    Hostile("a number and a flag as keys", "{1: a, true: b}", "given twice"),
+    Hostile("a key of 500000 letters", "? " + "k" * 500_000 + "\n: 1", "a key"),
+    Hostile("a JSON key of 500000 letters", '{"' + "k" * 500_000 + '": 1}', "a key", is_json=True),
+    Hostile("merging a number", "{<<: 1}", "merge"),
+    Hostile("merging a list of numbers", "{<<: [1, 2]}", "merge"),
+)
+
+CHARACTERS = (
+    Hostile("a NUL", '{a: "\0"}', "character"),
+    Hostile("an escaped NUL", r'{"a": "b\u0000c"}', "NUL", is_json=True),
+    Hostile("an escaped NUL in a key", r'{"b\u0000c": 1}', "NUL", is_json=True),
+    Hostile("half a surrogate", r'{"a": "\ud800"}', "Unicode|surrogate", is_json=True),
+    Hostile("a bell", "{a: \a}", "character"),
+    Hostile("a tab as indentation", "a:\n\tb: 1", "not YAML"),
+    Hostile("a byte order mark in a value", "{a: b\ufeffc}", None),
+    Hostile("an undefined alias", "{a: *none}", "alias|anchor"),
+    Hostile("an open quote", '{a: "' + 'x\\"' * 100_000, "not YAML"),
+    Hostile("100000 documents", "--- 1\n" * 100_000, "document", is_document=True),
+    Hostile("a byte order mark first", "\ufeff" + SMALL_CONFIG, None, is_document=True),
+    Hostile("the same anchor 20000 times", "[" + "&a 1, " * 20_000 + "*a]", None),
+)
+
+TEXTS = (*EXPANDING, *DEEP, *LARGE, *SCALARS, *KEYS, *CHARACTERS)
+"""Every hostile text."""
+
+
+def _with(text: str) -> Callable[[], str]:
+    """Return a maker of the small config with more lines."""
+    return lambda: SMALL_CONFIG + text
+
+
+def _searched(searcher: str, hyperparameters: Callable[[], dict[str, object]]) -> Callable[[], str]:
+    """Return a maker of a config with another searcher."""
+    return lambda: (
+        "name: hostile\nentrypoint: 'true'\nresources: {slots_per_trial: 0}\n"
+        f"searcher: {{metric: loss, {searcher}}}\nhyperparameters: {json.dumps(hyperparameters())}\n"
+    )
+
+
+def _axes(count: int) -> dict[str, object]:
+    return {f"k{axis}": {"type": "double", "minval": 0, "maxval": 1, "count": count} for axis in range(9000)}
+
+
+_SOME = "max_length: {batches: 9}"
+
+CONFIGS: dict[str, tuple[Callable[[], str], str | None]] = {
+    "45000 hyperparameters": (
+        _with("hyperparameters: {" + ", ".join(f"k{n}: {n}" for n in range(45_000)) + "}"),
+        None,
+    ),
+    "12000 search spaces": (_searched(f"name: random, max_trials: 4, {_SOME}", lambda: _axes(3)), None),
+    "a grid of 10**81000 points": (
+        _searched(f"name: grid, {_SOME}", lambda: _axes(10**9)),
+        "a grid of more than 1000000000 points",
+    ),
+    "10**9 random trials at once": (
+        _searched(f"name: random, max_trials: 1000000000, max_concurrent_trials: 1000000000, {_SOME}", dict),
+        "at most 10000",
+    ),
+    "10000 trials of 900 KB at once": (
+        _searched(
+            f"name: random, max_trials: 10000, max_concurrent_trials: 10000, {_SOME}",
+            lambda: {"a": "x" * 900_000},
+        ),
+        "hyperparameters at once",
+    ),
+    "40000 wrong keys of the config": (
+        _with("".join(f"max_restart{n}: 1\n" for n in range(40_000))),
+        "at least 100 places",
+    ),
+    "12000 wrong hyperparameters": (
+        _searched(f"name: single, {_SOME}", lambda: {f"k{n}": {"type": "duble"} for n in range(12_000)}),
+        "at least 100 places",
+    ),
+    "40000 wrong DeepSpeed keys": (
+        _searched(
+            f"name: single, {_SOME}", lambda: {"deepspeed_config": {f"k{n}": 1 for n in range(40_000)}}
+        ),
+        "at least 100 places",
+    ),
+    "20000 DeepSpeed configs": (
+        _searched(
+            f"name: single, {_SOME}",
+            lambda: {f"e{n}_deepspeed_config": {"train_batch_size": 1} for n in range(20_000)},
+        ),
+        "at most 20 engines",
+    ),
+    "20000 log policies": (
+        _with("log_policies: [" + ", ".join(f"{{pattern: a{n}}}" for n in range(20_000)) + "]"),
+        "at most 100 policies",
+    ),
+    "45000 environment variables": (
+        _with(
+            "environment: {environment_variables: [" + ", ".join(f"A{n}={n}" for n in range(45_000)) + "]}"
+        ),
+        None,
+    ),
+    "19000 bind mounts": (
+        _with(
+            "bind_mounts: ["
+            + ", ".join(f"{{host_path: /{n}, container_path: c{n}}}" for n in range(19_000))
+            + "]"
+        ),
+        None,
+    ),
+    "a pattern of 20000 brackets": (
+        _with("log_policies: [{pattern: '" + "(" * 20_000 + "'}]"),
+        "pattern",
+    ),
+    "a pattern of 900 KB": (_with("log_policies: [{pattern: '" + "[a-z]" * 180_000 + "'}]"), "pattern"),
+    "an entrypoint of 900 KB": (
+        lambda: SMALL_CONFIG.replace("entrypoint: 'true'", "entrypoint: " + "x" * 900_000),
+        "65536",
+    ),
+    "a number without end": (
+        _with("hyperparameters: {a: .inf, b: 123456789012345678901234567890}"),
+        "64 bits",
+    ),
+}
+"""Configs of legal YAML that ask for much: a maker, and what the refusal says; None for one that is accepted."""

@@ -1,0 +1,110 @@
+"""Jobs of two ranks, started as users start them, that wait with everything open until they are told to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from listening import tree_around
+from waiting import wait_for
+
+from dstrial.testing.master import MasterForTest
+
+HERE = Path(__file__).parent
+DEADLINE_S = 240
+ATTACK = HERE / "c10d_attack.py"
+
+
+def experiment(directory: Path) -> dict[str, Any]:
+    return {
+        "name": "held",
+        "entrypoint": "held_trials:HeldTrial",
+        "hyperparameters": {
+            "held_in": str(directory),
+            "deepspeed_config": "ds.json",
+        },
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 4}},
+        "resources": {"slots_per_trial": 2},
+        "max_restarts": 0,
+    }
+
+
+def write_project(directory: Path) -> Path:
+    """Write the trial, its configs and its script into a new directory, and return it."""
+    context = directory / "context"
+    context.mkdir()
+    shutil.copy(HERE / "held_trials.py", context)
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+    }
+    (context / "ds.json").write_text(json.dumps(ds_config))
+    (context / "exp.yaml").write_text(yaml.safe_dump(experiment(directory)))
+    return context
+
+
+@contextlib.contextmanager
+def held(command: Sequence[str], directory: Path, context: Path, **variables: str) -> Iterator[set[int]]:
+    """Run a command until both ranks wait; yield the processes of the job, and see that it then ends well."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
+    log = directory / "output.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=context, env=env, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield wait_until_held(directory, process)
+        (directory / "go").touch()
+        assert process.wait(DEADLINE_S) == 0, log.read_text()[-4000:]
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wait_until_held(directory: Path, process: subprocess.Popen[bytes] | None = None) -> set[int]:
+    """Wait until both ranks wait, and return the processes of their job."""
+    files = [directory / f"held.{rank}.pid" for rank in range(2)]
+
+    def are_held() -> bool:
+        log = directory / "output.log"
+        assert process is None or process.poll() is None, log.read_text()[-4000:]
+        return all(file.exists() for file in files)
+
+    wait_for(are_held, "both ranks hold", deadline_s=DEADLINE_S)
+    found: set[int] = set()
+    for file in files:
+        found |= tree_around(int(file.read_text()))
+    return found
+
+
+def attack(targets: Sequence[str], directory: Path) -> str:
+    """Replace the state of every rendezvous that these ports serve by a pickle; return what was said."""
+    done = subprocess.run(
+        [sys.executable, str(ATTACK), str(directory / "owned"), *targets],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def held_on_master(
+    master: MasterForTest, command: Sequence[str], directory: Path, context: Path
+) -> Iterator[set[int]]:
+    """As ``held``, for a command that has a master run the job."""
+    with held(command, directory, context, **master.env) as pids:
+        yield pids

@@ -1,0 +1,204 @@
+"""Attacks on the master's port with no token: bytes without end, silence without end, connections without end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from door import (
+    connect,
+    many_connections,
+    memory_mib,
+    num_open_connections,
+    read_all,
+    request,
+    send_until_refused,
+    status_of,
+)
+from waiting import wait_for
+
+from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+MIB = 2**20
+_CHUNKED = request("POST", "/api/v1/auth/login", "Transfer-Encoding: chunked")
+
+ENDLESS = {
+    "a header's value": (b"GET /info HTTP/1.1\r\nHost: localhost\r\nX: ", b"x" * 65536),
+    "a header's name": (b"GET /info HTTP/1.1\r\nHost: localhost\r\n", b"x" * 65536),
+    "headers": (b"GET /info HTTP/1.1\r\nHost: localhost\r\n", b"x: y\r\n" * 10000),
+    "a path": (b"GET /", b"x" * 65536),
+    "empty lines": (b"", b"\r\n" * 32768),
+    "the second request's header": (request() + b"GET /info HTTP/1.1\r\nX: ", b"x" * 65536),
+    "the trailer of a chunked body": (_CHUNKED + b"2\r\n{}\r\n0\r\n", b"x: y\r\n" * 10000),
+    "the extension of a chunk": (_CHUNKED + b"2;x=", b"x" * 65536),
+    "what follows an upgrade": (request("GET", "/info", "Connection: upgrade", "Upgrade: x"), b"x" * 65536),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_bytes_without_end_are_not_taken_and_cost_no_memory(shared_master: MasterForTest, what: str) -> None:
+    head, filling = ENDLESS[what]
+    pid = shared_master.record.pid
+    before_mib = memory_mib(pid)
+    with connect(shared_master.record.port) as connection:
+        num_sent = send_until_refused(connection, head, filling, 190 * MIB)
+        grown_mib = memory_mib(pid) - before_mib
+    # Some lies in the kernel's buffers, and some is thrown away while a refusal is on its way.
+    assert num_sent < 30 * MIB, (
+        f"{num_sent / MIB:.0f} MiB were taken, and the master grew by {grown_mib:.0f} MiB"
+    )
+    assert grown_mib < 32, f"the master grew by {grown_mib:.0f} MiB"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /info HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70000 + b"\r\n\r\n", 431),
+        (b"GET /info HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 10000 + b"\r\n", 431),
+        (b"GET /" + b"x" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+        (
+            b"GET /info HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"x" * 60000 + b"\r\n\r\n",
+            200,
+        ),
+    ],
+    ids=["a long header", "many headers", "a long path", "60,000 bytes"],
+)
+def test_more_than_64_kib_of_headers_are_answered_431(
+    shared_master: MasterForTest, sent: bytes, status: int
+) -> None:
+    with connect(shared_master.record.port) as connection:
+        connection.sendall(sent)
+        assert status_of(read_all(connection)) == status
+
+
+def test_requests_that_nobody_reads_the_answers_of_do_not_pile_up(shared_master: MasterForTest) -> None:
+    pid = shared_master.record.pid
+    before_mib = memory_mib(pid)
+    with connect(shared_master.record.port) as connection:
+        num_sent = send_until_refused(connection, b"", request() * 2000, 64 * MIB)
+        grown_mib = memory_mib(pid) - before_mib
+    assert grown_mib < 32, f"{num_sent / MIB:.0f} MiB were sent, and the master grew by {grown_mib:.0f} MiB"
+
+
+def test_a_few_requests_at_once_are_answered_in_order(shared_master: MasterForTest) -> None:
+    with connect(shared_master.record.port) as connection:
+        connection.sendall(
+            request() + request("GET", "/api/v1/me") + request("GET", "/info", "Connection: close")
+        )
+        answers = read_all(connection)
+    assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == [b"200", b"401", b"200"]
+
+
+SLOW = {
+    "nothing": (b"", b""),
+    "half a head": (b"GET /info HTTP/1.1\r\nHost: localhost\r\nX: ", b"x"),
+    "half a second head": (request() + b"GET /info HTTP/1.1\r\n", b"x"),
+    "a body that never comes": (request("POST", "/api/v1/auth/login", "Content-Length: 2"), b""),
+    "a body that drips": (request("POST", "/api/v1/auth/login", "Content-Length: 60000"), b" "),
+    "a body that was refused": (request("POST", "/api/v1/experiments", "Content-Length: 99999999"), b" "),
+    "what follows an upgrade": (request("GET", "/info", "Connection: upgrade", "Upgrade: x"), b"x"),
+}
+
+
+def test_who_says_nothing_or_too_slowly_is_not_waited_for(shared_master: MasterForTest) -> None:
+    """All at once, since each has to be waited for; 15 s for a head and 30 s for a body that does not come."""
+    port = shared_master.record.port
+    answers: dict[str, bytes] = {}
+    still_open: list[str] = []
+
+    def hold(what: str) -> None:
+        head, drop = SLOW[what]
+        with connect(port) as connection:
+            connection.sendall(head)
+            is_over = threading.Event()
+
+            def drip() -> None:
+                with contextlib.suppress(OSError):
+                    while drop and not is_over.wait(1.0):
+                        connection.send(drop)
+
+            dripping = threading.Thread(target=drip)
+            dripping.start()
+            try:
+                answers[what] = read_all(connection, 60.0)
+            except AssertionError:
+                still_open.append(what)
+            finally:
+                is_over.set()
+                dripping.join()
+
+    threads = [threading.Thread(target=hold, args=(what,)) for what in SLOW]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not still_open, f"{len(still_open)} of {len(SLOW)} connections are still open: {still_open}"
+    assert status_of(answers["half a head"]) == 408
+    assert answers["nothing"] == b""
+
+
+@contextlib.contextmanager
+def few_files(directory: Path, num_files: int) -> Iterator[tuple[MasterRecord, dict[str, str]]]:
+    """A master that may open few files."""
+    state = StateDirectory(directory / "state")
+    env = {**os.environ, "DSTRIAL_STATE_DIR": str(state.path), "XDG_CONFIG_HOME": str(directory / "config")}
+    command = [sys.executable, "-m", "dstrial.cli"]
+    limited = ["prlimit", f"--nofile={num_files}:{num_files}", *command, "up", "--port", "0", "--slots", "1"]
+    subprocess.run(limited, env=env, check=True, capture_output=True, timeout=120)
+    record = state.running()
+    assert record is not None
+    try:
+        yield record, env
+    finally:
+        subprocess.run([*command, "down", "--now"], env=env, check=True, capture_output=True, timeout=120)
+
+
+def test_idle_connections_do_not_use_the_masters_files_up(tmp_path: Path) -> None:
+    with few_files(tmp_path, 400) as (record, _env), many_connections(record.port, 600):
+        # The port may answer while the kernel still queues; the master itself has to.
+        connection = http.client.HTTPConnection("127.0.0.1", record.port, timeout=10)
+        try:
+            connection.request("GET", "/info", headers={"Host": "localhost"})
+            assert connection.getresponse().status == 200
+        finally:
+            connection.close()
+        assert num_open_connections(record.pid, record.port) < 300
+        log = (tmp_path / "state" / "master.log").read_text()
+        lines = [line for line in log.splitlines() if "connections are open" in line]
+        assert 1 <= len(lines) < 5, lines  # at most one a minute
+
+
+def test_the_oldest_idle_connection_goes_first_and_one_in_use_stays(tmp_path: Path) -> None:
+    settings = tmp_path / "master.yaml"
+    settings.write_text("limits: {connections: 20}\n")
+    with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
+        port = master.record.port
+        token = master.client().token
+        auth = f"Authorization: Bearer {token}"
+        config = {"entrypoint": ["sleep", "600"], "description": "waits"}
+        task = master.client().post("/api/v1/commands", {"config": config})["command"]["id"]
+        with connect(port) as streaming, connect(port) as used:
+            streaming.sendall(request("GET", f"/api/v1/tasks/{task}/logs?follow=true", auth))
+            assert streaming.recv(12) == b"HTTP/1.1 200"
+            with many_connections(port, 100) as idle:
+                used.sendall(request("GET", "/api/v1/me", auth))
+                assert used.recv(12) in (b"HTTP/1.1 200", b"")
+                wait_for(lambda: num_open_connections(master.record.pid, port) <= 20)
+                assert read_all(idle[0]) == b""
+                idle[-1].sendall(request("GET", "/info", "Connection: close"))
+                assert status_of(read_all(idle[-1])) == 200
+            streaming.settimeout(0.5)
+            with contextlib.suppress(TimeoutError):
+                while chunk := streaming.recv(65536):
+                    assert chunk
+                pytest.fail("a stream was dropped for idle connections")

@@ -1,0 +1,183 @@
+"""Attacks on passwords: whoever guesses must delay nobody else, and the owner never needs one."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from door import OTHER_ACCOUNT, connect, needs_root, read_all, request
+from waiting import wait_for
+
+from dstrial.master.client import Client
+from dstrial.master.login import read_credentials
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+NUM_GUESSERS = 60
+
+
+def guess(port: int, username: str) -> http.client.HTTPResponse:
+    """Send one wrong password; the answer's body is read."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        body = json.dumps({"username": username, "password": "wrong", "isHashed": False})
+        connection.request("POST", "/api/v1/auth/login", body, {"Host": "localhost"})
+        answer = connection.getresponse()
+        answer.read()
+        return answer
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def guessing(port: int, username: str = "determined") -> Iterator[list[int]]:
+    """Guess with many threads at once while the block lasts; yields the statuses so far."""
+    is_over = threading.Event()
+    statuses: list[int] = []
+
+    def go_on() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                statuses.append(guess(port, username).status)
+
+    threads = [threading.Thread(target=go_on) for _ in range(NUM_GUESSERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: len(statuses) > 10, "nobody guesses")
+        yield statuses
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path, num_slots=1) as running:
+        yield running
+
+
+def test_the_right_password_logs_in_while_others_guess(master: MasterForTest) -> None:
+    with guessing(master.record.port):
+        began_s = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", master.record.port, timeout=20)
+        body = {"username": "determined", "password": master.password(), "isHashed": False}
+        try:
+            connection.request("POST", "/api/v1/auth/login", json.dumps(body), {"Host": "localhost"})
+            status = connection.getresponse().status
+        except TimeoutError:
+            pytest.fail("the owner's right password was not answered in 20 s")
+        finally:
+            connection.close()
+        assert status == 200
+        print(f"\nlogged in after {time.monotonic() - began_s:.2f} s")
+
+
+def test_up_and_login_log_the_owner_in_while_others_guess(master: MasterForTest, tmp_path: Path) -> None:
+    (tmp_path / "config" / "determined" / "auth.json").unlink()
+    with guessing(master.record.port):
+        began_s = time.monotonic()
+        told = master.dstrial("up", deadline_s=60)
+        assert (told.returncode, told.stderr) == (0, "")
+        assert "det:      logged in\n" in told.stdout
+        between_s = time.monotonic()
+        logged_in = master.dstrial("login", "--user", "admin", deadline_s=60)
+        assert logged_in.returncode == 0, logged_in.stderr
+        print(f"\nup {between_s - began_s:.2f} s, login {time.monotonic() - between_s:.2f} s")
+    assert master.det("user", "whoami").stdout == "You are logged in as user 'admin'\n"
+
+
+def test_whoever_guesses_too_much_at_once_is_told_to_wait(master: MasterForTest) -> None:
+    with guessing(master.record.port) as statuses:
+        wait_for(lambda: 429 in statuses, f"never refused: {set(statuses)}")
+    assert set(statuses) <= {401, 429}
+    with guessing(master.record.port):
+        found = next(
+            answer for _ in range(200) if (answer := guess(master.record.port, "determined")).status == 429
+        )
+    assert int(found.headers["Retry-After"]) >= 1
+
+
+def test_guesses_of_a_client_that_has_left_are_forgotten(master: MasterForTest) -> None:
+    """Else 200 of them, 5 s each, would be answered one after the other to nobody."""
+    body = json.dumps({"username": "determined", "password": "wrong"}).encode()
+    for _ in range(200):
+        with connect(master.record.port) as connection:
+            connection.sendall(
+                request("POST", "/api/v1/auth/login", f"Content-Length: {len(body)}", body=body)
+            )
+    began_s = time.monotonic()
+    token = Client(master.address, "").post(
+        "/api/v1/auth/login", {"username": "determined", "password": master.password(), "isHashed": False}
+    )["token"]
+    assert token
+    assert time.monotonic() - began_s < 30, (
+        "the right password waited for wrong ones of clients that had left"
+    )
+
+
+def test_a_changed_password_does_not_keep_the_owner_out(master: MasterForTest, tmp_path: Path) -> None:
+    client = master.client("admin")
+    user = next(user for user in client.get("/api/v1/users")["users"] if user["username"] == "determined")
+    client.send(
+        "PATCH", f"/api/v1/users/{user['id']}", body={"password": "Another-password-1", "isHashed": False}
+    )
+    (tmp_path / "config" / "determined" / "auth.json").unlink()
+    told = master.dstrial("up")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"
+
+
+@needs_root
+def test_another_account_that_guesses_is_not_compared_without_end_and_delays_only_itself(
+    tmp_path: Path,
+) -> None:
+    """Where other accounts may log in at all, each has a queue of its own."""
+    settings = tmp_path / "master.yaml"
+    settings.write_text("allow_other_users: true\n")
+    with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
+        port, reading = master.record.port, os.pipe()
+        child = os.fork()
+        if child == 0:
+            # Nothing of the tests' own goes on in it: it becomes the other account, guesses, and ends.
+            code = 1
+            with contextlib.suppress(BaseException):
+                os.setgroups([])
+                os.setgid(OTHER_ACCOUNT)
+                os.setuid(OTHER_ACCOUNT)
+                with guessing(port) as statuses:
+                    wait_for(lambda: 429 in statuses)
+                    os.write(reading[1], b"x")
+                    time.sleep(600)
+                code = 0
+            os._exit(code)
+        try:
+            os.close(reading[1])
+            assert os.read(reading[0], 1) == b"x"
+            body = {"username": "determined", "password": master.password(), "isHashed": False}
+            for _ in range(5):
+                assert Client(master.address).post("/api/v1/auth/login", body)["token"]
+        finally:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            os.close(reading[0])
+
+
+def test_a_login_of_16_mib_is_not_read(master: MasterForTest) -> None:
+    with socket.create_connection(("127.0.0.1", master.record.port), timeout=20) as connection:
+        connection.sendall(request("POST", "/api/v1/auth/login", "Content-Length: 16000000"))
+        assert b" 413 " in read_all(connection)[:20]
+
+
+def test_the_first_passwords_are_still_where_they_were(master: MasterForTest) -> None:
+    assert set(read_credentials(master.state)) == {"admin", "determined"}

@@ -1,0 +1,312 @@
+"""Hostile configs against the loader, a running master and the command line.
+
+``python tests/security/test_hostile_configs.py`` prints a table: seconds, peak memory, and how long other requests waited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hostile_configs import CONFIGS, SMALL_CONFIG, TEXTS, Hostile
+
+from dstrial.config.documents import read_json, read_yaml_text
+from dstrial.errors import ConfigError
+from dstrial.master.app import all_routes
+from dstrial.testing.master import MasterForTest, master_for_test
+
+_MAX_MIB = 200
+_ADDRESS_SPACE_BYTES = 8 * 2**30
+_CHECK_ALL = """
+import contextlib, io, json, resource, sys
+from dstrial.cli.app import main
+for line in sys.stdin:
+    name, words = json.loads(line)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = main(words)
+        except SystemExit as error:
+            code = error.code
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps([name, code, out.getvalue()[-20000:], peak_kib]), flush=True)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """What a master made of one request: status, error, seconds, and peak memory above what it had before, MiB."""
+
+    status: int
+    text: str
+    seconds: float
+    peak_mib: float
+    longest_wait_s: float
+
+
+class Player:
+    """Sends hostile texts to a running master."""
+
+    def __init__(self, master: MasterForTest) -> None:
+        self.pid = master.record.pid
+        self._netloc = urlsplit(master.address).netloc
+        self._headers = {"Authorization": f"Bearer {master.client().token}"}
+        # So that an attack that succeeds ends the master and not the machine.
+        resource.prlimit(self.pid, resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
+
+    def send(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """Send one request; bytes as they are, everything else as JSON."""
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection = http.client.HTTPConnection(self._netloc, timeout=60)
+        try:
+            connection.request(method, path, content, self._headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        finally:
+            connection.close()
+
+    def play(self, method: str, path: str, body: Any) -> Played:
+        """Send one request, and watch the master's memory and its answers to others meanwhile."""
+        # First, as encoding holds this process's interpreter too, in which the others are asked for.
+        body = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+        before = self._memory_mib("VmRSS")
+        waits: list[float] = []
+        is_over = threading.Event()
+
+        def ask() -> None:
+            while not is_over.is_set():
+                began_s = time.monotonic()
+                assert self.send("GET", "/api/v1/master")[0] == 200
+                waits.append(time.monotonic() - began_s)
+
+        other = threading.Thread(target=ask)
+        other.start()
+        began_s = time.monotonic()
+        try:
+            status, text = self.send(method, path, body)
+        finally:
+            seconds = time.monotonic() - began_s
+            is_over.set()
+            other.join()
+        return Played(status, text, seconds, self._memory_mib("VmHWM") - before, max(waits))
+
+    def _memory_mib(self, name: str) -> float:
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) / 1024
+
+
+@contextlib.contextmanager
+def playing(directory: Path) -> Iterator[Player]:
+    with master_for_test(directory) as master:
+        yield Player(master)
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
+    with playing(tmp_path_factory.mktemp("hostile")) as found:
+        yield found
+
+
+def _ids(hostile: Hostile) -> str:
+    return hostile.name
+
+
+def submissions(hostile: Hostile) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield the requests that bring a text to a master: what it is there, method, path and body."""
+    text = hostile.value
+    yield "config", "POST", "/api/v1/experiments", {"config": text, "validateOnly": True}
+    if not hostile.is_document:
+        for key in ("hyperparameters", "data"):
+            body = {"config": hostile.below(key), "validateOnly": True}
+            yield key, "POST", "/api/v1/experiments", body
+    yield "task", "POST", "/api/v1/generic-tasks", {"config": text}
+    if hostile.is_json:
+        template = b'{"config": {"data": ' + text.encode("utf-8", "surrogatepass") + b"}}"
+        yield "template", "POST", "/api/v1/templates/hostile", template
+        yield "template", "PATCH", "/api/v1/templates/hostile", template
+        preview = b'{"config": {"hyperparameters": ' + text.encode("utf-8", "surrogatepass") + b"}}"
+        yield "preview", "POST", "/api/v1/preview-hp-search", preview
+        yield "command", "POST", "/api/v1/commands", template
+
+
+@pytest.mark.parametrize("hostile", TEXTS, ids=_ids)
+def test_the_loader_refuses_it_in_words_or_reads_it(hostile: Hostile, tmp_path: Path) -> None:
+    if hostile.says is None:
+        read_yaml_text(hostile.value, "exp.yaml")
+        return
+    with pytest.raises(ConfigError, match=hostile.says) as refused:
+        read_yaml_text(hostile.value, "exp.yaml")
+    assert len(str(refused.value)) < 64 * 1024
+    assert str(refused.value).startswith("exp.yaml")
+
+
+@pytest.mark.parametrize("hostile", [one for one in TEXTS if one.is_json], ids=_ids)
+def test_the_loader_of_json_refuses_it_in_words_or_reads_it(hostile: Hostile, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(hostile.value.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ConfigError, match=r"ds\.json") as refused:
+        read_json(path, "ds.json")
+    assert len(str(refused.value)) < 64 * 1024
+
+
+def test_a_legal_text_at_the_limit_of_values_is_read() -> None:
+    text = "{a: &a [" + "1, " * 998 + "], b: [" + "*a, " * 98 + "]}"
+    assert len(read_yaml_text(text, "exp.yaml").value["b"]) == 98
+
+
+def test_a_value_that_an_alias_names_is_a_copy() -> None:
+    value = read_yaml_text("a: &a {b: 1}\nc: *a\nd: {<<: *a}", "exp.yaml").value
+    value["a"]["b"] = 2
+    assert (value["c"], value["d"]) == ({"b": 1}, {"b": 1})
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("hostile", TEXTS, ids=_ids)
+def test_a_master_answers_400_and_takes_little_memory(hostile: Hostile, player: Player) -> None:
+    for what, method, path, body in submissions(hostile):
+        played = player.play(method, path, body)
+        # Of a key that JSON gives twice the last counts before anybody can look.
+        is_refused = hostile.says and not (isinstance(body, bytes) and hostile.says == "given twice")
+        assert played.status in ((400,) if is_refused else (200, 400, 404, 409)), (what, played)
+        assert played.peak_mib < _MAX_MIB, (what, played)
+        if hostile.says and what in ("hyperparameters", "data"):
+            assert re.search(hostile.says, json.loads(played.text)["error"]["error"]), (
+                what,
+                played.text[:300],
+            )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_master_checks_a_config_that_asks_for_much_in_little_memory(name: str, player: Player) -> None:
+    config, says = CONFIGS[name]
+    played = player.play("POST", "/api/v1/experiments", {"config": config(), "validateOnly": True})
+    assert played.peak_mib < _MAX_MIB, played
+    assert played.status == (200 if says is None else 400), played.text[:300]
+    if says is not None:
+        assert re.search(says, played.text), played.text[:300]
+
+
+@pytest.mark.process
+def test_no_route_fails_at_a_body_of_20000_brackets(player: Player) -> None:
+    deep = b'{"config": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
+    statuses = {}
+    for route in all_routes():
+        if route.method != "GET" and "logout" not in route.path:
+            path = re.sub(r"\{\w+(:int)?\}", "1", route.path)
+            statuses[f"{route.method} {route.path}"] = player.send(route.method, path, deep)[0]
+    assert {one: status for one, status in statuses.items() if status >= 500 and status != 501} == {}
+    for one in (
+        "POST /api/v1/experiments",
+        "PATCH /api/v1/templates/{template}",
+        "PUT /api/v1/templates/{template}",
+    ):
+        assert statuses[one] == 400
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("depth", [101, 900, 1010, 20_000])
+def test_a_filter_of_runs_that_is_nested_deeply_is_refused(depth: int, player: Player) -> None:
+    text = '{"filterGroup": ' + "[" * depth + "]" * depth + "}"
+    status, answer = player.send("POST", "/api/v1/runs", {"filter": text})
+    assert status == 400, answer
+    assert "the filter or sort of runs has" in answer
+
+
+@pytest.mark.process
+def test_a_body_of_millions_of_values_is_refused_and_one_of_long_logs_is_not(player: Player) -> None:
+    many = b'{"config": [' + b"[]," * 5_000_000 + b"[]]}"
+    played = player.play("PATCH", "/api/v1/templates/many", many)
+    assert played.status == 400
+    assert "holds more than" in played.text
+    assert played.peak_mib < _MAX_MIB
+    _, answer = player.send(
+        "POST", "/api/v1/task/logs", {"logs": [{"taskId": "x", "log": 'a,[{\\"' * 500_000}]}
+    )
+    assert "holds more than" not in answer
+
+
+@pytest.mark.process
+def test_the_command_line_refuses_it_in_little_memory(tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    context.mkdir()
+    lines = []
+    for index, hostile in enumerate(TEXTS):
+        path = tmp_path / f"{index}.yaml"
+        text = hostile.value if hostile.is_document else hostile.below("data")
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        lines.append([hostile.name, ["check", str(path), str(context)]])
+        if len(hostile.value) < 100_000 and "\0" not in hostile.value:
+            small = tmp_path / "small.yaml"
+            small.write_text(SMALL_CONFIG)
+            override = f"data.x={hostile.value}".encode("utf-8", "replace").decode()
+            lines.append(
+                [f"--config {hostile.name}", ["check", str(small), str(context), "--config", override]]
+            )
+        if hostile.is_json:
+            (context / f"{index}.json").write_bytes(hostile.value.encode("utf-8", "surrogatepass"))
+            deepspeed = tmp_path / f"deepspeed-{index}.yaml"
+            deepspeed.write_text(SMALL_CONFIG + f"hyperparameters: {{deepspeed_config: {index}.json}}\n")
+            lines.append([f"deepspeed {hostile.name}", ["check", str(deepspeed), str(context)]])
+    ended = subprocess.run(
+        [sys.executable, "-c", _CHECK_ALL],
+        input="".join(json.dumps(line) + "\n" for line in lines),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES)
+        ),
+    )
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(found) == len(lines), ended.stderr[-2000:]
+    expected = {one.name: one.says for one in TEXTS}
+    for name, code, text, _ in found:
+        assert "Traceback" not in text, (name, text)
+        if expected.get(name) is not None:
+            assert (code, bool(re.search(expected[name], text))) == (1, True), (name, code, text[:300])
+    first, peak_kib = found[0][3], max(one[3] for one in found)
+    assert (peak_kib - first) / 1024 < _MAX_MIB
+
+
+def main() -> None:
+    """Print the table."""
+    print(
+        "| text | as | bytes | status | seconds | MiB | others waited, s |\n|---|---|---:|---:|---:|---:|---:|"
+    )
+    with tempfile.TemporaryDirectory() as directory, playing(Path(directory)) as player:
+        plays = [(one.name, *request) for one in TEXTS for request in submissions(one)]
+        plays += [
+            (name, "config", "POST", "/api/v1/experiments", {"config": config(), "validateOnly": True})
+            for name, (config, _) in CONFIGS.items()
+        ]
+        for name, what, method, path, body in plays:
+            played = player.play(method, path, body)
+            size = len(body) if isinstance(body, bytes) else len(json.dumps(body))
+            print(
+                f"| {name} | {what} | {size} | {played.status} | {played.seconds:.2f} | {played.peak_mib:.0f} | "
+                f"{played.longest_wait_s:.3f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Nobody else gets in while ranks train: what listens, at which address, and what torchrun's known hole is good for."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import attack, held, write_project
+from listening import Listener, listeners
+from waiting import wait_for
+
+from dstrial.dsat.worker.mailbox import ORDERS_NAME
+from dstrial.dsat.worker.orders import Order, OrderBook
+from dstrial.local.json_files import write_json_atomically
+from dstrial.testing.master import MasterForTest
+
+pytestmark = [pytest.mark.process, pytest.mark.ranks, pytest.mark.timeout(600)]
+
+LAUNCH = [sys.executable, "-m", "dstrial.launch", "--slots", "2"]
+TRIAL = [*LAUNCH, "--config", "exp.yaml", "--trial", "held_trials:HeldTrial"]
+SCRIPT = [*LAUNCH, "held_trials.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+JOBS = ("trial", "script", "dstrial run", "det experiment")
+
+
+@contextlib.contextmanager
+def running(job: str, directory: Path, master: MasterForTest) -> Iterator[set[int]]:
+    """Run a job of two ranks that is held in its second batch; yield its processes."""
+    context = write_project(directory)
+    commands = {
+        "trial": TRIAL,
+        "script": [*SCRIPT, str(directory)],
+        "torchrun": [*TORCHRUN, "held_trials.py", str(directory)],
+        "dstrial run": [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", "."],
+        "det experiment": [
+            *(sys.executable, "-m", "determined.cli", "experiment", "create", "exp.yaml", ".", "-f"),
+        ],
+    }
+    env = master.env if job in ("dstrial run", "det experiment") else {}
+    with held(commands[job], directory, context, **env) as pids:
+        yield pids
+
+
+def outside_address() -> str:
+    """The address under which other machines know this one; loopback's second one where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            return "127.0.0.2"
+        return str(probe.getsockname()[0])
+
+
+def targets(found: list[Listener]) -> list[str]:
+    ports = sorted({listener.port for listener in found if listener.kind != "unix"})
+    return [f"{host}:{port}" for port in ports for host in (outside_address(), "127.0.0.1")]
+
+
+def show(title: str, found: list[Listener]) -> None:
+    print(f"\n{title}:", *(f"  {listener}" for listener in found), sep="\n")
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store(
+    job: str, tmp_path: Path, shared_master: MasterForTest
+) -> None:
+    with running(job, tmp_path, shared_master) as pids:
+        found = listeners(pids)
+        show(job, found)
+        assert found
+        print(attack(targets(found), tmp_path))
+        # torchrun's agent looks at its rendezvous twenty times a second.
+        with contextlib.suppress(AssertionError):
+            wait_for((tmp_path / "owned").exists, deadline_s=3.0)
+    assert not (tmp_path / "owned").exists()
+    assert [str(listener) for listener in found if not listener.is_loopback] == []
+    # What is left: listeners of gloo's in the ranks, and in the launcher the store of a script, which may ask for one.
+    tcp = [listener.program for listener in found if listener.kind != "unix"]
+    assert set(tcp) == {"dstrial.launch.rank_main", *(["dstrial.launch"] if job == "script" else [])}
+    assert tcp.count("dstrial.launch") == (job == "script")
+    assert [str(listener) for listener in found if listener.kind == "unix"] == []
+
+
+def test_ranks_of_torchrun_listen_on_loopback_only(tmp_path: Path, shared_master: MasterForTest) -> None:
+    with running("torchrun", tmp_path, shared_master) as pids:
+        found = listeners(pids)
+        show("torchrun", found)
+
+    # Its own rendezvous and store listen everywhere, and are torch's.
+    ours = [listener for listener in found if listener.program != "torch.distributed.run"]
+    assert {listener.program for listener in ours} == {"held_trials.py"}
+    assert [str(listener) for listener in ours if not listener.is_loopback] == []
+
+
+def test_a_living_worker_listens_on_loopback_only_and_its_chief_where_no_other_account_gets_in(
+    tmp_path: Path,
+) -> None:
+    context = write_project(tmp_path)
+    where = ["--config", "exp.yaml", "--context-dir", "."]
+    hparams = {
+        "held_in": str(tmp_path),
+        "deepspeed_config": "ds.json",
+        "_dsat": {"max_s": 0.05, "window_s": 0.01, "min_windows": 2},
+    }
+    order = Order(1, 1, hparams, 200.0, "latency")
+    write_json_atomically(tmp_path / ORDERS_NAME, OrderBook((order,)).to_json(), sync=False)
+    command = [*LAUNCH, *where, "-m", "dstrial.dsat.worker", "--trial", "held_trials:HeldTrial", *where]
+    with held([*command, "--mailbox", str(tmp_path)], tmp_path, context) as pids:
+        found = listeners(pids)
+        show("dsat's worker", found)
+        print(attack(targets(found), tmp_path))
+        over = OrderBook((order,), results={})
+        write_json_atomically(tmp_path / ORDERS_NAME, over.to_json(), sync=False)
+
+    assert not (tmp_path / "owned").exists()
+    assert [str(listener) for listener in found if not listener.is_loopback] == []
+    tcp = [listener for listener in found if listener.kind != "unix"]
+    assert {listener.program for listener in tcp} == {"dstrial.dsat.trial.living_rank", "dstrial.launch"}
+    assert [listener.address for listener in found if listener.kind == "unix"] == []

@@ -1,0 +1,288 @@
+"""Secrets of configs reach the processes that they are for, and are shown to nobody, by no request, command or page."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrial.master.app import all_routes
+from dstrial.master.login import new_token
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+MASK = "********"
+SECRETS = {
+    "variable": "hunter-variable",
+    "hyperparameter": "hunter-hyperparameter",
+    "registry": "hunter-registry",
+    "template": "hunter-template",
+    "master": "hunter-master",
+    "hook": "hunter-hook",
+    "listed": "hunter-listed",
+    "command": "hunter-command",
+    "task": "hunter-task",
+    "tensorboard": "hunter-tensorboard",
+    "metadata": "hunter-metadata",
+}
+SETTINGS = f"""
+masked_names: ["*_LICENSE"]
+task_container_defaults:
+  environment_variables: ["MASTER_SECRET={SECRETS["master"]}"]
+  startup_hook: "export HOOK_TOKEN={SECRETS["hook"]}\\n"
+"""
+TRAIN = """
+import json, os, pathlib, sys
+import determined as det
+
+info = det.get_cluster_info()
+seen = {name: os.environ.get(name) for name in ("HF_TOKEN", "MASTER_SECRET", "HOOK_TOKEN", "MY_LICENSE", "OF_TEMPLATE_KEY")}
+seen["api_key"] = info.trial.hparams["api_key"]
+seen["in config"] = info.trial._config["hyperparameters"]["api_key"]["val"]
+seen["in variable"] = json.loads(os.environ["DET_HPARAMS"])["api_key"]
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
+    core.train.report_validation_metrics(1, {"score": 1.0})
+    metadata = {"steps_completed": 1, "hparams": {"api_key": METADATA}}
+    with core.checkpoint.store_path(metadata) as (path, _):
+        (path / "state").write_text("x")
+pathlib.Path(sys.argv[1]).write_text(json.dumps(seen))
+"""
+TEMPLATE = {"environment": {"environment_variables": [f"OF_TEMPLATE_KEY={SECRETS['template']}"]}}
+CONFIG = """\
+# the whole of it
+name: secrets
+entrypoint: python3 train.py {seen}
+hyperparameters:
+  api_key: {hyperparameter}   # mine
+  num_key_value_heads: 8
+searcher: {{name: single, metric: score}}
+max_restarts: 0
+environment:
+  environment_variables: ["HF_TOKEN={variable}", "MY_LICENSE={listed}", "TOKENIZERS_PARALLELISM=false"]
+  registry_auth: {{username: me, password: {registry}}}
+"""
+
+
+class Held:
+    """A master with one of everything, and what its trial has seen."""
+
+    def __init__(self, master: MasterForTest, directory: Path) -> None:
+        self.master = master
+        self.directory = directory
+        self.token = new_token(master.state, master.record)
+        self.text = CONFIG.format(seen=directory / "seen.json", **SECRETS)
+        context = directory / "context"
+        context.mkdir()
+        (context / "train.py").write_text(TRAIN.replace("METADATA", repr(SECRETS["metadata"])))
+        (directory / "config.yaml").write_text(self.text)
+        (directory / "template.yaml").write_text(yaml.safe_dump(TEMPLATE))
+        self.ok("template", "create", "held", str(directory / "template.yaml"))
+        self.create("config.yaml", "--template", "held", "-f")
+        self.ok(
+            "command", "run", "--config", f'environment.environment_variables=["A_TOKEN={SECRETS["command"]}"]', "true"
+        )  # fmt: skip
+        task = {
+            "entrypoint": ["true"],
+            "environment": {"environment_variables": [f"PASSWORD={SECRETS['task']}"]},
+        }
+        (directory / "task.yaml").write_text(yaml.safe_dump(task))
+        self.ok("task", "create", str(directory / "task.yaml"))
+        variables = json.dumps([f"GH_PAT={SECRETS['tensorboard']}"])
+        self.ok(
+            "tensorboard", "start", "1", "--detach", "--no-browser",
+            "--config", f"environment.environment_variables={variables}",
+        )  # fmt: skip
+
+    def det(self, *words: str) -> tuple[int, str]:
+        done = self.master.det(*words, cwd=self.directory)
+        return done.returncode, done.stdout + done.stderr
+
+    def ok(self, *words: str) -> str:
+        code, text = self.det(*words)
+        assert code == 0, text
+        return text
+
+    def create(self, config: str, *options: str) -> str:
+        return self.ok("experiment", "create", str(self.directory / config), "context", *options)
+
+    def get(self, path: str) -> bytes:
+        request = urllib.request.Request(
+            f"{self.master.address}{path}",
+            headers={"Authorization": f"Bearer {self.token}"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            return bytes(error.read())
+
+    def json(self, path: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.get(f"/api/v1/{path}"))
+        return found
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    directory = tmp_path_factory.mktemp("held")
+    (directory / "master.yaml").write_text(SETTINGS)
+    with master_for_test(directory, options=["--config-file", str(directory / "master.yaml")]) as master:
+        yield Held(master, directory)
+
+
+def shown_secrets(text: str) -> list[str]:
+    return sorted(name for name, value in SECRETS.items() if value in text)
+
+
+def test_the_trial_gets_every_secret(held: Held) -> None:
+    assert json.loads((held.directory / "seen.json").read_text()) == {
+        "HF_TOKEN": SECRETS["variable"],
+        "MASTER_SECRET": SECRETS["master"],
+        "HOOK_TOKEN": SECRETS["hook"],
+        "MY_LICENSE": SECRETS["listed"],
+        "OF_TEMPLATE_KEY": SECRETS["template"],
+        "api_key": SECRETS["hyperparameter"],
+        "in config": SECRETS["hyperparameter"],
+        "in variable": SECRETS["hyperparameter"],
+    }
+
+
+def test_no_request_is_answered_with_a_secret(held: Held) -> None:
+    checkpoint = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
+    tasks = list(held.json("tasks")["allocationIdToSummary"])
+    values = {
+        "task_id": [task.rpartition(".")[0] for task in tasks],
+        "allocation_id": tasks,
+        "checkpoint_uuid": [checkpoint],
+        "template": ["held"],
+    }
+    values["task_id"] += [one["id"] for kind in ("commands", "tensorboards") for one in held.json(kind)[kind]]
+    asked, answered = 0, 0
+    for route in all_routes():
+        if route.method != "GET":
+            continue
+        (name, *_) = [*re.findall(r"{(\w+)", route.path), ""]
+        for value in values.get(name, ["1"]):
+            path = re.sub(r"{[^}]*}", urllib.parse.quote(str(value)), route.path)
+            text = held.get(path).decode(errors="replace")
+            asked += 1
+            answered += '"error"' not in text[:12]
+            # Files of a user are the user's and come packed: a model definition, a checkpoint.
+            assert shown_secrets(text) == [], path
+    assert asked > 60
+    assert answered > 40
+    runs = held.master.client().post("/api/v1/runs", {"projectId": 1, "limit": 10})
+    assert runs["runs"]
+    assert shown_secrets(json.dumps(runs)) == []
+
+
+def test_no_command_and_no_page_prints_a_secret(held: Held) -> None:
+    checkpoint = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
+    texts = [
+        held.ok(*words.split())
+        for words in (
+            "experiment config 1",
+            "experiment describe --json 1",
+            "experiment list",
+            "trial describe --json 1",
+            f"checkpoint describe {checkpoint}",
+            "template describe held",
+            "template list -d",
+            "master config show",
+            "master logs",
+            "trial logs 1",
+            "job list",
+        )
+    ]
+    texts += [held.get(page).decode() for page in ("/", "/?experiment=1&trial=1", "/det/experiments/1")]
+    texts.append(held.master.dstrial("status").stdout)
+    texts.append(held.master.dstrial("logs").stdout)
+
+    assert [shown_secrets(text) for text in texts] == [[]] * len(texts)
+    assert all(texts)
+    assert texts[0].count(MASK) >= 4
+    assert "TOKENIZERS_PARALLELISM=false" in texts[0]
+    assert yaml.safe_load(texts[0])["hyperparameters"]["num_key_value_heads"] == {"type": "const", "val": 8}
+
+
+def test_the_original_is_shown_as_it_was_written_but_for_its_secrets(held: Held) -> None:
+    original = held.json("experiments/1")["experiment"]["originalConfig"]
+
+    expected = held.text
+    for name in ("hyperparameter", "variable", "listed", "registry"):
+        expected = expected.replace(f"={SECRETS[name]}", f"={MASK}").replace(SECRETS[name], f'"{MASK}"')
+    assert original == expected
+
+
+def test_a_shown_config_that_is_submitted_again_without_a_parent_is_refused(held: Held) -> None:
+    shown = held.ok("experiment", "config", "1")
+    (held.directory / "again.yaml").write_text(shown)
+
+    code, text = held.det("experiment", "create", "again.yaml", "context")
+
+    assert code != 0
+    text = " ".join(text.split())
+    assert f"hyperparameters.api_key.val is {MASK}" in text
+    assert "environment.environment_variables.cpu.HF_TOKEN" in text
+    assert "Write the real value" in text
+
+
+def test_a_fork_and_a_continuation_have_the_real_secrets(held: Held) -> None:
+    original = held.json("experiments/1")["experiment"]["originalConfig"]
+    files = held.json("experiments/1/model_def")["b64Tgz"]
+    assert files
+    (held.directory / "seen.json").unlink()
+
+    made = held.master.client().post(
+        "/api/v1/experiments",
+        {"config": original, "parentId": 1, "template": "held", "activate": True, "modelDefinition": []},
+    )
+    held.ok("experiment", "wait", str(made["experiment"]["id"]))
+
+    assert shown_secrets(json.dumps(made)) == []
+    test_the_trial_gets_every_secret(held)
+    (held.directory / "seen.json").unlink()
+    (held.directory / "changed.yaml").write_text(
+        yaml.safe_dump({"hyperparameters": {"api_key": MASK, "lr": 0.1}, "searcher": {"name": "single"}})
+    )
+    held.ok("experiment", "continue", "1", "--config-file", "changed.yaml", "-f")
+    test_the_trial_gets_every_secret(held)
+
+
+def test_a_template_and_the_metadata_of_a_checkpoint_that_are_sent_back_keep_their_secrets(
+    held: Held,
+) -> None:
+    shown = yaml.safe_load(held.ok("template", "describe", "held"))
+    assert shown["environment"]["environment_variables"] == [f"OF_TEMPLATE_KEY={MASK}"]
+    shown["description"] = "changed"
+    held.master.client().send("PATCH", "/api/v1/templates/held", body=shown)
+    uuid = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
+    metadata = held.json(f"checkpoints/{uuid}")["checkpoint"]["metadata"]
+    assert metadata["hparams"] == {"api_key": MASK}
+    body = {"checkpoint": {"metadata": {**metadata, "mine": 1}}}
+    held.master.client().post(f"/api/v1/checkpoints/{uuid}/metadata", body)
+
+    assert shown_secrets(json.dumps(held.json("templates/held"))) == []
+    with sqlite(held) as connection:
+        kept = connection.execute("SELECT config FROM templates").fetchone()[0]
+        assert SECRETS["template"] in kept
+        assert "changed" in kept
+        kept = connection.execute("SELECT metadata FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()[0]
+        assert json.loads(kept) == {
+            "steps_completed": 1, "hparams": {"api_key": SECRETS["metadata"]}, "mine": 1
+        }  # fmt: skip
+
+
+def sqlite(held: Held) -> Any:
+    import contextlib
+    import sqlite3
+
+    return contextlib.closing(sqlite3.connect(held.master.state.database_path))

@@ -1,0 +1,89 @@
+"""Requests that two readers could read differently, at the port and through the proxy to a task's service."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from door import connect, read_all, request, status_of
+
+from dstrial.testing.master import MasterForTest
+
+pytestmark = pytest.mark.process
+
+_LOGIN = "POST /api/v1/auth/login HTTP/1.1\r\nHost: localhost\r\n"
+_HIDDEN = "GET /info HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+AMBIGUOUS = {
+    "a length and chunks": "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and a length": "Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n",
+    "two lengths": "Content-Length: 0\r\nContent-Length: 4\r\n\r\n",
+    "a list of lengths": "Content-Length: 0, 4\r\n\r\n",
+    "a length with a sign": "Content-Length: +0\r\n\r\n",
+    "a length in hexadecimal": "Content-Length: 0x0\r\n\r\n",
+    "a length beyond 64 bits": "Content-Length: 18446744073709551616\r\n\r\n",
+    "another coding": "Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "chunked not last": "Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "a space before the colon": "Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "a line that goes on": "X: y\r\n Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a bare line feed": "X: y\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a bare carriage return": "X: y\rTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a NUL": "X: y\0Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a chunk beyond 64 bits": "Transfer-Encoding: chunked\r\n\r\n10000000000000000\r\n",
+    "a chunk with a sign": "Transfer-Encoding: chunked\r\n\r\n-1\r\n",
+    "a chunk with a prefix": "Transfer-Encoding: chunked\r\n\r\n0x0\r\n\r\n",
+    "a chunk longer than it says": "Transfer-Encoding: chunked\r\n\r\n1\r\nxx\r\n0\r\n\r\n",
+    "a second host": "Host: evil.example\r\nContent-Length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", AMBIGUOUS)
+def test_an_ambiguous_request_is_refused_and_what_hides_behind_it_is_not_answered(
+    shared_master: MasterForTest, what: str
+) -> None:
+    with connect(shared_master.record.port) as connection:
+        connection.sendall((_LOGIN + AMBIGUOUS[what] + _HIDDEN).encode())
+        answers = read_all(connection)
+    statuses = [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
+    if what == "a second host":  # whole and not ambiguous, so that what follows is a request of its own
+        assert statuses == [403, 200]
+    else:
+        assert statuses in ([400], []), answers
+
+
+def test_a_trailer_is_not_a_header(shared_master: MasterForTest) -> None:
+    token = shared_master.client().token
+    for trailer in (f"Authorization: Bearer {token}", "Host: localhost"):
+        is_host = trailer.startswith("Host")
+        head = "GET /api/v1/me HTTP/1.1\r\n" + ("" if is_host else "Host: localhost\r\n")
+        head += f"Authorization: Bearer {token}\r\n" if is_host else ""
+        sent = f"{head}Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n{trailer}\r\n\r\n"
+        with connect(shared_master.record.port) as connection:
+            connection.sendall(sent.encode())
+            assert status_of(read_all(connection)) == (403 if is_host else 401), trailer
+
+
+def test_a_request_that_comes_a_byte_at_a_time_is_answered_as_one_that_comes_at_once(
+    shared_master: MasterForTest,
+) -> None:
+    body = json.dumps({"username": "determined", "password": shared_master.password()}).encode()
+    chunks = b"".join(b"%x\r\n%c\r\n" % (1, byte) for byte in body) + b"0\r\n\r\n"
+    sent = request(
+        "POST", "/api/v1/auth/login", "Transfer-Encoding: chunked", "Connection: close", body=chunks
+    )
+    with connect(shared_master.record.port) as connection:
+        for byte in sent:
+            connection.sendall(bytes([byte]))
+        answer = read_all(connection)
+    assert status_of(answer) == 200
+    assert b'"token"' in answer
+
+
+@pytest.mark.parametrize("method", ["PRI", "CONNECT", "get", "G\0T"])
+def test_methods_that_are_not_ours_are_refused(shared_master: MasterForTest, method: str) -> None:
+    for target in ("*", "localhost:80", "http://evil.example/info", "/info"):
+        with connect(shared_master.record.port) as connection:
+            connection.sendall(
+                f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+            )
+            assert status_of(read_all(connection)) in (400, 404, 405, 501), (method, target)

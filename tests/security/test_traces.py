@@ -1,0 +1,63 @@
+"""Nothing is left in /tmp, /dev/shm or the storage by what has ended, however it ended.
+
+Each scenario runs in a mount namespace with places of its own, so that nothing of other programs is counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("trace_scenarios.py")
+MOUNT_POINT = "/mnt"
+DEADLINE_S = 800
+
+# $0 is the directory that becomes MOUNT_POINT; the rest is the command.
+_SETUP = f"""
+mount --bind "$0" {MOUNT_POINT} && mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm || exit 77
+exec "$@"
+"""
+
+
+def _unshared(directory: Path, *command: str) -> list[str]:
+    as_root = [] if os.getuid() == 0 else ["--map-root-user"]
+    return ["unshare", "--mount", *as_root, "sh", "-c", _SETUP, str(directory), *command]
+
+
+@functools.cache
+def _has_namespaces() -> bool:
+    if shutil.which("unshare") is None or not Path(MOUNT_POINT).is_dir():
+        return False
+    return subprocess.run(_unshared(Path("/"), "true"), capture_output=True, check=False).returncode == 0
+
+
+def what_is_left(tmp_path: Path, scenario: str) -> dict[str, Any]:
+    if not _has_namespaces():
+        pytest.skip("Requires: [mount namespaces]")
+    env = {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "PYTEST_CURRENT_TEST")}
+    ended = subprocess.run(
+        _unshared(tmp_path, sys.executable, str(PROGRAM), scenario, MOUNT_POINT),
+        env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+# "hugging_face" and "search" of the program take many minutes on two cores and are run by hand.
+@pytest.mark.ranks
+@pytest.mark.timeout(DEADLINE_S)
+@pytest.mark.parametrize("scenario", ["master_trials", "tasks", "detached", "dstrial_run", "launch"])
+def test_what_has_ended_leaves_nothing_in_temporary_places(tmp_path: Path, scenario: str) -> None:
+    found = what_is_left(tmp_path, scenario)
+
+    assert found["left"], "no step was made"
+    assert {name: entries for name, entries in found["left"].items() if entries} == {}

@@ -1,0 +1,381 @@
+"""What runs on a machine of its own, as far as /tmp and /dev/shm go, and what it leaves there.
+
+    python trace_scenarios.py NAME WORK
+
+``WORK`` is a directory outside of /tmp. The last line of the output is JSON: what each step of the scenario left, and the
+modes of what was seen meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "master"))
+from submitting import processes_with, submit, trials, wait_until  # noqa: E402
+
+PLACES = ("/tmp", "/dev/shm")
+DEADLINE_S = 400.0
+
+# Writes TensorBoard files, shared memory and temporary files, all as libraries do, and says so.
+TRAIN = """
+import multiprocessing, multiprocessing.shared_memory, os, sys, tempfile, time
+import determined as det
+
+distributed = det.core.DistributedContext.from_torch_distributed()
+with det.core.init(distributed=distributed) as core:
+    if distributed.rank == 0:
+        import torch.utils.tensorboard
+        writer = torch.utils.tensorboard.SummaryWriter(str(core.train.get_tensorboard_path()))
+        writer.add_scalar("loss", 0.5, 1)
+        writer.close()
+        core.train.report_training_metrics(1, {"loss": 0.5})
+        core.train.report_validation_metrics(1, {"score": 0.5})
+    kept = tempfile.mkdtemp(prefix="of-the-user-")
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    print("is ready", flush=True)
+    if len(sys.argv) > 1:
+        time.sleep(600)
+"""
+# Without its first line the files go where Determined puts them: no code of ours runs in such a process.
+DETACHED = """
+import dstrial
+from determined.experimental import core_v2
+core_v2.init(config=core_v2.Config(name="detached", checkpoint_storage=STORAGE))
+import torch.utils.tensorboard
+writer = torch.utils.tensorboard.SummaryWriter(str(core_v2.train.get_tensorboard_path()))
+writer.add_scalar("loss", 0.5, 1)
+writer.close()
+core_v2.train.report_training_metrics(steps_completed=1, metrics={"loss": 0.5})
+"""
+
+
+class Watch:
+    """What is left in the places since the last look, and what storage holds."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, list[str]] = {}
+        self.seen: dict[str, list[str]] = {}
+        self._known: set[str] = set(listing())
+
+    def step(self, name: str, *, ignoring: str = "") -> None:
+        """Note what a step has left; what goes on living is given as a pattern of names."""
+        give_up_at_s = time.monotonic() + 20
+        while True:
+            found = [entry for entry in listing() if not ignoring or not re.search(ignoring, entry)]
+            new = [entry for entry in found if entry not in self._known]
+            if not new or time.monotonic() > give_up_at_s:
+                break
+            time.sleep(0.1)
+        self._known |= set(new)
+        self.left[name] = new
+
+    def look(self, name: str) -> None:
+        """Note what is there meanwhile."""
+        self.seen[name] = [entry for entry in listing() if entry not in self._known]
+
+
+def listing() -> list[str]:
+    """Return every entry directly in the places: mode, path."""
+    found = []
+    for place in PLACES:
+        for entry in sorted(Path(place).iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(f"{stat.S_IMODE(entry.lstat().st_mode):04o} {entry}")
+    return found
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up_at_s, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def run(command: list[str], env: dict[str, str], **more: Any) -> None:
+    ended = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False, **more
+    )
+    assert ended.returncode == 0, f"{command}: {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+
+
+def config(entrypoint: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": "traces",
+        "entrypoint": entrypoint,
+        "searcher": {"name": "single", "metric": "score"},
+        "max_restarts": 0,
+        "resources": {"slots_per_trial": 2},
+        **changes,
+    }
+
+
+def has_printed(master: MasterForTest, experiment_id: int, text: str, times: int = 1) -> bool:
+    client = master.client()
+    lines = [
+        line["log"]
+        for trial in trials(master, experiment_id)
+        for line in client.stream(f"/api/v1/trials/{trial['id']}/logs")
+    ]
+    return sum(text in line for line in lines) >= times
+
+
+def master_trials(watch: Watch, work: Path) -> None:
+    """Two ranks that end, and that are killed in every way."""
+    with master_for_test(work) as master:
+        launchers = {
+            "dstrial.launch": "python3 -m dstrial.launch train.py",
+            "torch_distributed": "python3 -m determined.launch.torch_distributed python3 train.py",
+        }
+        for name, entrypoint in launchers.items():
+            done = submit(master, config(entrypoint), TRAIN)
+            wait_until(master, done, "COMPLETED", deadline_s=DEADLINE_S)
+            watch.step(f"{name}: completed")
+        for name in ("a rank killed", "the supervisor killed", "det experiment kill"):
+            experiment_id = submit(master, config("python3 -m dstrial.launch train.py wait"), TRAIN)
+            wait_for(lambda: has_printed(master, experiment_id, "is ready", 2), "both ranks")  # noqa: B023
+            watch.look(name)
+            if name == "a rank killed":
+                # Its launcher has this argument, too, and more behind the name of the module.
+                ranks = [pid for pid in processes_with("train.py\0wait") if is_rank(pid)]
+                os.kill(ranks[0], signal.SIGKILL)
+            elif name == "the supervisor killed":
+                (supervisor,) = processes_with(f"/allocations/{allocation_of(master, experiment_id)}")
+                os.kill(supervisor, signal.SIGKILL)
+                # Its trial is given a new allocation.
+                wait_for(lambda: has_printed(master, experiment_id, "is ready", 4), "both ranks, anew")  # noqa: B023
+                master.det("experiment", "kill", str(experiment_id))
+            else:
+                assert master.det("experiment", "kill", str(experiment_id)).returncode == 0
+            wait_until(master, experiment_id, "ERROR", "CANCELED", deadline_s=DEADLINE_S)
+            watch.step(name)
+        storage = master.state.checkpoints_path
+        watch.seen["storage"] = [str(path.relative_to(storage)) for path in sorted(storage.rglob("*"))]
+    watch.step("dstrial down")
+
+
+def is_rank(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"\0RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def allocation_of(master: MasterForTest, experiment_id: int) -> str:
+    (trial,) = trials(master, experiment_id)
+    tasks = master.client().get("/api/v1/tasks")["allocationIdToSummary"]
+    return next(one for one, what in tasks.items() if what["taskId"] == trial["taskId"])
+
+
+def tasks(watch: Watch, work: Path) -> None:
+    """A command, a TensorBoard, a generic task."""
+    with master_for_test(work) as master:
+        write = "python3 -c 'import tempfile; tempfile.mkdtemp()'"
+        assert master.det("command", "run", "sh", "-c", write).returncode == 0
+        watch.step("command")
+        experiment_id = submit(master, config("python3 -m dstrial.launch train.py"), TRAIN)
+        wait_until(master, experiment_id, "COMPLETED", deadline_s=DEADLINE_S)
+        watch.step("its trial")
+        started = master.det("tensorboard", "start", "--no-browser", "--detach", str(experiment_id))
+        assert started.returncode == 0, started.stderr
+        task_id = started.stdout.split()[-1]
+        client = master.client()
+
+        def state() -> str:
+            return str(client.get(f"/api/v1/tensorboards/{task_id}")["tensorboard"]["state"])
+
+        wait_for(lambda: state() == "STATE_RUNNING", "the TensorBoard")
+        watch.look("tensorboard")
+        assert master.det("tensorboard", "kill", task_id).returncode == 0
+        wait_for(lambda: state() == "STATE_TERMINATED", "the end of the TensorBoard")
+        watch.step("tensorboard")
+        (work / "task.yaml").write_text(yaml.safe_dump({"entrypoint": ["sh", "-c", write]}))
+        made = master.det("task", "create", str(work / "task.yaml"))
+        assert made.returncode == 0, made.stderr
+        task_id = made.stdout.split("Created task ")[1].split()[0]
+        wait_for(
+            lambda: client.get(f"/api/v1/tasks/{task_id}")["task"]["taskState"].endswith("COMPLETED"),
+            "the task",
+        )
+        watch.step("generic task")
+
+
+def detached(watch: Watch, work: Path) -> None:
+    """A script that nobody schedules."""
+    with master_for_test(work) as master:
+        script = work / "detached.py"
+        script.write_text(DETACHED.replace("STORAGE", repr(str(work / "kept"))))
+        run([sys.executable, str(script)], dict(master.env))
+        watch.step("detached")
+
+
+def digits(work: Path, batches: int = 10, **changes: Any) -> Path:
+    given = yaml.safe_load((ROOT / "experiment_configs" / "digits.yaml").read_text())
+    given["searcher"]["max_length"] = {"batches": batches}
+    given["resources"] = {"slots_per_trial": 2}
+    path = work / "digits.yaml"
+    path.write_text(yaml.safe_dump({**given, "max_restarts": 0, **changes}))
+    return path
+
+
+def plain_env() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+def dstrial_run(watch: Watch, work: Path) -> None:
+    """``dstrial run`` of a DeepSpeed trial."""
+    path = digits(work)
+    definition = str(ROOT / "model_defs" / "digits")
+    with master_for_test(work) as master:
+        run(
+            [sys.executable, "-m", "dstrial.cli", "run", str(path), definition],
+            dict(master.env) | {"PYTHONPATH": str(ROOT)},
+            cwd=work,
+        )
+        watch.step("dstrial run")
+    watch.step("dstrial down")
+
+
+def launch(watch: Watch, work: Path) -> None:
+    """``python -m dstrial.launch`` without a master: ended, interrupted, and its launcher killed."""
+    definition = ROOT / "model_defs" / "digits"
+    command = [sys.executable, "-m", "dstrial.launch", "--trial", "model_def:DigitsTrial"]
+    command += ["--context-dir", str(definition), "--config"]
+    run([*command, str(digits(work))], plain_env(), cwd=work)
+    watch.step("launch: completed")
+    long = digits(work, 100_000)
+    for name, number in (("interrupted", signal.SIGINT), ("launcher killed", signal.SIGKILL)):
+        before = num_training(work)
+        with (work / "launch.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, str(long)], env=plain_env(), cwd=work, stdout=log, stderr=log
+            )
+            wait_for(lambda: num_training(work) > before or process.poll() is not None, "ranks")  # noqa: B023
+            assert process.poll() is None, (work / "launch.log").read_text()
+            watch.look(name)
+            process.send_signal(number)
+            process.wait()
+        wait_for(lambda: not rank_pids(work), "the ranks' end")
+        watch.step(f"launch: {name}")
+    run([*command, str(digits(work))], plain_env(), cwd=work)
+    watch.step("launch: the next one")
+
+
+def num_training(work: Path) -> int:
+    """Return how many runs have reported metrics."""
+    return sum(path.stat().st_size > 0 for path in work.glob("runs/*/*/metrics.jsonl"))
+
+
+def rank_pids(work: Path) -> list[int]:
+    return [pid for pid in processes_with(str(work / "digits.yaml")) if is_rank(pid)]
+
+
+def hugging_face(watch: Watch, work: Path) -> None:
+    """A Trainer script on two ranks under a master."""
+    given = yaml.safe_load((ROOT / "experiment_configs" / "hf_clm_two_slots.yaml").read_text())
+    given["entrypoint"] = re.sub(r"--max_steps 60", "--max_steps 4", given["entrypoint"])
+    given["entrypoint"] = re.sub(r"(eval|save)_steps 30", r"\1_steps 4", given["entrypoint"])
+    given["searcher"]["max_length"] = {"batches": 4}
+    given["hyperparameters"] |= {"num_chars_max": 40000, "num_eval_blocks": 8}
+    path = work / "hf.yaml"
+    path.write_text(yaml.safe_dump({**given, "max_restarts": 0}))
+    with master_for_test(work) as master:
+        created = master.det("e", "create", str(path), str(ROOT / "model_defs" / "hf_clm"))
+        assert created.returncode == 0, created.stderr
+        wait_until(master, 1, "COMPLETED", deadline_s=DEADLINE_S)
+        watch.step("Trainer under the master")
+    environment = {**plain_env(), "HF_HUB_OFFLINE": "1"}
+    words = given["entrypoint"].split()[3:]
+    run(
+        [sys.executable, "-m", "dstrial.launch", "--config", str(path), *words],
+        environment,
+        cwd=ROOT / "model_defs" / "hf_clm",
+    )
+    watch.step("Trainer without a master")
+
+
+def search(watch: Watch, work: Path) -> None:
+    """Searches of dsat with dry runs and a living worker, without a master and on one."""
+    common = [str(ROOT / "experiment_configs" / "dsat_trial.yaml"), str(ROOT / "model_defs" / "dsat_trial")]
+    flags = ["--metric", "throughput", "--measure-seconds", "0.2", "--max-trials", "3"]
+    run(
+        [
+            sys.executable,
+            "-m",
+            "dstrial.dsat",
+            "predict",
+            *common,
+            "--output",
+            str(work / "local"),
+            *flags,
+            "--local",
+        ],
+        plain_env(),
+        cwd=work,
+    )
+    watch.step("search without a master")
+    with master_for_test(work) as master:
+        run(
+            [
+                sys.executable,
+                "-m",
+                "dstrial.dsat",
+                "asha",
+                *common,
+                "--output",
+                str(work / "cluster"),
+                *flags,
+            ],
+            dict(master.env) | {"PYTHONPATH": str(ROOT)},
+            cwd=work,
+        )
+        watch.step("search on a master")
+    watch.step("dstrial down")
+
+
+SCENARIOS: dict[str, Callable[[Watch, Path], None]] = {
+    "master_trials": master_trials,
+    "tasks": tasks,
+    "detached": detached,
+    "dstrial_run": dstrial_run,
+    "launch": launch,
+    "hugging_face": hugging_face,
+    "search": search,
+}
+
+
+@contextlib.contextmanager
+def own_home(work: Path) -> Iterator[None]:
+    """Give what runs a home directory of its own, so that caches of users are not taken for traces."""
+    home = work / "home"
+    home.mkdir()
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
+    os.environ.update({"HOME": str(home), "TORCH_EXTENSIONS_DIR": extensions})
+    yield
+
+
+def main(name: str, work: Path) -> None:
+    """Run one scenario and print what it left."""
+    watch = Watch()
+    with own_home(work):
+        SCENARIOS[name](watch, work)
+        home = [str(path.relative_to(work / "home")) for path in sorted((work / "home").glob("*/*"))]
+    print(json.dumps({"left": watch.left, "seen": watch.seen, "home": home}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

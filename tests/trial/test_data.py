@@ -1,0 +1,148 @@
+"""What moves to the device without waiting, and what a loader pins; a stand-in tensor says that it is pinned."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from determined import pytorch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import dstrial
+from dstrial.loop.records import torch_loader
+from dstrial.trial import data
+from dstrial.trial.data import to_device
+
+CUDA = torch.device("cuda", 0)
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+class Recorder(torch.Tensor):
+    """A host tensor that records how it is asked to move, and stays."""
+
+    asked: tuple[torch.device, bool] | None
+    pinned: bool
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return self.pinned
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Recorder:  # type: ignore[override]
+        self.asked = (device, non_blocking)
+        return self
+
+
+def tensor(pinned: bool) -> Recorder:
+    made = torch.ones(2).as_subclass(Recorder)
+    made.pinned, made.asked = pinned, None
+    return made
+
+
+def test_pinned_tensors_move_without_waiting_wherever_they_are_nested() -> None:
+    pinned, plain = [tensor(True) for _ in range(4)], tensor(False)
+    value = {"a": [pinned[0], (pinned[1], plain)], "b": Pair(pinned[2], {"c": pinned[3]})}
+    moved = to_device(value, CUDA, set())
+    assert [one.asked for one in pinned] == [(CUDA, True)] * 4
+    assert plain.asked == (CUDA, False)
+    assert isinstance(moved["b"], Pair)
+    assert moved["b"].right["c"] is pinned[3]
+    assert isinstance(moved["a"][1], tuple)
+    assert value["a"][1][1] is plain
+
+
+def test_nothing_moves_unwaited_for_on_the_cpu() -> None:
+    pinned = tensor(True)
+    to_device(pinned, torch.device("cpu"), set())
+    assert pinned.asked == (torch.device("cpu"), False)
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """Moves itself as transformers' ``BatchEncoding`` does."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
+        return Encoding({k: v.to(device, non_blocking=non_blocking) for k, v in self.items()})
+
+
+class Plain:
+    def to(self, device: torch.device) -> tuple[str, torch.device]:
+        return "moved", device
+
+
+def test_objects_move_themselves_and_without_waiting_where_all_they_hold_is_pinned() -> None:
+    all_pinned, mixed = [tensor(True), tensor(True)], [tensor(True), tensor(False)]
+    for tensors in (all_pinned, mixed):
+        moved = to_device(Encoding(ids=tensors[0], mask=tensors[1]), CUDA, set())
+        assert isinstance(moved, Encoding)
+    assert [one.asked for one in all_pinned] == [(CUDA, True)] * 2
+    assert [one.asked for one in mixed] == [(CUDA, False)] * 2
+    assert to_device(Plain(), CUDA, set()) == ("moved", CUDA)
+
+
+def test_packed_sequences_stay_packed() -> None:
+    packed = pack_padded_sequence(torch.ones(3, 2), torch.tensor([3, 2]))
+    moved = to_device({"x": packed}, torch.device("meta"), set())["x"]
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.device.type == "meta"
+
+
+def test_everything_else_is_as_in_determined(caplog: pytest.LogCaptureFixture) -> None:
+    value = {"a": np.arange(3), "b": [torch.ones(1), "text"], "c": np.array(["x"]), "d": (None, 3, "more")}
+    cpu = torch.device("cpu")
+    types: tuple[set[type], set[type]] = set(), set()
+    ours, theirs = to_device(value, cpu, types[0]), pytorch.to_device(value, cpu, types[1])
+    assert str(ours) == str(theirs)
+    assert types[0] == types[1]
+    assert caplog.text.count("'str' to device") == 2  # once by each
+
+
+def test_on_the_meta_device_every_tensor_moves() -> None:
+    moved = to_device([torch.ones(2), np.ones(3)], torch.device("meta"), set())
+    assert [one.device.type for one in moved] == ["meta", "meta"]
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_a_loader_pins_where_there_is_an_accelerator_unless_it_is_told(
+    has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: int(has_accelerator))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CUDA)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    records = list(range(8))
+    asked = {None: has_accelerator, True: True, False: False}
+    for pins, expected in asked.items():
+        assert dstrial.DataLoader(records, batch_size=2, pin_memory=pins).pin_memory is expected
+    assert dstrial.DataLoader(records).pin_memory is has_accelerator
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert dstrial.DataLoader(records).pin_memory is False
+
+
+def test_nothing_is_pinned_for_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert data.should_pin() is False
+
+
+def test_a_loader_reads_on_the_cpu_without_a_warning() -> None:
+    loader = dstrial.DataLoader(list(range(8)), batch_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read = torch_loader(loader, loader.dataset, loader.batch_sampler, 3)
+        assert [batch.tolist() for batch in read] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_loader_is_determineds_with_the_same_arguments_in_the_same_order() -> None:
+    assert issubclass(dstrial.DataLoader, pytorch.DataLoader)
+    ours, theirs = (inspect.signature(one).parameters for one in (dstrial.DataLoader, pytorch.DataLoader))
+    assert list(ours) == list(theirs)
+    defaults = {name: (parameter.kind, parameter.default) for name, parameter in theirs.items()}
+    assert {name: (parameter.kind, parameter.default) for name, parameter in ours.items()} == {
+        **defaults,
+        "pin_memory": (inspect.Parameter.POSITIONAL_OR_KEYWORD, None),
+    }
