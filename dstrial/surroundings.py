@@ -24,7 +24,7 @@ from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local.context import LocalContext
 from dstrial.local.json_files import read_json
 from dstrial.local.measuring import STAND_IN_CLUSTER
-from dstrial.local.mirror import MirroredTrainContext, mirror
+from dstrial.local.mirror import MirroredTrainContext, mirror, tidy
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
 from dstrial.ranks import process_group
 from dstrial.ranks.control import ControlChannel, timeout_from_environ
@@ -131,7 +131,9 @@ def surroundings(
                 tensorboard_mode=core.TensorboardMode.MANUAL,
             )
             if os.environ.get(RUN_DIR_VARIABLE):
-                mirrored = _mirror(made, RunDirectory.open(os.environ[RUN_DIR_VARIABLE]), exp_conf or {})
+                kept = RunDirectory.open(os.environ[RUN_DIR_VARIABLE])
+                mirrored = _mirror(made, kept, exp_conf or {})
+                stack.callback(tidy, made, kept)
                 stack.callback(mirrored.flush_progress)
         else:
             directory, is_own = _run_directory(run_dir, exp_conf, channel)

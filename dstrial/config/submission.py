@@ -24,6 +24,7 @@ from dstrial.config.findings import MAX_PROBLEMS, Findings, KeyPath, dotted, ren
 from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.limits import DEFAULT_LIMITS, TextLimits, check_value
+from dstrial.config.log_patterns import compile_pattern
 from dstrial.config.mounts import complete_mounts
 from dstrial.config.resume_rules import fitting_slots
 from dstrial.config.saved_run import SavedRun
@@ -453,10 +454,15 @@ def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> 
         )
         return
     try:
-        re.compile(pattern)
-    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        if not isinstance(pattern, str):
+            raise ValueError("not a string")
+        compile_pattern(pattern)
+    except ValueError as error:
         findings.problem(
-            (*where, "pattern"), render(pattern), f"a regular expression ({error})", "Correct the pattern."
+            (*where, "pattern"),
+            render(pattern),
+            f"a regular expression of RE2 ({error})",
+            "Correct the pattern; RE2 has no look-around and no back-references.",
         )
 
 

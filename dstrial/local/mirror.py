@@ -223,7 +223,7 @@ def mirror(
         keep: which checkpoints to keep; None keeps all.
 
     Returns:
-        What ``core_context.train`` now is; call its ``flush_progress`` at the end.
+        What ``core_context.train`` now is; call its ``flush_progress`` at the end, and :func:`tidy` of the directory.
 
     Ranks: all; no communication.
     """
@@ -234,8 +234,6 @@ def mirror(
     if is_chief:
         for name in remove_incomplete_checkpoints(run_directory.checkpoints_path):
             logger.info("removed checkpoint %s, which was never completed", name)
-        if core_context.info is not None:
-            _remove_if_empty(run_directory.checkpoints_path / core_context.info.cluster_id)
     train = MirroredTrainContext(core_context.train, kept)
     core_context.train = train
     core_context.checkpoint = MirroredCheckpointContext(
@@ -248,8 +246,16 @@ def mirror(
     return train
 
 
-def _remove_if_empty(root: pathlib.Path) -> None:
-    """Remove the directories that Determined makes for TensorBoard files, which lie in ``tensorboard/`` of a run directory."""
+def tidy(core_context: core.Context, run_directory: RunDirectory) -> None:
+    """Remove the directories that Determined makes for TensorBoard files, which lie in ``tensorboard/`` of a run directory.
+
+    At the end of a run: while ranks begin, one may still be making what another removes.
+
+    Ranks: any; does something on the chief.
+    """
+    if core_context.distributed.rank != 0 or core_context.info is None:
+        return
+    root = run_directory.checkpoints_path / core_context.info.cluster_id
     for path in sorted([root, *root.rglob("*/")], reverse=True):
         with contextlib.suppress(OSError):  # not empty, or not there
             path.rmdir()

@@ -190,15 +190,10 @@ def test_a_line_that_no_supervisor_wrote_is_text() -> None:
     assert parse("12 o INFO: text").time_us == 12
 
 
-def test_a_pattern_that_begins_with_anything_is_searched_without_it() -> None:
-    for written, searched in (
-        (".*CUDA out of memory.*", "CUDA out of memory.*"),
-        (".*.*a|b", "a|b"),
-        (".*?a", ".*?a"),
-        ("a.*b", "a.*b"),
-    ):
+def test_a_pattern_that_begins_with_anything_is_found() -> None:
+    for written in (".*CUDA out of memory.*", ".*.*a|b", ".*?a", "a.*b"):
         [policy] = compile_policies({"log_policies": [{"pattern": written}]})
-        assert (policy.text, policy.pattern.pattern) == (written, searched)
+        assert policy.text == written
         assert matches([policy], ["nothing\n", "xa CUDA out of memory b\n"]) == [policy]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# Changes nothing where a pattern is searched, but makes Python's search take the square of a line's length.
-_ANYTHING_FIRST = re.compile(r"^(?:\.\*)+(?![?+*{])")
+from dstrial.config.log_patterns import compile_pattern
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,29 +16,29 @@ class LogPolicy:
     Attributes:
         name: shown as ``logPolicyMatched``; None for none.
         text: the pattern, as the config has it.
-        pattern: searched in every line.
+        pattern: compiled; searched in every line.
         cancels_retries: whether a trial that fails after a match is not tried again. On one machine this is also what
             excluding the node comes to.
     """
 
     name: str | None
     text: str
-    pattern: re.Pattern[str]
+    pattern: Any
     cancels_retries: bool
 
 
 def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
     """Compile the policies of a config with defaults; one without a pattern is switched off.
 
-    Determined's patterns are Go's RE2, nearly all of which Python reads the same; one that it does not read is left out.
+    One that RE2 does not read is left out; an older version of dstrial may have accepted it.
     """
     found = []
     for policy in config.get("log_policies") or []:
         if not policy.get("pattern"):
             continue
         try:
-            pattern = re.compile(_ANYTHING_FIRST.sub("", str(policy["pattern"])), re.MULTILINE)
-        except re.error:
+            pattern = compile_pattern(str(policy["pattern"]))
+        except ValueError:
             continue
         action = policy.get("action")
         kind = action.get("type") if isinstance(action, Mapping) else action
