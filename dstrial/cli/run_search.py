@@ -10,14 +10,14 @@ from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import Followed, follow
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
+from dstrial.config.secrets import SecretNames, masked
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.master.observe import ExperimentView, TrialView
 
 if TYPE_CHECKING:
     from dstrial.cli.run_entrypoint import Entrypoint
     from dstrial.cli.streams import LastingStream
-    from dstrial.config.secrets import SecretNames, masked
-from dstrial.config import ExperimentConfig
+    from dstrial.config import ExperimentConfig
 
 _MOST_TRIALS_SHOWN = 50
 
