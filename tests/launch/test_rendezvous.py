@@ -148,3 +148,29 @@ def test_a_trial_that_makes_the_group_while_it_is_imported_meets_in_the_private_
     )
     assert (tmp_path / "store").read_text() == "FileStore", done.stderr
     assert "RuntimeError: the ranks are [0, 1]" in done.stderr
+
+
+AGAIN = """
+import dstrial
+for turn in range(3):
+    with dstrial.init(hparams={}, exp_conf={"name": "again"}) as context:
+        assert context.distributed.allgather(turn) == [turn, turn]
+print("met three times")
+"""
+
+
+@pytest.mark.ranks
+def test_the_same_ranks_meet_again_after_their_group_has_ended(tmp_path: Path) -> None:
+    """What the first group left in a store of the launcher's made the second one connect to ports that were closed."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    done = subprocess.run(
+        [sys.executable, "-m", "dstrial.launch", "--slots", "2", "again.py"],
+        cwd=tmp_path,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("met three times") == 2
