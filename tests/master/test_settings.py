@@ -64,7 +64,11 @@ def test_the_limits_of_configs_are_settings_and_shown(tmp_path: Path) -> None:
 
     assert (settings.limits.text_bytes, settings.limits.num_values) == (8192, 100_000)
     assert settings.defaults(tmp_path).limits == settings.limits
-    assert settings.as_config()["limits"] == {"config_text_bytes": 8192, "config_values": 100_000}
+    assert settings.as_config()["limits"] == {
+        "connections": None,
+        "config_text_bytes": 8192,
+        "config_values": 100_000,
+    }
     with pytest.raises(ConfigError, match=r"limits\.config_values is 0"):
         MasterSettings.load(written(tmp_path, "limits: {config_values: 0}\n"))
 

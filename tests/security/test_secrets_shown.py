@@ -78,7 +78,7 @@ class Held:
     def __init__(self, master: MasterForTest, directory: Path) -> None:
         self.master = master
         self.directory = directory
-        self.token = new_token(master.state, master.record)
+        self.token = new_token(master.record)
         self.text = CONFIG.format(seen=directory / "seen.json", **SECRETS)
         context = directory / "context"
         context.mkdir()

@@ -24,6 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK_BYTES = 1 << 18
 _MAX_LINE_BYTES = 8192
+_TRACKERS_END_S = 10.0  # a tracker may still be starting when what it tracks is killed
 _TRAILING_OUTPUT_S = 2.0
 _TICK_S = 0.5
 
@@ -141,10 +142,13 @@ class _Output:
             if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
                 continue
             break
-        deadline_s = time.monotonic() + _TRAILING_OUTPUT_S
-        while kill_descendants(spares=self._trackers() if time.monotonic() < deadline_s else frozenset()) or (
-            self._streams and time.monotonic() < deadline_s
-        ):
+        began_s = time.monotonic()
+        while True:
+            passed_s = time.monotonic() - began_s
+            trackers = self._trackers() if passed_s < _TRACKERS_END_S else frozenset()
+            awaits_output = bool(self._streams) and passed_s < _TRAILING_OUTPUT_S
+            if not kill_descendants(spares=trackers) and not trackers and not awaits_output:
+                break
             self._wait(0.02)
             self._reap()
             if not self._streams and not descendants(os.getpid()):
