@@ -212,12 +212,24 @@ def _may_have_secrets(text: str) -> bool:
     return any(hint in lower for hint in (*_HINTS, *_RARE_HINTS))
 
 
-def masked_json(text: str, names: SecretNames) -> str:
-    """Return a config that is stored as JSON with the mask in place of its secrets."""
-    return _masked_json(text, names) if names.patterns or _may_have_secrets(text) else text
+_REMEMBERED_CHARS = 2**16
+
+
+def _remembered(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
+    """Mask a text, and remember the result of one that is small: a thousand large ones would fill the memory."""
+    return _mask_once(mask, text, names) if len(text) <= _REMEMBERED_CHARS else mask(text, names)
 
 
 @functools.lru_cache(maxsize=1024)
+def _mask_once(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
+    return mask(text, names)
+
+
+def masked_json(text: str, names: SecretNames) -> str:
+    """Return a config that is stored as JSON with the mask in place of its secrets."""
+    return _remembered(_masked_json, text, names) if names.patterns or _may_have_secrets(text) else text
+
+
 def _masked_json(text: str, names: SecretNames) -> str:
     value = json.loads(text)
     shown = masked(value, names)
@@ -230,10 +242,9 @@ _STORED = TextLimits(text_bytes=2**24, num_values=10**6)
 
 def masked_yaml(text: str, names: SecretNames) -> str:
     """Return a config as it was written, comments and order kept, with the mask in place of its secrets."""
-    return _masked_yaml(text, names) if names.patterns or _may_have_secrets(text) else text
+    return _remembered(_masked_yaml, text, names) if names.patterns or _may_have_secrets(text) else text
 
 
-@functools.lru_cache(maxsize=1024)
 def _masked_yaml(text: str, names: SecretNames) -> str:
     try:
         root = _compose(text)

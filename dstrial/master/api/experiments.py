@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sqlite3
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from dstrial.master.store.database import Transaction
 from dstrial.master.store.metrics import as_number, metric_names
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
+_LARGE_CHARS = 2**16
 
 
 def checked(
@@ -116,7 +117,17 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
     if row is None:
         await services.read(experiment_rows.require, experiment_id)
         raise RequestError(404, f"experiment {experiment_id} is not found.")
-    return experiment_json(services, row)
+    return (await _all_shown(services, [row]))[0]
+
+
+async def _all_shown(services: Services, rows: Sequence[sqlite3.Row]) -> list[dict[str, Any]]:
+    """Return experiments as ``v1Experiment``; beside other requests where a config is large, as all of it is looked through."""
+
+    def show() -> list[dict[str, Any]]:
+        return [experiment_json(services, row) for row in rows]
+
+    is_large = any(len(row["config"]) + len(row["original_config"]) > _LARGE_CHARS for row in rows)
+    return await services.check(show) if is_large else show()
 
 
 async def create_experiment(request: ApiRequest) -> dict[str, Any]:
@@ -147,11 +158,13 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
         lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
     )
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else []
+    # Looking through all of a large config for secrets takes a second.
+    shown_config = as_data(await services.check(lambda: masked(submission.config, services.secret_names)))
     if body.flag("validateOnly"):
         return message(
             bindings.v1CreateExperimentResponse,
-            config=as_data(masked(submission.config, services.secret_names)),
-            experiment=_unsaved(request, submission, project),
+            config=shown_config,
+            experiment=await services.check(lambda: _unsaved(request, submission, project)),
             warnings=warnings,
         )
     experiment_id = await services.write(
@@ -167,7 +180,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     )
     return message(
         bindings.v1CreateExperimentResponse,
-        config=as_data(masked(submission.config, services.secret_names)),
+        config=shown_config,
         experiment=await shown(services, experiment_id),
         warnings=warnings,
     )
@@ -329,7 +342,7 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
 
     page, rows = await request.services.read(read)
     return {
-        "experiments": [experiment_json(request.services, row) for row in rows],
+        "experiments": await _all_shown(request.services, rows),
         "pagination": page.to_json(),
     }
 
