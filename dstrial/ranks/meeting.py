@@ -142,11 +142,16 @@ def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
             "rank 0 can serve and all ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same "
             "for all ranks."
         ) from error
-    port = server.getsockname()[1]
-    # The store owns the descriptor from here on.
-    return _stores["TCPStore"](
-        addr, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
-    )
+    with server:
+        options = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+        port = server.getsockname()[1]
+        # The store owns the descriptor that it is given.
+        try:
+            return _stores["TCPStore"](addr, port, master_listen_fd=os.dup(server.fileno()), **options)
+        except NotImplementedError:
+            # torch 2.6: its libuv backend makes its own sockets only, on all interfaces.
+            descriptor = os.dup(server.fileno())
+            return _stores["TCPStore"](addr, port, master_listen_fd=descriptor, use_libuv=False, **options)
 
 
 def _await_all(store: Any, identity: RankIdentity, give_up_at_s: float, timeout_s: float) -> None:
