@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
+from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -74,8 +75,9 @@ def test_fake_modules_can_be_converted() -> None:
     with FakeTensorMode():
         layer = nn.Linear(3, 3)
         weight, view = layer.weight, layer.weight.detach()
-        with pytest.raises(RuntimeError, match="swap"):
-            layer.bfloat16()
+        if Version(torch.__version__) >= Version("2.13"):  # and 2.6 does without
+            with pytest.raises(RuntimeError, match="swap"):
+                layer.bfloat16()
         with bypass.module_conversion():
             layer.bfloat16()
     assert layer.weight is weight

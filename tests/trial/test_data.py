@@ -108,6 +108,7 @@ def test_on_the_meta_device_every_tensor_moves() -> None:
 def test_a_loader_pins_where_there_is_an_accelerator_unless_it_is_told(
     has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # which would ask NVML
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: int(has_accelerator))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CUDA)
@@ -122,6 +123,7 @@ def test_a_loader_pins_where_there_is_an_accelerator_unless_it_is_told(
 
 
 def test_nothing_is_pinned_for_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # which would ask NVML
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))

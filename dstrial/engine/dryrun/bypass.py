@@ -27,6 +27,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dstrial.engine.dryrun.meta_collectives import meta_collectives
 from dstrial.engine.dryrun.tracker import Tracker
 from dstrial.engine.dryrun.values import Bypass, Target
 
@@ -332,6 +333,7 @@ def all_of_them(
         stack.enter_context(virtual_world(world_size))
         stack.enter_context(phases(tracker))
         if is_fake:
+            stack.enter_context(meta_collectives())
             stack.enter_context(without_compiled_ops())
             stack.enter_context(without_compiler())
             stack.enter_context(module_conversion())
