@@ -42,7 +42,8 @@ test-hf4: $(HF4)/.package ## run the tests that train with transformers or accel
 
 test-torch-oldest: ## run every test that needs no accelerator with the oldest torch, in .venv-torch-oldest/
 	$(MAKE) $(TORCH_OLDEST_VENV)/.package TORCH="$(TORCH_OLDEST)"
-	DS_ACCELERATOR=cpu $(TORCH_OLDEST_VENV)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+# Its compiler starts workers at import, which tests would take for forgotten processes.
+	DS_ACCELERATOR=cpu TORCHINDUCTOR_COMPILE_THREADS=1 $(TORCH_OLDEST_VENV)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # A bare GPU machine has its own torch: an interpreter that is named is taken as it is, and nothing is installed.
 ifeq ($(origin PYTHON),command line)

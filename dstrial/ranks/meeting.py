@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed
+from packaging.version import Version
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
@@ -34,6 +35,9 @@ _group_numbers = itertools.count()
 _opened: dict[str, tuple[Any, int, int]] = {}
 # Servers live as long as the process: ranks may ask them after this one has left its group.
 _served: dict[tuple[str, int], Any] = {}
+
+# torch 2.6 makes libuv's sockets itself, on all interfaces, and refuses another; 2.13 takes it. In between its own loop serves.
+_LIBUV_TAKES_SOCKETS = Version(torch.__version__) >= Version("2.13")
 
 
 def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
@@ -143,15 +147,12 @@ def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
             "for all ranks."
         ) from error
     with server:
-        options = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
         port = server.getsockname()[1]
+        options = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+        if not _LIBUV_TAKES_SOCKETS:
+            options["use_libuv"] = False
         # The store owns the descriptor that it is given.
-        try:
-            return _stores["TCPStore"](addr, port, master_listen_fd=os.dup(server.fileno()), **options)
-        except NotImplementedError:
-            # torch 2.6: its libuv backend makes its own sockets only, on all interfaces.
-            descriptor = os.dup(server.fileno())
-            return _stores["TCPStore"](addr, port, master_listen_fd=descriptor, use_libuv=False, **options)
+        return _stores["TCPStore"](addr, port, master_listen_fd=os.dup(server.fileno()), **options)
 
 
 def _await_all(store: Any, identity: RankIdentity, give_up_at_s: float, timeout_s: float) -> None:
