@@ -5,6 +5,7 @@ from __future__ import annotations
 from dstrial.master import web
 from dstrial.master.api import (
     absent_tasks,
+    access_tokens,
     agents,
     allocations,
     auth,
@@ -37,6 +38,7 @@ from dstrial.master.services import Services
 
 _MODULES = (
     absent_tasks,
+    access_tokens,
     agents,
     allocations,
     auth,

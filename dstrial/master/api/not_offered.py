@@ -21,7 +21,6 @@ NOUNS = {
     "permissions": "role-based access control",
     "webhooks": "webhooks",
     "config-policies": "config policies",
-    "tokens": "access tokens",
     "oauth2": "single sign-on",
     "namespace-bindings": "Kubernetes",
     "k8s-resource-managers": "Kubernetes",
