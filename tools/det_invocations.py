@@ -268,7 +268,7 @@ INVOCATIONS: tuple[Invocation, ...] = (
     _no("user-group delete", "team --yes", _RBAC, ENTERPRISE),
     Invocation("token create", "-d table -e 2", r"TokenID: (\d+)", keeps="access_token"),
     Invocation("token list", "", "table"),
-    Invocation("token describe", "{access_token}", "TOKEN_TYPE_ACCESS_TOKEN"),
+    Invocation("token describe", "{access_token}", "ACCESS_TOKEN"),
     Invocation("token edit", "{access_token} -d edited", "Successfully updated"),
     Invocation("token revoke", "{access_token}", "Successfully revoked"),
     Invocation("token login", "none", "Caught UnauthenticatedException", code=None),

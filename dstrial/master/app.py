@@ -30,6 +30,7 @@ from dstrial.master.api import (
     tensorboards,
     trials,
     users,
+    webhooks,
     workspaces,
 )
 from dstrial.master.api.frame import Api, Route
@@ -63,6 +64,7 @@ _MODULES = (
     tensorboards,
     trials,
     users,
+    webhooks,
     workspaces,
     web,
 )

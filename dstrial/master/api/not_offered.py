@@ -19,7 +19,6 @@ NOUNS = {
     "roles": "role-based access control",
     "groups": "user groups",
     "permissions": "role-based access control",
-    "webhooks": "webhooks",
     "config-policies": "config policies",
     "oauth2": "single sign-on",
     "namespace-bindings": "Kubernetes",

@@ -413,7 +413,7 @@ CREATE INDEX webhook_task_logs_by_trigger ON webhook_task_logs (trigger_id);
 CREATE TABLE webhook_events (
     id           INTEGER PRIMARY KEY AUTOINCREMENT,
     webhook_id   INTEGER NOT NULL REFERENCES webhooks (id) ON DELETE CASCADE,
-    payload      TEXT    NOT NULL,                -- the body, ASCII
+    event        TEXT    NOT NULL,                -- JSON, of which the body is made when it is sent
     created_us   INTEGER NOT NULL,
     due_us       INTEGER NOT NULL,                -- not to be tried before
     num_attempts INTEGER NOT NULL DEFAULT 0,      -- that have ended
