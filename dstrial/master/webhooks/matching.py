@@ -25,7 +25,7 @@ class WebhookChoice:
     def from_config(cls, config: str) -> WebhookChoice:
         """Read the JSON of a config; what is not as the schema has it counts as not said."""
         # Nearly every config says nothing of it, and some are large.
-        if '"integrations"' not in config:
+        if '"webhooks"' not in config:
             return cls()
         value: Any = json.loads(config)
         for key in ("integrations", "webhooks"):

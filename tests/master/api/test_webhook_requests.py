@@ -518,6 +518,18 @@ def test_what_waits_is_sent_to_a_new_address_and_not_at_all_when_the_webhook_is_
     nothing_waits(fresh_master)
 
 
+def test_a_delivery_that_ends_sends_what_is_due_first(fresh_master: Master, receiver: Receiver) -> None:
+    make(fresh_master, receiver.url)
+    event = {"event_id": "e", "type": "EXPERIMENT_STATE_CHANGE", "timestamp": 1, "state": "COMPLETED"}
+    for _ in range(20):
+        fresh_master.services.database.write(lambda tx: webhooks.add_event(tx, 1, event))
+    delivery = Delivery(fresh_master.services)
+    delivery.start()
+    delivery.stop(60.0)
+    assert len(receiver.received) == 20
+    nothing_waits(fresh_master)
+
+
 def test_the_queue_is_bounded_and_says_what_it_has_dropped(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/", [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
 
