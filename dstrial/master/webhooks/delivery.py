@@ -28,6 +28,7 @@ attempts within four seconds (``backoffAttempts`` in ``shipper.go``), too few fo
 _NUM_SENDERS = 8
 _IDLE_S = 60.0
 _AFTER_TROUBLE_S = 5.0
+_LONGEST_TROUBLE_S = 600.0
 
 
 class Delivery:
@@ -50,6 +51,7 @@ class Delivery:
         self._lock = threading.Lock()
         self._busy: set[int] = set()
         self._not_before_us: dict[int, int] = {}
+        self._trouble_s: dict[int, float] = {}
         self._is_draining = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="dstrial-webhooks", daemon=True)
@@ -115,7 +117,14 @@ class Delivery:
             logger.exception(
                 "an event of webhook %d could not be dealt with; it is tried again", row["webhook_id"]
             )
-            self._not_before_us[row["webhook_id"]] = now_us() + int(_AFTER_TROUBLE_S * 1e6)
+            # Longer each time: if results cannot be stored, on a full disk, the receiver gets the same again and again.
+            trouble_s = min(
+                2 * self._trouble_s.get(row["webhook_id"], _AFTER_TROUBLE_S / 2), _LONGEST_TROUBLE_S
+            )
+            self._trouble_s[row["webhook_id"]] = trouble_s
+            self._not_before_us[row["webhook_id"]] = now_us() + int(trouble_s * 1e6)
+        else:
+            self._trouble_s.pop(row["webhook_id"], None)
         finally:
             with self._lock:
                 self._busy.discard(row["webhook_id"])

@@ -23,6 +23,7 @@ from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
 
 from dstrial.master.webhooks.signing import SIGNATURE_HEADER, TIMESTAMP_HEADER, signature
+from dstrial.visible_text import visible_line
 
 TIMEOUT_S = 10.0
 """How long one attempt may take, from the first connection to the answer's status, seconds."""
@@ -185,7 +186,9 @@ class Sender:
             cause = error.reason if isinstance(error, URLError) else error
             if deadline.is_over or isinstance(cause, TimeoutError):
                 return late
-            return Outcome((str(cause) or type(cause).__name__)[:_MAX_RESULT], False, True)
+            # It may quote what the receiver has sent.
+            text = visible_line(str(cause) or type(cause).__name__)
+            return Outcome(text[:_MAX_RESULT], False, True)
 
     def _opened(self, request: urllib.request.Request, deadline: Deadline) -> http.client.HTTPResponse:
         # No handler of redirects, errors, files or ftp: what is not here cannot happen.
