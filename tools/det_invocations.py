@@ -56,7 +56,6 @@ _BINDINGS = "there is one resource pool, open to every workspace"
 _KUBERNETES = "there is no Kubernetes"
 _INTERACTIVE = "start the notebook or terminal on this machine directly"
 _MESSAGE = "a notice to the users of a shared cluster"
-_TOKENS = "sessions of `det user login` last 7 days; there are no longer ones"
 
 INVOCATIONS: tuple[Invocation, ...] = (
     # Who and what
@@ -267,12 +266,12 @@ INVOCATIONS: tuple[Invocation, ...] = (
     _no("user-group remove-user", "team ada2", _RBAC, ENTERPRISE),
     _no("user-group change-name", "team crew", _RBAC, ENTERPRISE),
     _no("user-group delete", "team --yes", _RBAC, ENTERPRISE),
-    _no("token create", "", _TOKENS),
-    _no("token list", "", _TOKENS),
-    _no("token describe", "1", _TOKENS),
-    _no("token edit", "1 -d x", _TOKENS),
-    _no("token revoke", "1", _TOKENS),
-    _no("token login", "none", _TOKENS, ""),
+    Invocation("token create", "-d table -e 2", r"TokenID: (\d+)", keeps="access_token"),
+    Invocation("token list", "", "table"),
+    Invocation("token describe", "{access_token}", "ACCESS_TOKEN"),
+    Invocation("token edit", "{access_token} -d edited", "Successfully updated"),
+    Invocation("token revoke", "{access_token}", "Successfully revoked"),
+    Invocation("token login", "none", "Caught UnauthenticatedException", code=None),
     _no("config-policies describe", "experiment -w bench", _POLICIES),
     _no("config-policies set", "experiment part.yaml -w bench", _POLICIES),
     _no("config-policies delete", "experiment -w bench", _POLICIES),

@@ -30,6 +30,7 @@ COMMANDS = {
     "run": "train one experiment on this machine and follow it",
     "status": "show the master's address, slots, experiments and disk use",
     "up": "start the master of this machine in the background",
+    "webhook": "have the master tell an address what happens to experiments",
 }
 """Name of each subcommand (and of its module in this package) and its line in the help."""
 

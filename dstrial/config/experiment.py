@@ -29,6 +29,7 @@ from dstrial.config.experiment_check import (
 from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.findings import Findings, render
 from dstrial.config.hyperparameters import concrete_values, normalised_specs
+from dstrial.config.integrations import check_integrations
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.lengths import Length, is_length
 from dstrial.config.overrides import apply_overrides
@@ -302,6 +303,7 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Fin
     check_periods(raw, findings)
     check_storage(raw, given.get("checkpoint_storage"), findings)
     check_profiling(raw, findings)
+    check_integrations(raw, findings)
     check_dstrial_section(raw, findings)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dstrial.master import web
 from dstrial.master.api import (
     absent_tasks,
+    access_tokens,
     agents,
     allocations,
     auth,
@@ -29,6 +30,7 @@ from dstrial.master.api import (
     tensorboards,
     trials,
     users,
+    webhooks,
     workspaces,
 )
 from dstrial.master.api.frame import Api, Route
@@ -37,6 +39,7 @@ from dstrial.master.services import Services
 
 _MODULES = (
     absent_tasks,
+    access_tokens,
     agents,
     allocations,
     auth,
@@ -61,6 +64,7 @@ _MODULES = (
     tensorboards,
     trials,
     users,
+    webhooks,
     workspaces,
     web,
 )

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from dstrial.master.scheduler import Scheduler
     from dstrial.master.services import Services
     from dstrial.master.settings import MasterSettings
+    from dstrial.master.webhooks.delivery import Delivery
 
 logger = logging.getLogger("dstrial.master")
 
@@ -53,6 +54,9 @@ _STREAM_END_S = 2.0
 
 _STOP_TIMEOUT_S = 24 * 3600.0
 """How long trials may take to save a checkpoint, seconds; each has its own ``preemption_timeout`` below that."""
+
+_DRAIN_S = 5.0
+"""How long the master goes on to send what webhooks have not been told when it ends, seconds."""
 
 _PRIVATE_UMASK = 0o077
 _BACKLOG = 2048
@@ -271,12 +275,15 @@ def _run(
     from dstrial.master.http import connection_protocol
     from dstrial.master.proxy import tunnel_protocol
     from dstrial.master.scheduler import Scheduler
+    from dstrial.master.webhooks.delivery import Delivery
 
     app = Refusal(create_app(services))
     scheduler = Scheduler(services)
+    delivery = Delivery(services)
 
     def tell() -> None:
         scheduler.start()
+        delivery.start()
         state.write_record(record)
         logger.info("serving at %s with %d slots from %s", record.address, len(record.slots), state.path)
         on_ready(record)
@@ -301,7 +308,7 @@ def _run(
     )
 
     async def main() -> None:
-        ending = Ending(server, app, scheduler)
+        ending = Ending(server, app, scheduler, delivery)
         loop = asyncio.get_running_loop()
         for signal_ in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(signal_, ending.request, signal_.name)
@@ -323,12 +330,14 @@ class Ending:
         server: serves the trials' reports.
         app: told to refuse submissions.
         scheduler: stops the trials.
+        delivery: sends what webhooks have not been told yet.
     """
 
-    def __init__(self, server: MasterServer, app: Refusal, scheduler: Scheduler) -> None:
+    def __init__(self, server: MasterServer, app: Refusal, scheduler: Scheduler, delivery: Delivery) -> None:
         self._server = server
         self._app = app
         self._scheduler = scheduler
+        self._delivery = delivery
         self._is_killing = False
 
     def request(self, cause: str) -> None:
@@ -360,6 +369,7 @@ class Ending:
         def stop() -> None:
             try:
                 self._scheduler.stop(graceful=is_graceful, timeout_s=_STOP_TIMEOUT_S)
+                self._delivery.stop(_DRAIN_S if is_graceful else 0.0)
             finally:
                 loop.call_soon_threadsafe(setattr, self._server, "should_exit", True)
 

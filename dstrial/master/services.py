@@ -18,9 +18,13 @@ from dstrial.master.attempts import Attempts
 from dstrial.master.changes import Changes
 from dstrial.master.checker import Checker
 from dstrial.master.clock import now_us
+from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import users
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.tokens import TokenStore
+from dstrial.master.webhooks.log_triggers import LogTriggers
+from dstrial.master.webhooks.sender import Sender
+from dstrial.master.webhooks.signing import load_key
 
 if TYPE_CHECKING:
     import sqlite3
@@ -57,7 +61,10 @@ class Services:
         checker: threads that check what users send.
         attempts: who has tried to log in.
         activity: when the services of tasks were used.
+        signing_key: by which webhooks are signed.
         tokens: who is asking.
+        webhook_sender: sends what webhooks are told.
+        log_triggers: finds what webhooks look for in logs.
     """
 
     settings: MasterSettings
@@ -76,10 +83,15 @@ class Services:
     checker: Checker = dataclasses.field(default_factory=Checker)
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
     activity: Activity = dataclasses.field(default_factory=Activity)
+    signing_key: str = dataclasses.field(default="", repr=False)
     tokens: TokenStore = dataclasses.field(init=False)
+    webhook_sender: Sender = dataclasses.field(init=False)
+    log_triggers: LogTriggers = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = TokenStore(self.read, self.changes)
+        self.webhook_sender = Sender(self.signing_key)
+        self.log_triggers = LogTriggers(self.database, self.changes)
 
     @property
     def secret_names(self) -> SecretNames:
@@ -111,6 +123,7 @@ class Services:
 
     def close(self) -> None:
         """End the threads; the database is closed by whoever opened it."""
+        self.webhook_sender.end()
         self.checker.close()
         self.executor.shutdown(wait=True, cancel_futures=True)
 
@@ -158,6 +171,7 @@ def open_services(
         master_id=str(uuid.uuid4()),
         agent_id=socket.gethostname() or "localhost",
         address=f"http://127.0.0.1:{port}",
+        signing_key=load_key(StateDirectory(state_dir).webhook_key_path, settings.signing_key),
     )
 
 

@@ -11,14 +11,16 @@ from dstrial.config.documents import read_yaml
 from dstrial.config.findings import Findings, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.limits import DEFAULT_LIMITS, TextLimits
-from dstrial.config.secrets import SecretNames, masked, masked_shell
+from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
 from dstrial.config.submission import MasterDefaults
 
 DEFAULT_PORT = 8080
 DEFAULT_POOL = "default"
 DEFAULT_TENSORBOARD_TIMEOUT_S = 300
 DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
+DEFAULT_TOKEN_DAYS = 30
 _STRING = Rule(types=("string",))
+_MIN_KEY = 8
 _RAISED_BY = (
     "Move what is large into files of the model definition, or raise limits.config_text_bytes or limits.config_values in "
     "the master's settings."
@@ -70,6 +72,15 @@ _SETTINGS = Section(
             log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
         ),
         "detached_timeout_s": Rule(types=("integer",), default=300, minimum=1),
+        "security": _section(
+            token=_section(
+                default_lifespan_days=Rule(
+                    types=("integer",), default=DEFAULT_TOKEN_DAYS, minimum=-1, maximum=36500
+                ),
+                max_lifespan_days=Rule(types=("integer",), default=-1, minimum=-1, maximum=36500),
+            ),
+        ),
+        "webhooks": _section(signing_key=_STRING, base_url=_STRING),
         "allow_other_users": Rule(types=("boolean",), default=False),
         "limits": _section(
             connections=Rule(types=("integer",), minimum=16),
@@ -107,6 +118,10 @@ class MasterSettings:
         allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
         num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
         secret_names: what is masked where configs are shown.
+        token_default_days: how long an access token lasts where nothing is asked for, days; -1 for the longest.
+        token_max_days: how long one may last, days; -1 for ever.
+        signing_key: of webhooks; None for one that the master makes.
+        base_url: of the master's page as readers of webhooks reach it, without a slash at the end; empty for none.
     """
 
     port: int | None
@@ -125,6 +140,10 @@ class MasterSettings:
     num_connections: int | None
     limits: TextLimits = DEFAULT_LIMITS
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
+    token_default_days: int = DEFAULT_TOKEN_DAYS
+    token_max_days: int = -1
+    signing_key: str | None = dataclasses.field(default=None, repr=False)
+    base_url: str = ""
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -171,6 +190,10 @@ class MasterSettings:
             allow_other_users=raw["allow_other_users"],
             num_connections=raw["limits"]["connections"],
             secret_names=SecretNames(tuple(raw["masked_names"])),
+            token_default_days=raw["security"]["token"]["default_lifespan_days"],
+            token_max_days=raw["security"]["token"]["max_lifespan_days"],
+            signing_key=raw["webhooks"]["signing_key"],
+            base_url=(raw["webhooks"]["base_url"] or "").rstrip("/"),
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -208,6 +231,14 @@ class MasterSettings:
                 "config_values": self.limits.num_values,
             },
             "masked_names": list(self.secret_names.patterns),
+            "security": {
+                "token": {
+                    "default_lifespan_days": self.token_default_days,
+                    "max_lifespan_days": self.token_max_days,
+                }
+            },
+            # The key is masked even where the master has made it; its owner asks with `dstrial webhook key`.
+            "webhooks": {"signing_key": MASK, "base_url": self.base_url},
         }
         shown: dict[str, Any] = masked(config, self.secret_names)
         return shown
@@ -255,8 +286,47 @@ def _check(raw: Mapping[str, Any], findings: Findings) -> None:
                 "a name, with * and ? for what varies",
                 'Write "*_LICENSE", for example.',
             )
+    _check_tokens(raw["security"]["token"], findings)
+    _check_webhooks(raw["webhooks"], findings)
     host_path = raw["checkpoint_storage"]["host_path"]
     if host_path is not None and not host_path.startswith("/"):
         findings.problem(
             "checkpoint_storage.host_path", render(host_path), "an absolute path", f"Write /{host_path}."
+        )
+
+
+def _check_tokens(token: Mapping[str, Any], findings: Findings) -> None:
+    longest = token["max_lifespan_days"]
+    for key in ("default_lifespan_days", "max_lifespan_days"):
+        if token[key] == 0:
+            findings.problem(
+                ("security", "token", key),
+                "0",
+                "a number of days above zero, or -1",
+                "Write 30, for example.",
+            )
+    if longest > 0 and token["default_lifespan_days"] > longest:
+        findings.problem(
+            "security.token.default_lifespan_days",
+            render(token["default_lifespan_days"]),
+            f"at most max_lifespan_days, {longest}",
+            f"Write {longest}, or -1 for the longest.",
+        )
+
+
+def _check_webhooks(webhooks: Mapping[str, Any], findings: Findings) -> None:
+    key, base_url = webhooks["signing_key"], webhooks["base_url"]
+    if key is not None and len(key) < _MIN_KEY:
+        findings.problem(
+            "webhooks.signing_key",
+            f"{len(key)} characters long",
+            f"at least {_MIN_KEY} characters",
+            "Remove it to have a key made, or write a longer one.",
+        )
+    if base_url and not base_url.startswith(("http://", "https://")):
+        findings.problem(
+            "webhooks.base_url",
+            render(base_url),
+            "a URL of http or https",
+            "Write http://localhost:8080, for example.",
         )

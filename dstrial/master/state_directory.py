@@ -8,6 +8,7 @@
     master.log        the master's own log
     master.sock       the UNIX socket by which the directory's owner reaches the master without a password
     credentials.json  passwords of the users that the first start made, mode 0600
+    webhook.key       by which webhooks are signed, unless the settings name a key, mode 0600
     allocations/      one directory per allocation
     checkpoints/      the default checkpoint storage
 
@@ -107,6 +108,11 @@ class StateDirectory:
     def credentials_path(self) -> Path:
         """Username -> password of the users that the first start made, JSON."""
         return self.path / "credentials.json"
+
+    @property
+    def webhook_key_path(self) -> Path:
+        """The key by which webhooks are signed."""
+        return self.path / "webhook.key"
 
     @property
     def allocations_path(self) -> Path:

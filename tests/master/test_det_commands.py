@@ -566,7 +566,7 @@ def test_preview_search(det: Det) -> None:
 
 
 def test_what_is_not_offered_says_so(det: Det) -> None:
-    done = det.run("token", "list")
+    done = det.run("shell", "start")
 
     assert done.returncode == 1
     assert "not offered by the embedded master" in done.stderr

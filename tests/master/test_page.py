@@ -147,3 +147,19 @@ def test_values_that_are_not_finite_are_not_drawn() -> None:
     assert len(plot.dots) == 1
     assert line_plot([(1, float("nan"))]) is None
     assert line_plot([]) is None
+
+
+def test_webhooks_are_shown_without_what_of_their_address_may_be_secret(
+    shared_master: MasterForTest, cookie: str
+) -> None:
+    secret = "https://hooks.example/services/T0/secret"
+    assert shared_master.dstrial("webhook", "create", "<b>hook</b>", secret).returncode == 0
+    (made,) = shared_master.client("admin").get("/api/v1/webhooks")["webhooks"]
+    try:
+        page = Page(request(shared_master, "GET", "/", Cookie=cookie)[2])
+    finally:
+        shared_master.dstrial("webhook", "delete", str(made["id"]))
+    assert "<b>hook</b>" in page.text
+    assert "experiment state change COMPLETED, experiment state change ERROR" in page.text
+    assert "https://hooks.example/********" in page.text
+    assert "services" not in page.text

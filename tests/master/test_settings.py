@@ -77,3 +77,26 @@ def test_a_hostile_settings_file_is_a_config_error(tmp_path: Path) -> None:
     for text in ("port: &a [*a]\n", "[" * 20_000, "log: " + "1" * 5000, "x" * 2**21):
         with pytest.raises(ConfigError, match=r"master\.yaml"):
             MasterSettings.load(written(tmp_path, text))
+
+
+def test_lifespans_of_access_tokens_and_the_key_of_webhooks_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "master.yaml"
+    path.write_text(
+        "security: {token: {default_lifespan_days: 9, max_lifespan_days: 7}}\n"
+        "webhooks: {signing_key: short, base_url: 'ftp://x'}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        MasterSettings.load(path)
+    assert len(caught.value.problems) == 3
+    for word in ("default_lifespan_days is 9", "signing_key is 5 characters long", 'base_url is "ftp://x"'):
+        assert word in str(caught.value), word
+    assert "short" not in str(caught.value)
+
+    path.write_text(
+        "security: {token: {max_lifespan_days: 60}}\n"
+        "webhooks: {signing_key: a long secret, base_url: 'http://h/'}\n"
+    )
+    settings = MasterSettings.load(path)
+    assert (settings.token_default_days, settings.token_max_days) == (30, 60)
+    assert (settings.signing_key, settings.base_url) == ("a long secret", "http://h")
+    assert "a long secret" not in str(settings.as_config())

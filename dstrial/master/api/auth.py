@@ -89,7 +89,10 @@ async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
 
 
 async def log_out(request: ApiRequest) -> Response:
-    """``POST auth/logout``: end the token that the request carries."""
+    """``POST auth/logout``: end the session whose token the request carries.
+
+    An access token stays: scripts use it, too, and a logout in one place must not stop them. It is revoked by its number.
+    """
     identity = request.identity
     assert identity is not None
     await request.services.write(lambda tx: tokens.end_token(tx, identity.token_hash))

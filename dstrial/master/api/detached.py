@@ -24,6 +24,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, logs
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.master.webhooks import events
 
 _MAX_EXTERNAL_ID = 1024
 _RANK = re.compile(r"[0-9]{1,9}")
@@ -134,10 +135,16 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
     for task_id in by_task:
         request.require_task(task_id)
 
+    find = request.services.log_triggers.find
+    told = await request.services.run(
+        lambda: {task_id: find(line.text for line in lines) for task_id, lines in by_task.items()}
+    )
+
     def perform(tx: Transaction) -> None:
         for task_id, lines in by_task.items():
             trial = _trial_of(tx.connection, task_id)
             logs.add_task_logs(tx, task_id, trial["id"], None, lines)
+            events.tell_lines(tx, task_id, told[task_id])
             detached.hear(tx, trial)
 
     await request.services.write(perform)

@@ -19,6 +19,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import logs
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.master.webhooks import events
 from dstrial.visible_text import visible
 
 _CHUNK = 2000
@@ -199,10 +200,17 @@ async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
             request.require_allocation(allocation_id)
         by_task.setdefault((task_id, allocation_id), []).append(line)
 
+    find = request.services.log_triggers.find
+    told = await request.services.run(
+        lambda: [(task_id, find(line.text for line in lines)) for (task_id, _), lines in by_task.items()]
+    )
+
     def perform(tx: Transaction) -> None:
         for (task_id, allocation_id), lines in by_task.items():
             row = _task(tx.connection, task_id)
             logs.add_task_logs(tx, task_id, row["trial_id"], allocation_id, lines)
+        for task_id, matches in told:
+            events.tell_lines(tx, task_id, matches)
 
     await request.services.write(perform)
     return {}

@@ -208,11 +208,6 @@ async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
     return {"metadata": as_data(metadata)}
 
 
-async def report_alert(_request: ApiRequest) -> dict[str, Any]:
-    """``POST webhooks/custom``: there is nobody to tell."""
-    return {}
-
-
 async def report_source(request: ApiRequest) -> dict[str, Any]:
     """``POST trial-source-info``: a trial uses a checkpoint or a version of a model, for batch inference for example."""
     body = request.body()
@@ -248,6 +243,5 @@ routes = [
     route("POST", "/runs/start", start_run, access=TRIAL),
     route("GET", "/runs/{run_id:int}/metadata", show_run_metadata, access=TRIAL),
     route("POST", "/runs/{run_id:int}/metadata", set_run_metadata, access=TRIAL),
-    route("POST", "/webhooks/custom", report_alert, access=TRIAL),
     route("POST", "/trial-source-info", report_source, access=TRIAL),
 ]

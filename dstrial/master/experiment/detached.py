@@ -26,6 +26,7 @@ from dstrial.master.store import projects
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
+from dstrial.master.webhooks import events
 
 _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has reported an error"}
 
@@ -272,6 +273,7 @@ def _reopen(tx: Transaction, trial: sqlite3.Row, *, is_archived: bool = False) -
         "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, archived = ? WHERE id = ?",
         (is_archived, trial["experiment_id"]),
     )
+    events.tell_state(tx, trial["experiment_id"])
     tx.publish(f"trial:{trial['id']}", f"experiment:{trial['experiment_id']}")
 
 

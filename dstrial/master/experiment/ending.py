@@ -12,6 +12,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store import work
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
+from dstrial.master.webhooks import events
 from dstrial.search import ExitReason
 
 DEFAULT_PREEMPTION_TIMEOUT_S = 3600
@@ -155,5 +156,6 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
     if state == "COMPLETED":
         tx.execute("UPDATE experiments SET end_reason = NULL WHERE id = ?", (experiment_id,))
     tx.publish(f"experiment:{experiment_id}")
+    events.tell_state(tx, experiment_id)
     if not row["unmanaged"]:
         work.request(tx, "gc", experiment_id)

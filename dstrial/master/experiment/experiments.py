@@ -16,6 +16,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import models, projects, work
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.master.webhooks import events
 from dstrial.search import Create, Searcher
 
 
@@ -94,6 +95,7 @@ def pause(tx: Transaction, experiment_id: int) -> None:
     if state == "PAUSED":
         return
     tx.execute("UPDATE experiments SET state = 'PAUSED' WHERE id = ?", (experiment_id,))
+    events.tell_state(tx, experiment_id)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         if trial_rows.require(tx.connection, trial_id)["state"] == "ACTIVE":
@@ -112,6 +114,7 @@ def activate(tx: Transaction, experiment_id: int) -> None:
     if state == "ACTIVE":
         return
     tx.execute("UPDATE experiments SET state = 'ACTIVE' WHERE id = ?", (experiment_id,))
+    events.tell_state(tx, experiment_id)
     tx.execute(
         "UPDATE trials SET state = 'ACTIVE' WHERE experiment_id = ? AND state = 'PAUSED'", (experiment_id,)
     )
@@ -288,6 +291,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
         "searcher_snapshot = ? WHERE id = ?",
         (json.dumps(snapshot), experiment_id),
     )
+    events.tell_state(tx, experiment_id)
     for trial in again:
         trial_rows.reopen(tx, trial)
     tx.publish(f"experiment:{experiment_id}", "scheduler")

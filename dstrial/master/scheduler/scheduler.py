@@ -41,6 +41,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line, add_task_logs
+from dstrial.master.webhooks import events
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -297,6 +298,7 @@ class Scheduler:
             return False
         policies = () if _is_command(row) else self._policies_of(row["experiment_id"])
         matched = matches(policies, (line.text for line in lines))
+        told = self._services.log_triggers.find(line.text for line in lines)
 
         def store(tx: Transaction) -> None:
             cursor = tx.execute(
@@ -306,6 +308,7 @@ class Scheduler:
             if cursor.rowcount:
                 add_task_logs(tx, row["task_id"], row["trial_id"] or None, row["id"], lines)
                 _note_policies(tx, row, matched)
+                events.tell_lines(tx, row["task_id"], told)
 
         self._database.write(store)
         return end - offset > _CHUNK_BYTES // 2

@@ -84,12 +84,16 @@ class Identity:
         user: the user; for an allocation the one who submitted its experiment.
         allocation: set for the token of an allocation itself, None for one of a user.
         expires_us: when it ends by itself.
+        is_access_token: whether it was made as one, and is no session's.
+        is_of_task: whether it ends with an allocation.
     """
 
     token_hash: str
     user: User
     allocation: AllocationIdentity | None
     expires_us: int | None
+    is_access_token: bool = False
+    is_of_task: bool = False
 
 
 def create_token(tx: Transaction, user_id: int) -> str:
@@ -121,16 +125,20 @@ def end_token(tx: Transaction, token_hash: str) -> None:
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
-    """End a user's tokens, those inside running trials among them; the trials' own stay valid."""
+    """End a user's tokens, access tokens and those inside running trials among them; the trials' own stay valid."""
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),
+    )
+    tx.execute(
+        "UPDATE access_tokens SET revoked_us = ? WHERE user_id = ? AND revoked_us IS NULL AND token_hash IS NOT ?",
+        (now_us(), user_id, except_hash),
     )
     tx.publish(TOPIC)
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Look a token up; None if it does not exist or its allocation has ended."""
+    """Look a token up; None if it does not exist, was revoked, or its allocation has ended."""
     row = connection.execute(
         "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
         "a.experiment_id, a.run_id, u.* FROM tokens t JOIN users u ON u.id = t.user_id "
@@ -138,7 +146,7 @@ def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity |
         (token_hash,),
     ).fetchone()
     if row is None:
-        return None
+        return _find_access_token(connection, token_hash)
     if row["allocation_id"] is not None and (row["a_id"] is None or row["a_state"] == "TERMINATED"):
         return None
     allocation = None
@@ -146,7 +154,19 @@ def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity |
         allocation = AllocationIdentity(
             row["a_id"], row["task_id"], row["trial_id"], row["experiment_id"], row["run_id"]
         )
-    return Identity(token_hash, User.from_row(row), allocation, row["expires_us"])
+    is_of_task = row["allocation_id"] is not None
+    return Identity(token_hash, User.from_row(row), allocation, row["expires_us"], is_of_task=is_of_task)
+
+
+def _find_access_token(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
+    row = connection.execute(
+        "SELECT t.expires_us, u.* FROM access_tokens t JOIN users u ON u.id = t.user_id "
+        "WHERE t.token_hash = ? AND t.revoked_us IS NULL",
+        (token_hash,),
+    ).fetchone()
+    if row is None:
+        return None
+    return Identity(token_hash, User.from_row(row), None, row["expires_us"], is_access_token=True)
 
 
 def hash_token(token: str) -> str:

@@ -15,9 +15,12 @@ from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.shapes import shown_state
+from dstrial.master.api.webhooks import masked_url, seen_workspaces
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.store import listings, logs
 from dstrial.master.store import metrics as metric_rows
+from dstrial.master.store import webhooks as webhook_rows
+from dstrial.master.store.tokens import User
 from dstrial.master.web.plot import Plot, line_plot
 
 _MAX_EXPERIMENTS = 200
@@ -105,9 +108,31 @@ def _trials(
     return shown
 
 
+def _webhook(webhook: webhook_rows.Webhook) -> dict[str, Any]:
+    """What is shown of a webhook; its address, which may be a secret, as far as the host."""
+    last_us = webhook.delivery["lastTime"]
+    return {
+        "id": webhook.id,
+        "name": webhook.name,
+        "triggers": [
+            " ".join(filter(None, (one.type.replace("_", " ").lower(), one.condition)))
+            for one in webhook.triggers
+        ],
+        "url": masked_url(webhook.url),
+        **{key: webhook.delivery[key] for key in ("delivered", "failed", "dropped", "waiting")},
+        "last": "" if last_us is None else format_us(last_us)[:19].replace("T", " "),
+        "result": webhook.delivery["lastResult"] or "",
+    }
+
+
 def _read(
-    connection: sqlite3.Connection, experiment_id: int | None, trial_id: int | None, names: SecretNames
+    connection: sqlite3.Connection,
+    experiment_id: int | None,
+    trial_id: int | None,
+    names: SecretNames,
+    user: User,
 ) -> dict[str, Any]:
+    workspace_ids = seen_workspaces(connection, user)
     rows = listings.list_experiments(
         connection, listings.ExperimentFilter(), is_descending=True, limit=_MAX_EXPERIMENTS
     )
@@ -130,6 +155,7 @@ def _read(
         "trial_id": trial_id,
         "log": "".join(lines),
         "is_live": any(row["state"] == "ACTIVE" for row in rows),
+        "webhooks": [_webhook(one) for one in webhook_rows.list_webhooks(connection, workspace_ids)],
     }
 
 
@@ -140,7 +166,9 @@ async def show_page(request: ApiRequest) -> Response:
     """
     services = request.services
     experiment_id = request.path_params.get("experiment_id", request.query_int("experiment"))
-    values = await services.read(_read, experiment_id, request.query_int("trial"), services.secret_names)
+    values = await services.read(
+        _read, experiment_id, request.query_int("trial"), services.secret_names, request.user
+    )
     return render(
         "page.html",
         user=request.user.username,

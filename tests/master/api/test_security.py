@@ -48,10 +48,10 @@ _OWN_BODIES: dict[str, Any] = {
     "GET /api/v1/trials/metrics/training_metrics": "?trialIds=1",
     "GET /api/v1/trials/metrics/validation_metrics": "?trialIds=1",
     "POST /api/v1/trials/profiler/metrics": {},
-    "POST /api/v1/webhooks/custom": {},
+    "POST /api/v1/webhooks/custom": {"experimentId": 1, "trialId": 1, "data": {"title": "t"}},
     "POST /api/v1/trial-source-info": {"trialSourceInfo": {"trialId": 1, "checkpointUuid": "OWN"}},
 }
-_OPEN_TO_EVERY_TRIAL = {"POST /api/v1/webhooks/custom", "POST /api/v1/trials/profiler/metrics"}
+_OPEN_TO_EVERY_TRIAL = {"POST /api/v1/trials/profiler/metrics"}
 
 
 def _name(route: Route) -> str:
@@ -97,7 +97,7 @@ def test_four_requests_of_the_protocol_are_open_to_everybody() -> None:
 
 def test_what_is_the_owners_is_closed_to_every_token_at_the_port(served: Master) -> None:
     """This server has no socket of a state directory, and nothing that a request says stands for one."""
-    assert {_name(route) for route in _routes(OWNER)} == {"POST /owner/login"}
+    assert {_name(route) for route in _routes(OWNER)} == {"POST /owner/login", "GET /owner/webhook-key"}
     for route in _routes(OWNER):
         for token in (None, "determined", "admin", "trial-1", "trial-1-user"):
             assert _ask(served, route, token, _OWN) == 403, token

@@ -1,0 +1,210 @@
+"""``dstrial webhook``: have the master of this machine tell an address what happens, and see how that goes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from dstrial.cli.text_table import text_table
+from dstrial.cli.up import add_state_dir_argument
+from dstrial.errors import MasterError, RequestError
+from dstrial.master.client import Client
+from dstrial.master.state_directory import MasterRecord, StateDirectory
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_HEADER = (
+    "ID",
+    "Name",
+    "Told of",
+    "Where",
+    "Form",
+    "URL",
+    "Sent",
+    "Failed",
+    "Dropped",
+    "Waiting",
+    "Last",
+    "Result",
+)
+_NUMBERS = (6, 7, 8, 9)
+_EPILOG = """\
+Bodies are signed: the header X-Determined-AI-Signature is the HMAC-SHA256, in hexadecimal digits, of the header
+X-Determined-AI-Signature-Timestamp, a comma and the body, with the key that `dstrial webhook key` prints.
+"""
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its arguments."""
+    parser = subparsers.add_parser(
+        "webhook",
+        help="have the master tell an address what happens to experiments",
+        description="Have the master of this machine send an HTTP request when an experiment ends, a line is logged, or a "
+        "trial has something to say with core_context.alert().",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    create = actions.add_parser("create", help="make a webhook; by default it is told of COMPLETED and ERROR")
+    create.add_argument("name", help="by which experiment configs name it")
+    create.add_argument("url", help="an address of http or https")
+    create.add_argument(
+        "--state",
+        action="append",
+        default=[],
+        metavar="STATE",
+        help="tell of experiments in this state; repeatable",
+    )
+    create.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="tell of the first line of each task that matches; repeatable",
+    )
+    create.add_argument(
+        "--alert", action="store_true", help="tell of core_context.alert() of experiments that name it"
+    )
+    create.add_argument(
+        "--specific",
+        action="store_true",
+        help="only of experiments that name it under integrations.webhooks; --alert means it, too",
+    )
+    create.add_argument("--workspace", metavar="NAME", help="only of this workspace (default: of all)")
+    create.add_argument("--slack", action="store_true", help="send the form that Slack shows")
+    listing = actions.add_parser("list", help="show webhooks, and how sending goes")
+    listing.add_argument("--json", action="store_true", dest="as_json", help="print a JSON list")
+    delete = actions.add_parser("delete", help="delete a webhook, and what waits to be sent to it")
+    trial = actions.add_parser("test", help="send one event now, and say whether it was taken")
+    for action in (delete, trial):
+        action.add_argument("id", type=int, help="its number in `dstrial webhook list`")
+    key = actions.add_parser("key", help="print the key by which webhooks are signed")
+    for action in (create, listing, delete, trial, key):
+        add_state_dir_argument(action)
+        action.add_argument(
+            "--user", metavar="NAME", default="admin", help="the user to ask as (default: %(default)s)"
+        )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Do what was asked for.
+
+    Raises:
+        MasterError: no master runs, or it refuses.
+    """
+    state = StateDirectory.choose(args.state_dir)
+    record = state.running()
+    if record is None:
+        raise MasterError(
+            f"no master is running with state directory {state.path}; expected one. Start it with `dstrial up`."
+        )
+    if args.action == "key":
+        key = Client(record.address, socket=record.socket).get("/owner/webhook-key")["key"]
+        sys.stdout.write(f"{key}\n")
+        return 0
+    perform: Callable[[Client, argparse.Namespace], str] = {
+        "create": _create,
+        "list": _list,
+        "delete": _delete,
+        "test": _test,
+    }[args.action]
+    with _session(record, args.user) as client:
+        sys.stdout.write(perform(client, args))
+    return 0
+
+
+@contextlib.contextmanager
+def _session(record: MasterRecord, username: str) -> Iterator[Client]:
+    """A client with a token that ends with the block."""
+    from dstrial.master.login import new_token
+
+    client = Client(record.address, new_token(record, username))
+    try:
+        yield client
+    finally:
+        with contextlib.suppress(MasterError):
+            client.post("/api/v1/auth/logout")
+
+
+def _create(client: Client, args: argparse.Namespace) -> str:
+    states = args.state or ([] if args.log or args.alert else ["COMPLETED", "ERROR"])
+    triggers: list[dict[str, Any]] = [
+        {"triggerType": "TRIGGER_TYPE_EXPERIMENT_STATE_CHANGE", "condition": {"state": one.upper()}}
+        for one in states
+    ]
+    triggers += [{"triggerType": "TRIGGER_TYPE_TASK_LOG", "condition": {"regex": one}} for one in args.log]
+    if args.alert:
+        triggers.append({"triggerType": "TRIGGER_TYPE_CUSTOM"})
+    body = {
+        "name": args.name,
+        "url": args.url,
+        "mode": "WEBHOOK_MODE_SPECIFIC" if args.specific or args.alert else "WEBHOOK_MODE_WORKSPACE",
+        "webhookType": "WEBHOOK_TYPE_SLACK" if args.slack else "WEBHOOK_TYPE_DEFAULT",
+        "workspaceId": None if args.workspace is None else _workspace_id(client, args.workspace),
+        "triggers": triggers,
+    }
+    made = client.post("/api/v1/webhooks", body)["webhook"]
+    return f"webhook {made['id']} is made; try it with `dstrial webhook test {made['id']}`\n"
+
+
+def _workspace_id(client: Client, name: str) -> int:
+    for one in client.get("/api/v1/workspaces", limit=-1)["workspaces"]:
+        if one["name"].casefold() == name.casefold():
+            return int(one["id"])
+    raise RequestError(
+        404, f"workspace {name!r} is not found; expected one of `det workspace list`. Name another."
+    )
+
+
+def _list(client: Client, args: argparse.Namespace) -> str:
+    found = client.get("/api/v1/webhooks")["webhooks"]
+    if args.as_json:
+        return json.dumps(found, indent=2) + "\n"
+    if not found:
+        return "no webhooks; make one with `dstrial webhook create NAME URL`\n"
+    names = {one["id"]: one["name"] for one in client.get("/api/v1/workspaces", limit=-1)["workspaces"]}
+    return text_table(_HEADER, [_row(one, names) for one in found], right=_NUMBERS)
+
+
+def _row(one: dict[str, Any], workspace_names: dict[int, str]) -> tuple[object, ...]:
+    delivery = one["delivery"]
+    where = (
+        "all" if one["workspaceId"] is None else workspace_names.get(one["workspaceId"], one["workspaceId"])
+    )
+    last = delivery["lastTime"]
+    return (
+        one["id"],
+        one["name"],
+        ", ".join(_told_of(trigger) for trigger in one["triggers"]),
+        f"{where}, if named" if one["mode"] == "WEBHOOK_MODE_SPECIFIC" else where,
+        one["webhookType"].removeprefix("WEBHOOK_TYPE_").lower(),
+        one["url"],
+        delivery["delivered"],
+        delivery["failed"],
+        delivery["dropped"],
+        delivery["waiting"],
+        None if last is None else last[:19].replace("T", " "),
+        delivery["lastResult"],
+    )
+
+
+def _told_of(trigger: dict[str, Any]) -> str:
+    condition = trigger["condition"]
+    if "regex" in condition:
+        return f"log {condition['regex']!r}"
+    return str(condition.get("state", "alerts"))
+
+
+def _delete(client: Client, args: argparse.Namespace) -> str:
+    client.send("DELETE", f"/api/v1/webhooks/{args.id}")
+    return f"webhook {args.id} is deleted\n"
+
+
+def _test(client: Client, args: argparse.Namespace) -> str:
+    client.post(f"/api/v1/webhooks/{args.id}/test")
+    return f"the receiver of webhook {args.id} has taken a test event\n"

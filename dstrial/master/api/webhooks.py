@@ -1,0 +1,270 @@
+"""Webhooks: made, listed, changed, deleted and tried; and the alerts of trials.
+
+Source: Determined 0.38.1 ``master/internal/webhooks/api_webhook.go`` and ``authz_basic_impl.go``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from determined.common.api import bindings
+
+from dstrial.config.secrets import MASK
+from dstrial.errors import RequestError
+from dstrial.master.api.fields import Fields
+from dstrial.master.api.frame import OWNER, TRIAL, USER, ApiRequest, route
+from dstrial.master.api.messages import message
+from dstrial.master.clock import format_us
+from dstrial.master.store import experiments, trials, webhooks, workspaces
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.logs import LEVELS, add_master_line
+from dstrial.master.store.tokens import User
+from dstrial.master.store.webhooks import Trigger, Webhook
+from dstrial.master.webhooks import events
+from dstrial.master.webhooks.payloads import body_of, test_event
+
+_TYPES = tuple(f"TRIGGER_TYPE_{name}" for name in ("EXPERIMENT_STATE_CHANGE", "TASK_LOG", "CUSTOM"))
+_CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
+
+
+def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
+    """Return a webhook as the protocol has it, and under ``delivery`` how sending goes.
+
+    Args:
+        webhook: the webhook.
+        shows_url: whether its address, which often is a secret, is shown beyond the host.
+    """
+    triggers = [
+        message(
+            bindings.v1Trigger,
+            id=one.id,
+            triggerType=f"TRIGGER_TYPE_{one.type}",
+            condition={_CONDITION_KEYS[one.type]: one.condition} if one.type in _CONDITION_KEYS else {},
+            webhookId=webhook.id,
+        )
+        for one in webhook.triggers
+    ]
+    last_us = webhook.delivery["lastTime"]
+    return {
+        **message(
+            bindings.v1Webhook,
+            id=webhook.id,
+            name=webhook.name,
+            url=webhook.url if shows_url else masked_url(webhook.url),
+            webhookType=f"WEBHOOK_TYPE_{webhook.type}",
+            mode=f"WEBHOOK_MODE_{webhook.mode}",
+            workspaceId=webhook.workspace_id,
+            triggers=triggers,
+        ),
+        "delivery": {**webhook.delivery, "lastTime": None if last_us is None else format_us(last_us)},
+    }
+
+
+def masked_url(url: str) -> str:
+    """Return of an address what it is for, and not what may be a secret: ``https://hooks.slack.com/********``."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{MASK}"
+
+
+def seen_workspaces(connection: sqlite3.Connection, user: User) -> set[int] | None:
+    """Return the workspaces whose webhooks a user sees, beside those of all workspaces; None for any."""
+    if user.admin:
+        return None
+    rows = connection.execute("SELECT id FROM workspaces WHERE owner_id = ?", (user.id,))
+    return {row["id"] for row in rows}
+
+
+def _may_edit(connection: sqlite3.Connection, user: User, workspace_id: int | None) -> bool:
+    """Whether a user may make and see the webhooks of a workspace: its owner, and administrators all."""
+    return user.admin or (
+        workspace_id is not None and workspaces.require(connection, workspace_id)["owner_id"] == user.id
+    )
+
+
+def _require_may_edit(connection: sqlite3.Connection, user: User, workspace_id: int | None) -> None:
+    if not _may_edit(connection, user, workspace_id):
+        raise RequestError(
+            403,
+            f"user {user.username!r} is neither an administrator nor the owner of the webhook's workspace; expected one of "
+            "them. Ask with `det -u admin`, or make it in a workspace of your own.",
+        )
+
+
+async def list_all(request: ApiRequest) -> dict[str, Any]:
+    """``GET webhooks``: those of all workspaces, and those of one's own; administrators see every one."""
+    user = request.user
+
+    def read(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+        return [
+            webhook_json(one, shows_url=user.admin or one.workspace_id is not None)
+            for one in webhooks.list_webhooks(connection, seen_workspaces(connection, user))
+        ]
+
+    return {"webhooks": await request.services.read(read)}
+
+
+async def create(request: ApiRequest) -> dict[str, Any]:
+    """``POST webhooks``."""
+    webhook = _given(request.body())
+
+    def write(tx: Transaction) -> Webhook:
+        if webhook.workspace_id is not None:
+            workspaces.require(tx.connection, webhook.workspace_id)
+        _require_may_edit(tx.connection, request.user, webhook.workspace_id)
+        return webhooks.require(tx.connection, webhooks.create(tx, webhook))
+
+    created = await request.services.write(write)
+    return message(bindings.v1PostWebhookResponse, webhook=webhook_json(created, shows_url=True))
+
+
+def _given(body: Fields) -> Webhook:
+    """Read a webhook as a client sends it; what is missing counts as Determined's defaults."""
+    kind = (body.choice("webhookType", bindings.v1WebhookType) or "").removeprefix("WEBHOOK_TYPE_")
+    mode = (body.choice("mode", bindings.v1WebhookMode) or "").removeprefix("WEBHOOK_MODE_")
+    return Webhook(
+        name=body.required_text("name"),
+        url=body.required_text("url"),
+        type="SLACK" if kind == "SLACK" else "DEFAULT",
+        mode="SPECIFIC" if mode == "SPECIFIC" else "WORKSPACE",
+        workspace_id=body.integer("workspaceId", 0, 2**31 - 1) or None,
+        triggers=tuple(_trigger(one) for one in body.field_list("triggers") or []),
+    )
+
+
+def _trigger(fields: Fields) -> Trigger:
+    kind = (fields.choice("triggerType", _TYPES) or "").removeprefix("TRIGGER_TYPE_")
+    if not kind:
+        raise fields.wrong("triggerType", "one of " + ", ".join(_TYPES))
+    key = _CONDITION_KEYS.get(kind)
+    condition = fields.mapping("condition") or {}
+    if key is None:
+        return Trigger(kind, "")
+    value = condition.get(key)
+    if set(condition) != {key} or not isinstance(value, str):
+        raise fields.wrong("condition", f"an object with {key}, a string, and nothing else")
+    return Trigger(kind, value)
+
+
+async def _changed(request: ApiRequest, change: Callable[[Transaction, int], None]) -> dict[str, Any]:
+    webhook_id = request.path_params["webhook_id"]
+
+    def write(tx: Transaction) -> None:
+        found = webhooks.require(tx.connection, webhook_id)
+        _require_may_edit(tx.connection, request.user, found.workspace_id)
+        change(tx, webhook_id)
+
+    await request.services.write(write)
+    return {}
+
+
+async def patch(request: ApiRequest) -> dict[str, Any]:
+    """``PATCH webhooks/{id}``: another address; nothing else of a webhook changes."""
+    body = request.body()
+    url = (body.fields("webhook") or body).required_text("url")
+    return await _changed(request, lambda tx, webhook_id: webhooks.change_url(tx, webhook_id, url))
+
+
+async def delete(request: ApiRequest) -> dict[str, Any]:
+    """``DELETE webhooks/{id}``."""
+    return await _changed(request, webhooks.delete)
+
+
+async def try_out(request: ApiRequest) -> dict[str, Any]:
+    """``POST webhooks/{id}/test``: send an event now, once, and say whether the receiver has taken it."""
+    services, webhook_id = request.services, request.path_params["webhook_id"]
+
+    def read(connection: sqlite3.Connection) -> Webhook:
+        found = webhooks.require(connection, webhook_id)
+        _require_may_edit(connection, request.user, found.workspace_id)
+        return found
+
+    webhook = await services.read(read)
+    body = body_of(
+        test_event(str(uuid.uuid4()), int(time.time())),
+        webhook.type,
+        node=services.agent_id,
+        pool=services.settings.pool_name,
+        base_url=services.settings.base_url,
+    )
+    # Not in the threads that read the database: a receiver that hangs must not hold up other requests.
+    outcome = await asyncio.get_running_loop().run_in_executor(
+        None, services.webhook_sender.post, webhook.url, body
+    )
+    if outcome is None:
+        raise RequestError(
+            503, "the master is ending and sends nothing; try again after the next `dstrial up`"
+        )
+    if not outcome.is_delivered:
+        raise RequestError(
+            400,
+            f"the receiver of webhook {webhook_id} answered: {outcome.result}; expected a status from 200 to 299. See what "
+            "its address says, or change that.",
+        )
+    return message(bindings.v1TestWebhookResponse, completed=True)
+
+
+async def report_alert(request: ApiRequest) -> dict[str, Any]:
+    """``POST webhooks/custom``: what a trial's code has to say, ``core_context.alert``."""
+    body = request.body()
+    experiment_id, trial_id = body.required_integer("experimentId", 1), body.integer("trialId") or None
+    data = body.fields("data") or Fields({})
+    if trial_id is not None:
+        request.require_trial(trial_id)
+    own = request.allocation
+    if own is not None and own.experiment_id != experiment_id:
+        raise RequestError(
+            403,
+            f"experiment {experiment_id} is not that of this token's allocation; expected its own. Use a user's token.",
+        )
+    title, description = data.text("title") or "", data.text("description") or ""
+    level = (data.choice("level", bindings.v1LogLevel) or "").removeprefix("LOG_LEVEL_")
+
+    def write(tx: Transaction) -> None:
+        experiments.require(tx.connection, experiment_id)
+        trial = None if trial_id is None else trials.require(tx.connection, trial_id)
+        if trial is not None and trial["experiment_id"] != experiment_id:
+            raise RequestError(
+                400,
+                f"trial {trial_id} is one of experiment {trial['experiment_id']}; expected one of {experiment_id}. Send both "
+                "as they belong together.",
+            )
+        told = events.tell_alert(
+            tx,
+            experiment_id,
+            trial_id,
+            title=title,
+            description=description,
+            level=level if level in LEVELS else "",
+        )
+        if told == 0 and trial is not None:
+            text = (
+                f"the alert {title[:80]!r} is told to nobody: integrations.webhooks of the config names no webhook with a "
+                "custom trigger in this workspace"
+            )
+            add_master_line(tx, trial["task_id"], trial_id, text, level="WARNING")
+
+    await request.services.write(write)
+    return {}
+
+
+async def show_key(request: ApiRequest) -> dict[str, Any]:
+    """``GET /owner/webhook-key``: the key by which webhooks are signed, for the owner of the state directory."""
+    return {"key": request.services.signing_key}
+
+
+_ONE = "/webhooks/{webhook_id:int}"
+routes = [
+    route("GET", "/webhooks", list_all, access=USER),
+    route("POST", "/webhooks", create, access=USER),
+    route("PATCH", _ONE, patch, access=USER),
+    route("DELETE", _ONE, delete, access=USER),
+    route("POST", f"{_ONE}/test", try_out, access=USER),
+    route("POST", "/webhooks/custom", report_alert, access=TRIAL),
+    route("GET", "//owner/webhook-key", show_key, access=OWNER),
+]

@@ -1,0 +1,317 @@
+"""Rows of webhooks, their triggers, and the events that are to be sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from dstrial.config.log_patterns import compile_pattern
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
+
+TOPIC = "webhooks"
+"""Published when webhooks are made or deleted."""
+
+EVENTS_TOPIC = "webhook_events"
+"""Published when there is something to send."""
+
+STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")
+"""States of experiments that a trigger may name."""
+
+MAX_PENDING = 1000
+"""Events of one webhook that may wait; further ones are dropped and counted."""
+
+KEPT_FAILED = 20
+"""Events given up that are kept for each webhook."""
+
+_MAX_WEBHOOKS = 100
+_MAX_TRIGGERS = 20
+_MAX_LOG_TRIGGERS = 50
+_MAX_NAME = 128
+_MAX_URL = 2048
+_MAX_PATTERN = 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trigger:
+    """What a webhook is told of.
+
+    Attributes:
+        type: EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM.
+        condition: a state, a pattern of RE2, or empty.
+        id: its number; 0 before it has one.
+    """
+
+    type: str
+    condition: str
+    id: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Webhook:
+    """One webhook.
+
+    Attributes:
+        name: by which configs name it; one of a kind in its workspace.
+        url: where it is sent.
+        type: DEFAULT or SLACK.
+        mode: WORKSPACE, or SPECIFIC for experiments that name it.
+        workspace_id: whose events it is told of; None for all.
+        triggers: of what.
+        id: its number; 0 before it has one.
+        delivery: how sending goes: ``delivered``, ``failed``, ``dropped``, ``waiting``, ``lastTime`` (us), ``lastResult``.
+    """
+
+    name: str
+    url: str
+    type: str
+    mode: str
+    workspace_id: int | None
+    triggers: tuple[Trigger, ...]
+    id: int = 0
+    delivery: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def create(tx: Transaction, webhook: Webhook) -> int:
+    """Store a webhook and return its number.
+
+    Raises:
+        RequestError: 400 for a name, address or trigger that cannot be one, or too many; 409 for a name that is taken.
+    """
+    check(webhook)
+    if tx.execute("SELECT COUNT(*) FROM webhooks").fetchone()[0] >= _MAX_WEBHOOKS:
+        raise RequestError(
+            400, f"there are {_MAX_WEBHOOKS} webhooks; expected fewer. Delete one that is not needed."
+        )
+    num_log = tx.execute("SELECT COUNT(*) FROM webhook_triggers WHERE type = 'TASK_LOG'").fetchone()[0]
+    if num_log + sum(one.type == "TASK_LOG" for one in webhook.triggers) > _MAX_LOG_TRIGGERS:
+        raise RequestError(
+            400,
+            f"there are {num_log} triggers on logs; expected at most {_MAX_LOG_TRIGGERS} with the new ones. Join patterns "
+            "with |.",
+        )
+    taken = tx.execute(
+        "SELECT 1 FROM webhooks WHERE name = ? AND COALESCE(workspace_id, 0) = ?",
+        (webhook.name, webhook.workspace_id or 0),
+    ).fetchone()
+    if taken is not None:
+        raise RequestError(
+            409, f"webhook {webhook.name!r} already exists there; expected a new name. Choose another."
+        )
+    cursor = tx.execute(
+        "INSERT INTO webhooks (name, url, type, mode, workspace_id, created_us) VALUES (?, ?, ?, ?, ?, ?)",
+        (webhook.name, webhook.url, webhook.type, webhook.mode, webhook.workspace_id, now_us()),
+    )
+    assert cursor.lastrowid is not None
+    tx.executemany(
+        "INSERT INTO webhook_triggers (webhook_id, type, condition) VALUES (?, ?, ?)",
+        [(cursor.lastrowid, one.type, one.condition) for one in webhook.triggers],
+    )
+    tx.publish(TOPIC)
+    return cursor.lastrowid
+
+
+def check(webhook: Webhook) -> None:
+    """Refuse (400) a webhook that cannot be one."""
+    if not 1 <= len(webhook.name.strip()) <= _MAX_NAME or not webhook.name.isprintable():
+        raise RequestError(
+            400,
+            f"the name of the webhook is {webhook.name[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose "
+            "another.",
+        )
+    check_url(webhook.url)
+    if not 1 <= len(webhook.triggers) <= _MAX_TRIGGERS:
+        raise RequestError(
+            400,
+            f"the webhook has {len(webhook.triggers)} triggers; expected 1 to {_MAX_TRIGGERS}. Say what it is to be told of.",
+        )
+    for trigger in webhook.triggers:
+        _check_trigger(trigger, webhook.mode)
+
+
+def _check_trigger(trigger: Trigger, mode: str) -> None:
+    if trigger.type == "EXPERIMENT_STATE_CHANGE" and trigger.condition not in STATES:
+        raise RequestError(
+            400,
+            f"the state of a trigger is {trigger.condition[:80]!r}; expected one of {', '.join(STATES)}. Name one of these.",
+        )
+    if trigger.type == "CUSTOM" and mode != "SPECIFIC":
+        raise RequestError(
+            400,
+            f"the mode of a webhook with a custom trigger is {mode}; expected SPECIFIC, so that experiments name it under "
+            "integrations.webhooks. Change the mode.",
+        )
+    if trigger.type == "TASK_LOG":
+        if not 1 <= len(trigger.condition) <= _MAX_PATTERN:
+            raise RequestError(
+                400,
+                f"the regex of a trigger is {len(trigger.condition)} characters long; expected 1 to {_MAX_PATTERN}. Write a "
+                "pattern.",
+            )
+        try:
+            compile_pattern(trigger.condition)
+        except ValueError as error:
+            raise RequestError(
+                400,
+                f"the regex of a trigger is {trigger.condition[:80]!r}; expected a regular expression of RE2 ({error}). "
+                "Correct it; RE2 has no look-around and no back-references.",
+            ) from error
+
+
+def check_url(url: str) -> None:
+    """Refuse (400) an address that is not one of http or https."""
+    problem = None
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            problem = "an address of http or https with a host"
+        elif len(url) > _MAX_URL or not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
+            problem = f"at most {_MAX_URL} printable ASCII characters without spaces"
+    except ValueError as error:
+        problem = f"an address that can be read ({error})"
+    if problem is not None:
+        raise RequestError(
+            400,
+            f"the url of the webhook is {url[:80]!r}; expected {problem}. Write https://example.org/path, for example.",
+        )
+
+
+def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
+    """Return webhooks by number: those of all workspaces, and those of the given ones; of any for None."""
+    rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
+    return [
+        _webhook(connection, row)
+        for row in rows
+        if workspace_ids is None or row["workspace_id"] is None or row["workspace_id"] in workspace_ids
+    ]
+
+
+def require(connection: sqlite3.Connection, webhook_id: int) -> Webhook:
+    """Return one webhook.
+
+    Raises:
+        RequestError: 404.
+    """
+    row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
+    if row is None:
+        raise RequestError(
+            404, f"webhook {webhook_id} is not found; expected one of `dstrial webhook list`. Name another."
+        )
+    return _webhook(connection, row)
+
+
+def _webhook(connection: sqlite3.Connection, row: sqlite3.Row) -> Webhook:
+    triggers = connection.execute(
+        "SELECT * FROM webhook_triggers WHERE webhook_id = ? ORDER BY id", (row["id"],)
+    )
+    num_waiting = connection.execute(
+        "SELECT COUNT(*) FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NULL", (row["id"],)
+    ).fetchone()[0]
+    return Webhook(
+        name=row["name"],
+        url=row["url"],
+        type=row["type"],
+        mode=row["mode"],
+        workspace_id=row["workspace_id"],
+        triggers=tuple(Trigger(one["type"], one["condition"], one["id"]) for one in triggers),
+        id=row["id"],
+        delivery={
+            "delivered": row["num_delivered"],
+            "failed": row["num_failed"],
+            "dropped": row["num_dropped"],
+            "waiting": num_waiting,
+            "lastTime": row["last_us"],
+            "lastResult": row["last_result"],
+        },
+    )
+
+
+def change_url(tx: Transaction, webhook_id: int, url: str) -> None:
+    """Send to another address from now on, what waits included."""
+    check_url(url)
+    tx.execute("UPDATE webhooks SET url = ? WHERE id = ?", (url, webhook_id))
+    tx.publish(EVENTS_TOPIC)
+
+
+def delete(tx: Transaction, webhook_id: int) -> None:
+    """Delete a webhook, and what waits to be sent to it."""
+    tx.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
+    tx.publish(TOPIC)
+
+
+def triggered(connection: sqlite3.Connection, kind: str, condition: str | None = None) -> list[sqlite3.Row]:
+    """Return the triggers of a type, and of a condition if it is given, with the columns of their webhooks.
+
+    The trigger's own number is ``trigger_id``.
+    """
+    return connection.execute(
+        "SELECT w.*, t.id AS trigger_id, t.condition FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "
+        "WHERE t.type = ? AND (? IS NULL OR t.condition = ?) ORDER BY t.id",
+        (kind, condition, condition),
+    ).fetchall()
+
+
+def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> None:
+    """Have an event sent, unless too many wait already; those are counted."""
+    waiting = tx.execute(
+        "SELECT COUNT(*) FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NULL", (webhook_id,)
+    ).fetchone()[0]
+    if waiting >= MAX_PENDING:
+        tx.execute("UPDATE webhooks SET num_dropped = num_dropped + 1 WHERE id = ?", (webhook_id,))
+        return
+    now = now_us()
+    tx.execute(
+        "INSERT INTO webhook_events (webhook_id, event, created_us, due_us) VALUES (?, ?, ?, ?)",
+        (webhook_id, json.dumps(event), now, now),
+    )
+    tx.publish(EVENTS_TOPIC)
+
+
+def next_events(connection: sqlite3.Connection) -> Sequence[sqlite3.Row]:
+    """Return for each webhook the waiting event that is due first, with the webhook's ``url`` and ``type``."""
+    return connection.execute(
+        "SELECT e.*, w.url, w.type FROM webhooks w JOIN webhook_events e ON e.id = (SELECT id FROM webhook_events "
+        "WHERE webhook_id = w.id AND given_up_us IS NULL ORDER BY due_us, id LIMIT 1) ORDER BY e.due_us"
+    ).fetchall()
+
+
+def note_result(
+    tx: Transaction, webhook_id: int, event_id: int, result: str, *, is_delivered: bool, retry_us: int | None
+) -> None:
+    """Store what came of an attempt.
+
+    Args:
+        tx: the write.
+        webhook_id: the webhook; it may have been deleted meanwhile.
+        event_id: the event.
+        result: one line.
+        is_delivered: whether it need not be sent again.
+        retry_us: when to try again; None to give it up, if it was not delivered.
+    """
+    now = now_us()
+    if is_delivered:
+        tx.execute("DELETE FROM webhook_events WHERE id = ?", (event_id,))
+    else:
+        tx.execute(
+            "UPDATE webhook_events SET num_attempts = num_attempts + 1, due_us = COALESCE(?, due_us), given_up_us = ? "
+            "WHERE id = ?",
+            (retry_us, now if retry_us is None else None, event_id),
+        )
+    is_given_up = not is_delivered and retry_us is None
+    tx.execute(
+        "UPDATE webhooks SET num_delivered = num_delivered + ?, num_failed = num_failed + ?, last_us = ?, last_result = ? "
+        "WHERE id = ?",
+        (is_delivered, is_given_up, now, result, webhook_id),
+    )
+    if is_given_up:
+        tx.execute(
+            "DELETE FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NOT NULL AND id NOT IN "
+            "(SELECT id FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NOT NULL "
+            "ORDER BY given_up_us DESC, id DESC LIMIT ?)",
+            (webhook_id, webhook_id, KEPT_FAILED),
+        )

@@ -1,0 +1,169 @@
+"""The threads that send what waits in the database, with retries; a receiver that hangs holds up its own webhook only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from dstrial.master.clock import now_us
+from dstrial.master.store import webhooks
+from dstrial.master.webhooks.payloads import body_of
+
+if TYPE_CHECKING:
+    from dstrial.master.services import Services
+
+logger = logging.getLogger("dstrial.master.webhooks")
+
+RETRY_S = (1.0, 10.0)
+"""Waits before the second and third attempt, seconds, each half as long to half as long again. Determined makes as many
+attempts within four seconds (``backoffAttempts`` in ``shipper.go``), too few for a receiver that is started again."""
+
+_NUM_SENDERS = 8
+_IDLE_S = 60.0
+_AFTER_TROUBLE_S = 5.0
+_LONGEST_TROUBLE_S = 600.0
+
+
+class Delivery:
+    """Sends events, of each webhook one at a time.
+
+    An attempt counts only when it has ended, so that a master that is killed meanwhile sends the event again: a receiver
+    gets it at least once, and knows a repetition by its ``event_id``.
+
+    Args:
+        services: of the running master.
+        retry_s: waits before further attempts, seconds.
+    """
+
+    def __init__(self, services: Services, retry_s: Sequence[float] = RETRY_S) -> None:
+        self._services = services
+        self._database = services.database
+        self._retry_s = tuple(retry_s)
+        self._event = services.changes.listen(webhooks.EVENTS_TOPIC)
+        self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="dstrial-webhook")
+        self._lock = threading.Lock()
+        self._busy: set[int] = set()
+        self._not_before_us: dict[int, int] = {}
+        self._trouble_s: dict[int, float] = {}
+        self._is_draining = False
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="dstrial-webhooks", daemon=True)
+
+    def start(self) -> None:
+        """Start to send, what an earlier master has left first."""
+        self._thread.start()
+
+    def stop(self, drain_s: float) -> None:
+        """Send what is due and has time, and end; what is left is sent after the next start.
+
+        Args:
+            drain_s: how long it may take, seconds.
+        """
+        if self._thread.ident is None:
+            return
+        self._is_draining = True
+        self._event.set()
+        self._thread.join(drain_s)
+        self._is_stopping = True
+        self._event.set()
+        self._services.webhook_sender.end()
+        self._thread.join()
+        self._senders.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                wait_s = self._begin_due()
+            except Exception:
+                logger.exception("the delivery of webhooks had a problem and goes on")
+                wait_s = _AFTER_TROUBLE_S
+            with self._lock:
+                is_idle = not self._busy
+            if self._is_draining and is_idle and wait_s > 0:
+                return
+            self._event.wait(wait_s)
+            self._event.clear()
+
+    def _begin_due(self) -> float:
+        """Begin to send what is due, and return after how many seconds to look again, if nothing happens before."""
+        with self._database.read() as connection:
+            rows = webhooks.next_events(connection)
+        next_us = now_us() + int(_IDLE_S * 1e6)
+        for row in rows:
+            with self._lock:
+                if row["webhook_id"] in self._busy:
+                    continue
+                due_us = max(row["due_us"], self._not_before_us.get(row["webhook_id"], 0))
+                is_due = due_us <= now_us() and len(self._busy) < _NUM_SENDERS
+                if is_due:
+                    self._busy.add(row["webhook_id"])
+            if is_due:
+                self._senders.submit(self._send, row)
+            elif due_us > now_us():
+                next_us = min(next_us, due_us)
+        return max(0.0, (next_us - now_us()) / 1e6)
+
+    def _send(self, row: sqlite3.Row) -> None:
+        try:
+            self._attempt(row)
+        except Exception:
+            logger.exception(
+                "an event of webhook %d could not be dealt with; it is tried again", row["webhook_id"]
+            )
+            # Longer each time: if results cannot be stored, on a full disk, the receiver gets the same again and again.
+            trouble_s = min(
+                2 * self._trouble_s.get(row["webhook_id"], _AFTER_TROUBLE_S / 2), _LONGEST_TROUBLE_S
+            )
+            self._trouble_s[row["webhook_id"]] = trouble_s
+            self._not_before_us[row["webhook_id"]] = now_us() + int(trouble_s * 1e6)
+        else:
+            self._trouble_s.pop(row["webhook_id"], None)
+        finally:
+            with self._lock:
+                self._busy.discard(row["webhook_id"])
+            self._event.set()
+
+    def _attempt(self, row: sqlite3.Row) -> None:
+        services = self._services
+        body = body_of(
+            json.loads(row["event"]),
+            row["type"],
+            node=services.agent_id,
+            pool=services.settings.pool_name,
+            base_url=services.settings.base_url,
+        )
+        started_s = time.monotonic()
+        outcome = services.webhook_sender.post(row["url"], body)
+        if outcome is None:
+            return
+        retry_us = None
+        if not outcome.is_delivered:
+            waits = self._retry_s[row["num_attempts"] :]
+            if outcome.may_retry and waits:
+                retry_us = now_us() + int(waits[0] * random.uniform(0.5, 1.5) * 1e6)
+            # Not its address, which may be a secret.
+            logger.warning(
+                "webhook %d: %s after %.1f s; event %d %s",
+                row["webhook_id"],
+                outcome.result,
+                time.monotonic() - started_s,
+                row["id"],
+                "is given up" if retry_us is None else "is tried again",
+            )
+        self._database.write(
+            lambda tx: webhooks.note_result(
+                tx,
+                row["webhook_id"],
+                row["id"],
+                outcome.result,
+                is_delivered=outcome.is_delivered,
+                retry_us=retry_us,
+            )
+        )

@@ -1,0 +1,156 @@
+"""What is told to webhooks: written to the database in the transaction of what has happened."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from dstrial.master.clock import now_us
+from dstrial.master.store import webhooks
+from dstrial.master.store.database import Transaction
+from dstrial.master.webhooks.log_triggers import LogMatch
+from dstrial.master.webhooks.matching import WebhookChoice, is_told
+from dstrial.master.webhooks.payloads import CUSTOM, STATE_CHANGE, TASK_LOG
+
+_MAX_TITLE = 1000
+_MAX_DESCRIPTION = 10_000
+_MAX_LINE = 10_000
+
+_EXPERIMENT = (
+    "SELECT e.*, p.name AS project_name, w.id AS workspace_id, w.name AS workspace_name FROM experiments e "
+    "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id WHERE e.id = ?"
+)
+
+
+def tell_state(tx: Transaction, experiment_id: int) -> None:
+    """Tell that an experiment has come into the state that its row says."""
+    state = tx.execute("SELECT state FROM experiments WHERE id = ?", (experiment_id,)).fetchone()["state"]
+    rows = webhooks.triggered(tx.connection, STATE_CHANGE, state)
+    if not rows:
+        return
+    experiment = tx.execute(_EXPERIMENT, (experiment_id,)).fetchone()
+    choice = WebhookChoice.from_config(experiment["config"])
+    for row in rows:
+        if _is_told(row, experiment["workspace_id"], choice):
+            event = {**_new(STATE_CHANGE), "state": state, "experiment": _facts(experiment)}
+            webhooks.add_event(tx, row["id"], event)
+
+
+def tell_alert(
+    tx: Transaction, experiment_id: int, trial_id: int | None, *, title: str, description: str, level: str
+) -> int:
+    """Tell what a trial's code has to say, ``core_context.alert``.
+
+    Args:
+        tx: the write.
+        experiment_id: an existing experiment.
+        trial_id: its trial, if it was one.
+        title: of the alert; cut if it is long, as an alert must not end a training.
+        description: of the alert; cut as well.
+        level: one of ``store.logs.LEVELS``, or empty.
+
+    Returns:
+        To how many webhooks.
+    """
+    rows = webhooks.triggered(tx.connection, CUSTOM)
+    if not rows:
+        return 0
+    experiment = tx.execute(_EXPERIMENT, (experiment_id,)).fetchone()
+    choice = WebhookChoice.from_config(experiment["config"])
+    custom = {
+        "title": _cut(title, _MAX_TITLE),
+        "description": _cut(description, _MAX_DESCRIPTION),
+        "level": level,
+    }
+    told = {row["id"] for row in rows if _is_told(row, experiment["workspace_id"], choice)}
+    for webhook_id in sorted(told):
+        event = {
+            **_new(CUSTOM),
+            "state": experiment["state"],
+            "experiment": _facts(experiment),
+            "trial_id": trial_id,
+            "custom": custom,
+        }
+        webhooks.add_event(tx, webhook_id, event)
+    return len(told)
+
+
+def tell_lines(tx: Transaction, task_id: str, matches: Iterable[LogMatch]) -> None:
+    """Tell of lines of a task's log that match; of each trigger once for the task."""
+    for match in matches:
+        _tell_line(tx, task_id, match)
+
+
+def _tell_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
+    # The trigger may be gone since the line was looked at.
+    row = tx.execute(
+        "SELECT w.*, t.condition, k.type AS task_type, k.trial_id, k.experiment_id, c.workspace_id AS command_workspace "
+        "FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id JOIN tasks k ON k.id = ? "
+        "LEFT JOIN commands c ON c.task_id = k.id WHERE t.id = ?",
+        (task_id, match.trigger_id),
+    ).fetchone()
+    if row is None:
+        return
+    choice = None
+    workspace_id = row["command_workspace"]
+    if row["experiment_id"]:
+        experiment = tx.execute(_EXPERIMENT, (row["experiment_id"],)).fetchone()
+        if experiment is None:
+            return
+        choice = WebhookChoice.from_config(experiment["config"])
+        workspace_id = experiment["workspace_id"]
+    if workspace_id is None or not _is_told(row, workspace_id, choice):
+        return
+    cursor = tx.execute(
+        "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)",
+        (task_id, match.trigger_id),
+    )
+    if not cursor.rowcount:
+        return
+    event = {
+        **_new(TASK_LOG),
+        "regex": row["condition"],
+        "task_id": task_id,
+        "task_type": row["task_type"],
+        "log": _cut(match.line, _MAX_LINE),
+        "experiment_id": row["experiment_id"],
+        "trial_id": row["trial_id"],
+    }
+    webhooks.add_event(tx, row["id"], event)
+
+
+def _new(kind: str) -> dict[str, Any]:
+    """The same number and time however often it is sent, so that a receiver can tell a repetition."""
+    return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
+
+
+def _facts(row: sqlite3.Row) -> dict[str, Any]:
+    end_us = row["end_us"]
+    return {
+        "id": row["id"],
+        "state": row["state"],
+        "name": row["name"],
+        "duration_s": ((end_us or now_us()) - row["start_us"]) // 1_000_000,
+        "has_ended": end_us is not None,
+        "slots_per_trial": row["slots_per_trial"],
+        "workspace": row["workspace_name"],
+        "project": row["project_name"],
+    }
+
+
+def _is_told(row: sqlite3.Row, workspace_id: int, choice: WebhookChoice | None) -> bool:
+    return is_told(
+        webhook_id=row["id"],
+        name=row["name"],
+        mode=row["mode"],
+        webhook_workspace_id=row["workspace_id"],
+        workspace_id=workspace_id,
+        choice=choice,
+    )
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,225 @@
+"""Send one body to one address, within a time that no receiver can stretch.
+
+It connects to what the address says and nowhere else: redirects are not followed, only http and https are spoken, and of the
+answer nothing but its status is used. A proxy that the master's environment names (``HTTPS_PROXY``, ``NO_PROXY``) is used,
+never for this machine itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import http.client
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+from types import TracebackType
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import unquote, urlsplit
+
+from dstrial.master.webhooks.signing import SIGNATURE_HEADER, TIMESTAMP_HEADER, signature
+from dstrial.visible_text import visible_line
+
+TIMEOUT_S = 10.0
+"""How long one attempt may take, from the first connection to the answer's status, seconds."""
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_TOO_MANY = 429
+_MAX_RESULT = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one attempt.
+
+    Attributes:
+        result: the status, or what went wrong; one line.
+        is_delivered: whether the receiver has taken it.
+        may_retry: whether another attempt may come to something else.
+    """
+
+    result: str
+    is_delivered: bool
+    may_retry: bool
+
+
+class Deadline:
+    """Ends every connection of one attempt when its time is over.
+
+    Timeouts of sockets count anew at each byte, so that a receiver that sends one every few seconds could hold a thread for ever.
+
+    Args:
+        timeout_s: from the beginning of the block, seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.is_over = False
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(timeout_s, self.end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Deadline:
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        with self._lock:
+            for one in self._sockets:
+                one.close()
+            self._sockets.clear()
+
+    def watch(self, connected: socket.socket) -> None:
+        """Have a connection ended, too."""
+        with self._lock:
+            # A descriptor of our own: TLS takes over that of the socket.
+            self._sockets.append(connected.dup())
+        if self.is_over:
+            self.end()
+
+    def end(self) -> None:
+        """End the connections now."""
+        with self._lock:
+            self.is_over = True
+            for one in self._sockets:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+class _Watched(http.client.HTTPConnection):
+    deadline: Deadline
+
+    def connect(self) -> None:
+        super().connect()
+        self.deadline.watch(self.sock)
+
+
+class _WatchedTls(http.client.HTTPSConnection, _Watched):
+    """Its ``connect`` calls that of ``_Watched`` before the handshake."""
+
+
+def _connection(kind: type[_Watched], deadline: Deadline, *args: Any, **kwargs: Any) -> _Watched:
+    made = kind(*args, **kwargs)
+    made.deadline = deadline
+    return made
+
+
+class _Handler(urllib.request.AbstractHTTPHandler):
+    """Opens http and https, with connections that a deadline watches."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        super().__init__()
+        self._deadline = deadline
+        self.http_request = self.https_request = self.do_request_
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(functools.partial(_connection, _Watched, self._deadline), request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        connect = functools.partial(
+            _connection, _WatchedTls, self._deadline, context=ssl.create_default_context()
+        )
+        return self.do_open(connect, request)
+
+
+class Sender:
+    """Sends bodies, from any thread.
+
+    Args:
+        key: by which they are signed.
+        timeout_s: for one attempt, seconds.
+    """
+
+    def __init__(self, key: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._key = key
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._open: set[Deadline] = set()
+        self._ended = threading.Event()
+
+    def post(self, url: str, body: bytes) -> Outcome | None:
+        """Send a body once, signed with the time now.
+
+        Args:
+            url: as ``store.webhooks`` accepts one.
+            body: JSON.
+
+        Returns:
+            What came of it; None if the master ended meanwhile.
+        """
+        deadline = Deadline(self._timeout_s)
+        with self._lock:
+            if self._ended.is_set():
+                return None
+            self._open.add(deadline)
+        try:
+            with deadline:
+                outcome = self._attempt(url, body, deadline)
+        finally:
+            with self._lock:
+                self._open.discard(deadline)
+        # An answer that was complete counts; what the end of the master has cut off does not.
+        return None if self._ended.is_set() and not outcome.is_delivered else outcome
+
+    def end(self) -> None:
+        """End what is being sent, and send nothing any more."""
+        with self._lock:
+            self._ended.set()
+            for deadline in self._open:
+                deadline.end()
+
+    def _attempt(self, url: str, body: bytes, deadline: Deadline) -> Outcome:
+        late = Outcome(f"no answer within {self._timeout_s:g} s", False, True)
+        try:
+            with self._opened(_request(url, body, self._key), deadline) as answer:
+                # Headers that were cut off by the deadline are parsed as if they ended there.
+                return late if deadline.is_over else _judged(answer.status)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            cause = error.reason if isinstance(error, URLError) else error
+            if deadline.is_over or isinstance(cause, TimeoutError):
+                return late
+            # It may quote what the receiver has sent.
+            text = visible_line(str(cause) or type(cause).__name__)
+            return Outcome(text[:_MAX_RESULT], False, True)
+
+    def _opened(self, request: urllib.request.Request, deadline: Deadline) -> http.client.HTTPResponse:
+        # No handler of redirects, errors, files or ftp: what is not here cannot happen.
+        opener = urllib.request.OpenerDirector()
+        opener.add_handler(_Handler(deadline))
+        if urlsplit(request.full_url).hostname not in _LOOPBACK:
+            opener.add_handler(urllib.request.ProxyHandler())
+        answer = opener.open(request, timeout=self._timeout_s)
+        if answer is None:
+            raise ValueError("the address is neither http nor https")
+        assert isinstance(answer, http.client.HTTPResponse)
+        return answer
+
+
+def _request(url: str, body: bytes, key: str) -> urllib.request.Request:
+    parts = urlsplit(url)
+    headers = {"Content-Type": "application/json; charset=UTF-8", "User-Agent": "dstrial"}
+    credentials, _, host = parts.netloc.rpartition("@")
+    if credentials:
+        headers["Authorization"] = "Basic " + base64.b64encode(unquote(credentials).encode()).decode()
+    now = int(time.time())
+    headers[TIMESTAMP_HEADER] = str(now)
+    headers[SIGNATURE_HEADER] = signature(key, now, body)
+    return urllib.request.Request(  # noqa: S310 - the opener knows http and https only
+        parts._replace(netloc=host, fragment="").geturl(), data=body, headers=headers, method="POST"
+    )
+
+
+def _judged(status: int) -> Outcome:
+    if status < 300:
+        return Outcome(f"HTTP {status}", True, False)
+    if status < 400:
+        return Outcome(f"HTTP {status}, a redirect, which is not followed", False, False)
+    return Outcome(f"HTTP {status}", False, status >= 500 or status == _TOO_MANY)

@@ -1,0 +1,71 @@
+"""The key by which receivers tell that a webhook comes from this master, and the signature.
+
+Source: Determined 0.38.1 ``master/internal/webhooks/shipper.go``: HMAC-SHA256 of the time in whole seconds, a comma and the
+body, in hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from dstrial.errors import MasterError
+
+TIMESTAMP_HEADER = "X-Determined-AI-Signature-Timestamp"
+SIGNATURE_HEADER = "X-Determined-AI-Signature"
+
+
+def load_key(path: Path, configured: str | None) -> str:
+    """Return the key: that of the settings, else the one in the state directory, which is made at the first start.
+
+    Args:
+        path: of the file, readable for its owner only.
+        configured: ``webhooks.signing_key`` of the settings.
+
+    Raises:
+        MasterError: the file cannot be read or made, or is empty.
+    """
+    if configured is not None:
+        return configured
+    try:
+        with contextlib.suppress(FileExistsError):
+            _make(path)
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MasterError(
+            f"the key of webhooks {path} cannot be used ({error}); expected a file that its owner can read. Remove it to "
+            "have another made."
+        ) from error
+    if not key:
+        raise MasterError(
+            f"the key of webhooks {path} is empty; expected a key. Remove it to have another made."
+        )
+    return key
+
+
+def signature(key: str, timestamp_s: int, body: bytes) -> str:
+    """Return the signature of a body that is sent at a time."""
+    return hmac.new(key.encode(), f"{timestamp_s},".encode() + body, hashlib.sha256).hexdigest()
+
+
+def _make(path: Path) -> None:
+    """Write a new key; whole, or not at all.
+
+    Raises:
+        FileExistsError: there is one.
+    """
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"{secrets.token_hex(32)}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    finally:
+        temporary.unlink()

@@ -1,0 +1,563 @@
+"""Webhooks by the requests of Determined's generated client, and what their receivers get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from determined.common import api
+from determined.common.api import bindings, errors
+from receiver import Receiver, receiving
+from serving import Master
+from waiting import wait_for
+
+from dstrial.master.experiment import ending, experiments
+from dstrial.master.store import webhooks
+from dstrial.master.store.database import Transaction
+from dstrial.master.webhooks.delivery import Delivery
+
+pytestmark = pytest.mark.process
+
+STATE_CHANGE = bindings.v1TriggerType.EXPERIMENT_STATE_CHANGE
+TASK_LOG = bindings.v1TriggerType.TASK_LOG
+CUSTOM = bindings.v1TriggerType.CUSTOM
+SPECIFIC = bindings.v1WebhookMode.SPECIFIC
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as one:
+        yield one
+
+
+@pytest.fixture
+def delivery(fresh_master: Master) -> Iterator[Delivery]:
+    one = Delivery(fresh_master.services, retry_s=(0.01, 0.01))
+    one.start()
+    yield one
+    one.stop(0.0)
+
+
+def session(master: Master, user: str = "admin") -> api.Session:
+    return api.Session(master.address, user, master.tokens[user], None)
+
+
+def completed() -> list[bindings.v1Trigger]:
+    return [bindings.v1Trigger(triggerType=STATE_CHANGE, condition={"state": "COMPLETED"})]
+
+
+def make(
+    master: Master,
+    url: str,
+    triggers: list[bindings.v1Trigger] | None = None,
+    *,
+    user: str = "admin",
+    **fields: Any,
+) -> bindings.v1Webhook:
+    body = bindings.v1Webhook(
+        **{
+            "name": "hook",
+            "mode": bindings.v1WebhookMode.WORKSPACE,
+            "webhookType": bindings.v1WebhookType.DEFAULT,
+            "url": url,
+            "triggers": completed() if triggers is None else triggers,
+            **fields,
+        }
+    )
+    return bindings.post_PostWebhook(session(master, user), body=body).webhook
+
+
+def finish(master: Master, state: str, experiment_id: int = 1) -> None:
+    master.services.database.write(lambda tx: ending.finish_experiment(tx, experiment_id, state, None))
+
+
+def configure(master: Master, webhooks_of: Any, experiment_id: int = 1) -> None:
+    (row,) = master.rows("SELECT config FROM experiments WHERE id = ?", experiment_id)
+    config = {**json.loads(row["config"]), "integrations": {"webhooks": webhooks_of}}
+    master.change("UPDATE experiments SET config = ? WHERE id = ?", json.dumps(config), experiment_id)
+
+
+def listed(master: Master) -> dict[str, Any]:
+    (one,) = master.get("/api/v1/webhooks", "admin").json["webhooks"]
+    return dict(one)
+
+
+def settled(master: Master) -> dict[str, Any]:
+    """How sending went, when nothing waits any more."""
+    wait_for(lambda: listed(master)["delivery"]["waiting"] == 0)
+    return dict(listed(master)["delivery"])
+
+
+def nothing_waits(master: Master) -> None:
+    assert master.rows("SELECT event FROM webhook_events") == []
+
+
+def test_a_webhook_is_made_listed_changed_and_deleted_with_the_bindings(fresh_master: Master) -> None:
+    made = make(fresh_master, "http://127.0.0.1:1/x")
+    one = session(fresh_master)
+
+    (found,) = bindings.get_GetWebhooks(one).webhooks
+    assert found.to_json() == made.to_json()
+    assert (found.name, found.url, found.mode.value) == (
+        "hook",
+        "http://127.0.0.1:1/x",
+        "WEBHOOK_MODE_WORKSPACE",
+    )
+    assert found.triggers is not None
+    assert (found.triggers[0].triggerType, found.triggers[0].condition) == (
+        STATE_CHANGE,
+        {"state": "COMPLETED"},
+    )
+    assert found.triggers[0].webhookId == found.id
+    assert found.id is not None
+    bindings.patch_PatchWebhook(one, id=found.id, body=bindings.v1PatchWebhook(url="https://example.org/y"))
+    assert bindings.get_GetWebhooks(one).webhooks[0].url == "https://example.org/y"
+    bindings.delete_DeleteWebhook(one, id=found.id)
+    assert not bindings.get_GetWebhooks(one).webhooks
+    for request in (
+        lambda: bindings.delete_DeleteWebhook(one, id=found.id or 0),
+        lambda: bindings.post_TestWebhook(one, id=found.id or 0),
+        lambda: bindings.patch_PatchWebhook(one, id=9, body=bindings.v1PatchWebhook(url="http://x")),
+    ):
+        with pytest.raises(errors.NotFoundException):
+            request()
+
+
+def test_the_end_of_an_experiment_is_told_in_determineds_form_and_signed(
+    fresh_master: Master, receiver: Receiver, delivery: Delivery
+) -> None:
+    make(fresh_master, receiver.url)
+    fresh_master.change("UPDATE experiments SET name = ?, start_us = 1 WHERE id = 1", 'bäd "name" <&> 🎉')
+
+    finish(fresh_master, "ERROR", 2)
+    finish(fresh_master, "COMPLETED")
+
+    (got,) = receiver.wait()
+    assert got.path == "/hook?a=b"
+    assert got.headers["content-type"] == "application/json; charset=UTF-8"
+    assert got.is_signed_with(fresh_master.services.signing_key)
+    assert not got.is_signed_with("another key")
+    event = got.json
+    duration = event["event_data"]["experiment"].pop("duration")
+    assert duration > 10**9
+    assert len(event.pop("event_id")) == 36
+    assert event.pop("timestamp") == pytest.approx(
+        int(got.headers["x-determined-ai-signature-timestamp"]), abs=60
+    )
+    assert event == {
+        "event_type": "EXPERIMENT_STATE_CHANGE",
+        "condition": {"state": "COMPLETED"},
+        "event_data": {
+            "experiment": {
+                "id": 1,
+                "state": "COMPLETED",
+                "name": 'bäd "name" <&> 🎉',
+                "resource_pool": "default",
+                "slots_per_trial": 1,
+                "workspace": "Uncategorized",
+                "project": "Uncategorized",
+            }
+        },
+    }
+    assert settled(fresh_master)["delivered"] == 1
+    assert fresh_master.rows("SELECT * FROM webhook_events") == []
+    assert len(receiver.received) == 1
+
+
+def test_every_state_that_may_be_named_is_told(
+    fresh_master: Master, receiver: Receiver, delivery: Delivery
+) -> None:
+    states = ("PAUSED", "ACTIVE", "CANCELED")
+    triggers = [bindings.v1Trigger(triggerType=STATE_CHANGE, condition={"state": one}) for one in states]
+    make(fresh_master, receiver.url, triggers)
+    for number, change in enumerate((experiments.pause, experiments.activate)):
+        fresh_master.services.database.write(lambda tx, change=change: change(tx, 1))  # type: ignore[misc]
+        receiver.wait(number + 1)
+    finish(fresh_master, "CANCELED")
+
+    got = [one.json["event_data"]["experiment"]["state"] for one in receiver.wait(3)]
+    assert got == ["PAUSED", "ACTIVE", "CANCELED"]
+
+
+def test_slack_gets_its_own_form_in_which_names_call_nobody(
+    fresh_master: Master, receiver: Receiver, delivery: Delivery
+) -> None:
+    make(
+        fresh_master,
+        receiver.url,
+        [bindings.v1Trigger(triggerType=STATE_CHANGE, condition={"state": "ERROR"})],
+        webhookType=bindings.v1WebhookType.SLACK,
+    )
+    fresh_master.change("UPDATE experiments SET name = '<!channel> & co' WHERE id = 1")
+    finish(fresh_master, "ERROR")
+
+    (got,) = receiver.wait()
+    assert got.is_signed_with(fresh_master.services.signing_key)
+    assert got.json["blocks"][0]["text"] == {
+        "type": "plain_text",
+        "text": "Your experiment has stopped with errors",
+    }
+    (attachment,) = got.json["attachments"]
+    assert attachment["color"] == "#DD5040"
+    assert attachment["blocks"][0]["text"]["text"] == "❌ &lt;!channel&gt; &amp; co (#1)"
+    assert {"type": "mrkdwn", "text": "*Status*: Errored"} in attachment["blocks"][0]["fields"]
+    assert {"type": "mrkdwn", "text": "*Workspace*: Uncategorized"} in attachment["blocks"][0]["fields"]
+
+
+def test_experiments_choose_webhooks_in_their_config(fresh_master: Master) -> None:
+    make(fresh_master, "http://127.0.0.1:1/", name="all")
+    make(fresh_master, "http://127.0.0.1:1/", name="named", mode=SPECIFIC)
+    fresh_master.change("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('w', 2, 1)")
+    make(fresh_master, "http://127.0.0.1:1/", name="elsewhere", workspaceId=2)
+    make(fresh_master, "http://127.0.0.1:1/", name="here", workspaceId=1, mode=SPECIFIC)
+
+    def told(choice: Any) -> list[str]:
+        configure(fresh_master, choice)
+        fresh_master.change("UPDATE experiments SET state = 'ACTIVE' WHERE id = 1")
+        fresh_master.change("DELETE FROM webhook_events")
+        finish(fresh_master, "COMPLETED")
+        return [
+            row["name"]
+            for row in fresh_master.rows(
+                "SELECT w.name FROM webhook_events e JOIN webhooks w ON w.id = e.webhook_id ORDER BY w.id"
+            )
+        ]
+
+    assert told(None) == ["all"]
+    assert told({"webhook_name": ["named", "elsewhere"]}) == ["all", "named"]
+    assert told({"webhook_id": [4]}) == ["all", "here"]
+    assert told({"webhook_id": [2], "webhook_name": ["here"], "exclude": False}) == ["all", "named", "here"]
+    assert told({"webhook_id": [2], "exclude": True}) == []
+    assert told("nonsense") == ["all"]
+    assert told({"webhook_id": "2", "webhook_name": {"named": 1}}) == ["all"]
+
+
+def test_a_line_of_a_log_is_told_once_for_each_task(
+    fresh_master: Master, receiver: Receiver, delivery: Delivery
+) -> None:
+    triggers = [bindings.v1Trigger(triggerType=TASK_LOG, condition={"regex": "CUDA out of (memory|luck)$"})]
+    make(fresh_master, receiver.url, triggers)
+
+    def say(number: int, *lines: str) -> None:
+        logs = [{"taskId": f"{number}.request", "log": line} for line in lines]
+        answer = fresh_master.send("POST", "/api/v1/task/logs", {"logs": logs}, token=f"trial-{number}")
+        assert answer.status == 200, answer
+
+    say(1, "all is well\n", "CUDA out of memory, perhaps\n")
+    say(1, "then: CUDA out of memory\n", "CUDA out of luck\n")
+    say(1, "CUDA out of memory\n")
+    say(2, "CUDA out of luck")
+
+    first, second = receiver.wait(2)
+    assert settled(fresh_master)["delivered"] == 2
+    assert first.is_signed_with(fresh_master.services.signing_key)
+    del first.json["event_id"]
+    assert first.json["event_type"] == "TASK_LOG"
+    assert first.json["condition"] == {"regex": "CUDA out of (memory|luck)$"}
+    assert first.json["event_data"] == {
+        "task_log": {
+            "task_id": "1.request",
+            "node_name": fresh_master.services.agent_id,
+            "triggering_log": "then: CUDA out of memory",
+        }
+    }
+    assert second.json["event_data"]["task_log"]["task_id"] == "2.request"
+
+
+def test_patterns_are_looked_for_as_soon_as_a_webhook_is_there_and_no_longer(fresh_master: Master) -> None:
+    find = fresh_master.services.log_triggers.find
+    assert find(["x\n"]) == []
+    made = make(
+        fresh_master,
+        "http://127.0.0.1:1/",
+        [bindings.v1Trigger(triggerType=TASK_LOG, condition={"regex": "^x"})],
+    )
+    assert [one.line for one in find(["ax\n", "xb\n"])] == ["xb"]
+    matches = find(["x\n"])
+    assert made.id is not None
+    bindings.delete_DeleteWebhook(session(fresh_master), id=made.id)
+    assert find(["x\n"]) == []
+    # What was found before is told to nobody.
+    from dstrial.master.webhooks import events
+
+    fresh_master.services.database.write(lambda tx: events.tell_lines(tx, "1.request", matches))
+    nothing_waits(fresh_master)
+
+
+def alert(master: Master, token: str, **body: Any) -> int:
+    data = {"title": "T", "description": "D", "level": "LOG_LEVEL_WARNING"}
+    return master.send(
+        "POST",
+        "/api/v1/webhooks/custom",
+        {"experimentId": 1, "trialId": 1, "data": data, **body},
+        token=token,
+    ).status
+
+
+def test_an_alert_of_a_trial_is_told_to_the_webhooks_that_its_config_names(
+    fresh_master: Master, receiver: Receiver, delivery: Delivery
+) -> None:
+    make(fresh_master, receiver.url, [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
+    configure(fresh_master, {"webhook_name": ["hook"]})
+
+    assert alert(fresh_master, "trial-1") == 200
+
+    (got,) = receiver.wait()
+    assert got.is_signed_with(fresh_master.services.signing_key)
+    assert got.json["event_type"] == "CUSTOM"
+    assert got.json["condition"] == {"state": "ACTIVE"}
+    assert got.json["event_data"]["custom_data"] == {"title": "T", "description": "D", "level": "WARNING"}
+    assert got.json["event_data"]["experiment"]["trial_id"] == 1
+
+
+def test_an_alert_that_reaches_nobody_is_said_in_the_trials_log(fresh_master: Master) -> None:
+    make(fresh_master, "http://127.0.0.1:1/", [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
+    assert alert(fresh_master, "trial-1") == 200
+    nothing_waits(fresh_master)
+    (line,) = fresh_master.rows("SELECT log, level FROM logs WHERE trial_id = 1")
+    assert line["level"] == "WARNING"
+    assert "told to nobody" in line["log"]
+
+
+def test_a_trial_alerts_for_itself_only(fresh_master: Master) -> None:
+    assert alert(fresh_master, "trial-2") == 403
+    assert alert(fresh_master, "trial-1", experimentId=2) == 403
+    assert alert(fresh_master, "trial-1", trialId=2) == 403
+    assert alert(fresh_master, "trial-1", trialId=2, experimentId=2) == 403
+    assert alert(fresh_master, "determined", trialId=2) == 400
+    assert alert(fresh_master, "determined", experimentId=999) == 404
+    assert alert(fresh_master, "determined", data={"level": "LOUD"}) == 400
+
+
+def test_an_alert_of_any_length_ends_no_training_and_is_cut(fresh_master: Master) -> None:
+    make(fresh_master, "http://127.0.0.1:1/", [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
+    configure(fresh_master, {"webhook_id": [1]})
+    data = {"title": "t" * 10**6, "description": "d" * 10**6, "level": "LOG_LEVEL_INFO"}
+    assert alert(fresh_master, "trial-1", data=data) == 200
+    (row,) = fresh_master.rows("SELECT event FROM webhook_events")
+    assert len(row["event"]) < 20_000
+
+
+def test_administrators_and_owners_of_a_workspace_make_webhooks(fresh_master: Master) -> None:
+    with pytest.raises(errors.ForbiddenException):
+        make(fresh_master, "http://127.0.0.1:1/", user="determined")
+    with pytest.raises(errors.ForbiddenException):
+        make(fresh_master, "http://127.0.0.1:1/", user="determined", workspaceId=1)
+    fresh_master.change("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('mine', 2, 1)")
+    mine = make(fresh_master, "https://hooks.example/mine", user="determined", workspaceId=2)
+    theirs = make(fresh_master, "https://u:pw@hooks.example:8443/services/T0/secret")
+
+    seen = {one.id: one.url for one in bindings.get_GetWebhooks(session(fresh_master, "determined")).webhooks}
+    assert seen == {mine.id: "https://hooks.example/mine", theirs.id: "https://hooks.example:8443/********"}
+    other = bindings.get_GetWebhooks(session(fresh_master, "other")).webhooks
+    assert [one.id for one in other] == [theirs.id]
+    assert "secret" not in str([one.to_json() for one in other])
+    for user in ("determined", "other"):
+        assert theirs.id is not None
+        for request in (
+            lambda user=user: bindings.delete_DeleteWebhook(session(fresh_master, user), id=theirs.id),
+            lambda user=user: bindings.post_TestWebhook(session(fresh_master, user), id=theirs.id),
+            lambda user=user: bindings.patch_PatchWebhook(
+                session(fresh_master, user), id=theirs.id, body=bindings.v1PatchWebhook(url="http://x")
+            ),
+        ):
+            with pytest.raises(errors.ForbiddenException):
+                request()
+    assert fresh_master.send("GET", "/api/v1/webhooks", token="trial-1").status == 403
+    assert mine.id is not None
+    bindings.delete_DeleteWebhook(session(fresh_master, "determined"), id=mine.id)
+
+
+_STATE = {"triggerType": "TRIGGER_TYPE_EXPERIMENT_STATE_CHANGE"}
+_LOG = {"triggerType": "TRIGGER_TYPE_TASK_LOG"}
+BAD: dict[str, dict[str, Any]] = {
+    "a file": {"url": "file:///etc/passwd"},
+    "ftp": {"url": "ftp://x/y"},
+    "no scheme": {"url": "hooks.example/x"},
+    "no host": {"url": "http:///x"},
+    "a line end": {"url": "http://x/\r\nX-Evil: 1"},
+    "a space": {"url": "http://x/a b"},
+    "other letters": {"url": "http://exämple/"},
+    "a port that is none": {"url": "http://x:99999/"},
+    "brackets": {"url": "http://[::1/"},
+    "a long address": {"url": "http://x/" + "a" * 5000},
+    "no address": {"url": None},
+    "an empty name": {"name": " "},
+    "a name that moves the cursor": {"name": "a\x1b[2J"},
+    "no triggers": {"triggers": []},
+    "many triggers": {"triggers": [{**_STATE, "condition": {"state": "ERROR"}}] * 21},
+    "an unknown state": {"triggers": [{**_STATE, "condition": {"state": "DONE"}}]},
+    "no state": {"triggers": [_STATE]},
+    "a metric, which nobody watches": {"triggers": [{"triggerType": "TRIGGER_TYPE_METRIC_THRESHOLD_EXCEEDED", "condition": {}}]},
+    "no pattern": {"triggers": [{**_LOG, "condition": {}}]},
+    "two conditions": {"triggers": [{**_LOG, "condition": {"regex": "a", "x": 1}}]},
+    "a pattern of Python's": {"triggers": [{**_LOG, "condition": {"regex": "(?=a)"}}]},
+    "a long pattern": {"triggers": [{**_LOG, "condition": {"regex": "a" * 2000}}]},
+    "custom for all": {"triggers": [{"triggerType": "TRIGGER_TYPE_CUSTOM"}]},
+    "a mode that is none": {"mode": "WEBHOOK_MODE_X"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_webhook_that_cannot_be_one_is_refused_in_one_sentence(fresh_master: Master, what: str) -> None:
+    good = {
+        "name": "n",
+        "url": "http://127.0.0.1:1/",
+        "mode": "WEBHOOK_MODE_WORKSPACE",
+        "webhookType": "WEBHOOK_TYPE_DEFAULT",
+        "triggers": [{**_STATE, "condition": {"state": "ERROR"}}],
+    }
+    answer = fresh_master.send("POST", "/api/v1/webhooks", {**good, **BAD[what]}, token="admin")
+
+    assert answer.status == 400, answer
+    assert "expected" in answer.error
+    assert "\x1b" not in answer.error
+    assert fresh_master.rows("SELECT * FROM webhooks") == []
+    assert fresh_master.send("POST", "/api/v1/webhooks", good, token="admin").status == 200
+    assert fresh_master.send("POST", "/api/v1/webhooks", good, token="admin").status == 409
+    if set(BAD[what]) == {"url"} and BAD[what]["url"]:
+        assert fresh_master.send("PATCH", "/api/v1/webhooks/1", BAD[what], token="admin").status == 400
+
+
+def test_there_is_a_bound_to_webhooks_and_to_patterns(fresh_master: Master) -> None:
+    logs = [bindings.v1Trigger(triggerType=TASK_LOG, condition={"regex": f"x{i}"}) for i in range(20)]
+    make(fresh_master, "http://127.0.0.1:1/", logs, name="1")
+    make(fresh_master, "http://127.0.0.1:1/", logs, name="2")
+    with pytest.raises(errors.APIException, match="at most 50"):
+        make(fresh_master, "http://127.0.0.1:1/", logs, name="3")
+    for number in range(98):
+        make(fresh_master, "http://127.0.0.1:1/", name=f"n{number}")
+    with pytest.raises(errors.APIException, match="there are 100 webhooks"):
+        make(fresh_master, "http://127.0.0.1:1/", name="one more")
+
+
+def test_a_test_says_what_its_receiver_says(fresh_master: Master, receiver: Receiver) -> None:
+    made = make(fresh_master, receiver.url)
+    slack = make(fresh_master, receiver.url, name="slack", webhookType=bindings.v1WebhookType.SLACK)
+    one = session(fresh_master)
+    assert made.id is not None
+    assert slack.id is not None
+
+    assert bindings.post_TestWebhook(one, id=made.id).completed
+    got = receiver.received[0]
+    assert got.is_signed_with(fresh_master.services.signing_key)
+    assert {**got.json, "event_id": "", "timestamp": 0} == {
+        "event_id": "",
+        "event_type": "EXPERIMENT_STATE_CHANGE",
+        "timestamp": 0,
+        "condition": {"state": "COMPLETED"},
+        "event_data": {"data": "test"},
+    }
+    bindings.post_TestWebhook(one, id=slack.id)
+    assert receiver.received[1].json == {
+        "blocks": [{"type": "section", "text": {"type": "plain_text", "text": "test"}}]
+    }
+    receiver.statuses = [503]
+    with pytest.raises(errors.APIException, match="HTTP 503"):
+        bindings.post_TestWebhook(one, id=made.id)
+    assert len(receiver.received) == 3
+
+
+def test_what_fails_is_tried_three_times_and_then_shown_as_failed(
+    fresh_master: Master, receiver: Receiver, delivery: Delivery
+) -> None:
+    make(fresh_master, receiver.url)
+    receiver.statuses = [503, 429]
+    finish(fresh_master, "COMPLETED")
+    received = receiver.wait(3)
+    assert settled(fresh_master)["delivered"] == 1
+    assert len({one.json["event_id"] for one in received}) == 1
+    assert len({one.body for one in received}) == 1
+    assert all(one.is_signed_with(fresh_master.services.signing_key) for one in received)
+
+    receiver.statuses = [500, 500, 500]
+    finish(fresh_master, "COMPLETED", 2)
+    receiver.wait(6)
+    found = settled(fresh_master)
+    assert (found["delivered"], found["failed"], found["lastResult"]) == (1, 1, "HTTP 500")
+    assert found["lastTime"].endswith("Z")
+    (row,) = fresh_master.rows("SELECT num_attempts, given_up_us FROM webhook_events")
+    assert row["num_attempts"] == 3
+    assert len(receiver.received) == 6
+
+
+def test_what_the_receiver_refuses_is_not_tried_again(
+    fresh_master: Master, receiver: Receiver, delivery: Delivery
+) -> None:
+    make(fresh_master, receiver.url)
+    receiver.statuses = [404]
+    finish(fresh_master, "COMPLETED")
+    receiver.wait()
+    assert settled(fresh_master)["failed"] == 1
+    assert len(receiver.received) == 1
+
+
+def test_nobody_at_the_address_is_a_failure_that_is_shown(fresh_master: Master, delivery: Delivery) -> None:
+    make(fresh_master, "http://127.0.0.1:1/")
+    finish(fresh_master, "COMPLETED")
+    found = settled(fresh_master)
+    assert found["failed"] == 1
+    assert "refused" in found["lastResult"]
+
+
+def test_what_waits_is_sent_to_a_new_address_and_not_at_all_when_the_webhook_is_gone(
+    fresh_master: Master, receiver: Receiver
+) -> None:
+    make(fresh_master, "http://127.0.0.1:1/")
+    finish(fresh_master, "COMPLETED")
+    fresh_master.send("PATCH", "/api/v1/webhooks/1", {"url": receiver.url}, token="admin")
+    delivery = Delivery(fresh_master.services)
+    delivery.start()
+    receiver.wait()
+    delivery.stop(0.0)
+    finish(fresh_master, "COMPLETED", 2)
+    assert len(fresh_master.rows("SELECT * FROM webhook_events")) == 1
+    fresh_master.send("DELETE", "/api/v1/webhooks/1", token="admin")
+    nothing_waits(fresh_master)
+
+
+def test_a_delivery_that_ends_sends_what_is_due_first(fresh_master: Master, receiver: Receiver) -> None:
+    make(fresh_master, receiver.url)
+    event = {"event_id": "e", "type": "EXPERIMENT_STATE_CHANGE", "timestamp": 1, "state": "COMPLETED"}
+    for _ in range(20):
+        fresh_master.services.database.write(lambda tx: webhooks.add_event(tx, 1, event))
+    delivery = Delivery(fresh_master.services)
+    delivery.start()
+    delivery.stop(60.0)
+    assert len(receiver.received) == 20
+    nothing_waits(fresh_master)
+
+
+def test_the_queue_is_bounded_and_says_what_it_has_dropped(fresh_master: Master) -> None:
+    make(fresh_master, "http://127.0.0.1:1/", [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
+
+    def fill(tx: Transaction) -> None:
+        for _ in range(webhooks.MAX_PENDING + 5):
+            webhooks.add_event(tx, 1, {})
+
+    fresh_master.services.database.write(fill)
+    found = listed(fresh_master)["delivery"]
+    assert (found["waiting"], found["dropped"]) == (webhooks.MAX_PENDING, 5)
+
+
+def test_of_what_is_given_up_only_the_newest_is_kept(fresh_master: Master) -> None:
+    make(fresh_master, "http://127.0.0.1:1/")
+
+    def fail(tx: Transaction) -> None:
+        for number in range(1, 31):
+            webhooks.add_event(tx, 1, {"number": number})
+            webhooks.note_result(tx, 1, number, "HTTP 500", is_delivered=False, retry_us=None)
+
+    fresh_master.services.database.write(fail)
+    kept = [row["id"] for row in fresh_master.rows("SELECT id FROM webhook_events ORDER BY id")]
+    assert kept == list(range(11, 31))
+    assert listed(fresh_master)["delivery"]["failed"] == 30
+
+
+def test_a_webhook_goes_with_its_workspace(fresh_master: Master) -> None:
+    fresh_master.change("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('w', 2, 1)")
+    make(fresh_master, "http://127.0.0.1:1/", workspaceId=2)
+    fresh_master.change("DELETE FROM workspaces WHERE id = 2")
+    assert fresh_master.rows("SELECT * FROM webhook_triggers") == []

@@ -1,0 +1,242 @@
+"""Webhooks of a real master: told of real experiments, whatever their receivers do and however the master ends."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from receiver import Receiver, receiving
+from submitting import config, log_of, submit, wait_until
+from waiting import wait_for
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+QUICK = "print('done')"
+ALERTING = """
+import determined as det
+
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
+    print("loss is NaN at batch 7")
+    print("loss is NaN at batch 8")
+    core.alert(title="look at this", description="the loss is NaN", level="error")
+"""
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path_factory.mktemp("hooked")) as one:
+        yield one
+
+
+@pytest.fixture
+def receiver(master: MasterForTest) -> Iterator[Receiver]:
+    with receiving() as one:
+        yield one
+        for webhook in listed(master):
+            assert master.dstrial("webhook", "delete", str(webhook["id"])).returncode == 0
+        one.hangs = False
+
+
+def listed(master: MasterForTest) -> list[dict[str, Any]]:
+    shown = master.dstrial("webhook", "list", "--json")
+    assert shown.returncode == 0, shown.stderr
+    return list(json.loads(shown.stdout))
+
+
+def make(master: MasterForTest, *words: str) -> None:
+    made = master.dstrial("webhook", "create", *words)
+    assert made.returncode == 0, made.stderr
+    assert "is made" in made.stdout
+
+
+def key_of(master: MasterForTest) -> str:
+    shown = master.dstrial("webhook", "key")
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout.strip()
+
+
+def run(master: MasterForTest, script: str = QUICK, **changes: Any) -> int:
+    experiment_id = submit(master, config(**changes), script)
+    wait_until(master, experiment_id, "COMPLETED")
+    return experiment_id
+
+
+def told_of(receiver: Receiver) -> list[int]:
+    """Experiments whose end the receiver has been told of."""
+    return [one.json["event_data"]["experiment"]["id"] for one in receiver.received]
+
+
+def test_the_end_a_log_and_an_alert_of_an_experiment_are_told(
+    master: MasterForTest, receiver: Receiver
+) -> None:
+    words = ("--alert", "--log", "NaN at batch [0-9]+", "--state", "completed")
+    make(master, "watch", receiver.url, *words)
+    experiment_id = run(
+        master, ALERTING, name="watched", integrations={"webhooks": {"webhook_name": ["watch"]}}
+    )
+
+    received = receiver.wait(3)
+    assert all(one.is_signed_with(key_of(master)) for one in received)
+    by_type = {one.json["event_type"]: one.json for one in received}
+    data = {kind: event["event_data"] for kind, event in by_type.items()}
+    assert data["TASK_LOG"]["task_log"]["triggering_log"] == "loss is NaN at batch 7"
+    assert data["CUSTOM"]["custom_data"] == {
+        "title": "look at this",
+        "description": "the loss is NaN",
+        "level": "ERROR",
+    }
+    assert data["CUSTOM"]["experiment"]["trial_id"] > 0
+    shown = data["EXPERIMENT_STATE_CHANGE"]["experiment"]
+    assert (shown["id"], shown["name"], shown["state"]) == (experiment_id, "watched", "COMPLETED")
+    wait_for(lambda: listed(master)[0]["delivery"]["delivered"] == 3)
+    assert listed(master)[0]["delivery"]["lastResult"] == "HTTP 200"
+    assert len(receiver.received) == 3
+    # Another experiment does not name it, and says so where it alerts.
+    other = run(master, ALERTING)
+    assert "told to nobody" in log_of(master, other)
+    assert len(receiver.received) == 3
+
+
+def test_a_command_is_watched_too(master: MasterForTest, receiver: Receiver) -> None:
+    make(master, "commands", receiver.url, "--log", "^out of luck$")
+    assert master.det("command", "run", "echo out of luck").returncode == 0
+    (got,) = receiver.wait()
+    assert got.json["event_data"]["task_log"]["triggering_log"] == "out of luck"
+
+
+def test_a_receiver_that_never_answers_holds_up_nothing_else(
+    master: MasterForTest, receiver: Receiver
+) -> None:
+    with receiving() as silent:
+        silent.hangs = True
+        make(master, "silent", silent.url)
+        make(master, "other", receiver.url)
+        ids = [run(master) for _ in range(3)]
+
+        receiver.wait(3)
+        assert told_of(receiver) == ids
+        (waiting,) = [one for one in listed(master) if one["name"] == "silent"]
+        assert waiting["delivery"]["delivered"] == 0
+        assert waiting["delivery"]["waiting"] >= 2
+        assert len(silent.received) >= 1
+
+
+def test_a_master_that_is_killed_before_and_while_it_sends_sends_after_its_next_start(
+    master: MasterForTest, receiver: Receiver
+) -> None:
+    receiver.hangs = True
+    make(master, "patient", receiver.url)
+    first = run(master)
+    receiver.wait()
+    second = run(master)  # Its event waits behind the one that is being sent.
+    third = submit(master, config(), "import time; time.sleep(600)")
+    wait_until(master, third, "RUNNING")
+
+    master.kill()
+    assert told_of(receiver) == [first]
+    receiver.hangs = False
+    master.up()
+
+    wait_for(lambda: {first, second} <= set(told_of(receiver)[1:]))
+    wait_for(lambda: listed(master)[0]["delivery"]["delivered"] == 2)
+    of_first = [one for one in receiver.received if one.json["event_data"]["experiment"]["id"] == first]
+    assert len({one.json["event_id"] for one in of_first}) == 1
+    assert all(one.is_signed_with(key_of(master)) for one in receiver.received)
+    master.client().post(f"/api/v1/experiments/{third}/kill")
+    wait_until(master, third, "CANCELED")
+
+
+def test_a_master_ends_though_a_receiver_never_answers_and_sends_again_after_its_start(
+    master: MasterForTest, receiver: Receiver
+) -> None:
+    receiver.hangs = True
+    make(master, "last", receiver.url)
+    experiment_id = run(master)
+    receiver.wait()
+    assert master.dstrial("down").returncode == 0
+    assert told_of(receiver) == [experiment_id]
+    receiver.hangs = False
+    master.up()
+    wait_for(lambda: listed(master)[0]["delivery"]["delivered"] == 1)
+    assert told_of(receiver) == [experiment_id, experiment_id]
+    assert len({one.json["event_id"] for one in receiver.received}) == 1
+
+
+def test_the_commands_say_what_they_do_and_what_is_wrong(master: MasterForTest, receiver: Receiver) -> None:
+    assert "no webhooks" in master.dstrial("webhook", "list").stdout
+    make(master, "shown\u00e9", receiver.url, "--slack", "--workspace", "uncategorized", "--specific")
+    number = str(listed(master)[0]["id"])
+    shown = master.dstrial("webhook", "list").stdout
+    for word in ("shown\u00e9", "COMPLETED, ERROR", "Uncategorized, if named", "slack", receiver.url):
+        assert word in shown, shown
+    tried = master.dstrial("webhook", "test", number)
+    assert (tried.returncode, tried.stdout) == (
+        0,
+        f"the receiver of webhook {number} has taken a test event\n",
+    )
+    receiver.statuses = [500]
+    failed = master.dstrial("webhook", "test", number)
+    assert failed.returncode == 1
+    assert "HTTP 500" in failed.stderr
+    for words, error in {
+        ("create", "x", "file:///etc/passwd"): "expected an address of http or https",
+        ("create", "x", receiver.url, "--state", "DONE"): "expected one of ACTIVE",
+        ("create", "x", receiver.url, "--workspace", "none"): "workspace 'none' is not found",
+        ("create", "x", receiver.url, "--user", "determined"): "neither an administrator",
+        ("create", "x", receiver.url, "--user", "nobody"): "does not exist",
+        ("delete", "999"): "webhook 999 is not found",
+    }.items():
+        refused = master.dstrial("webhook", *words)
+        assert refused.returncode == 1, words
+        assert error in refused.stderr, refused
+        assert "Traceback" not in refused.stderr
+    assert len(listed(master)) == 1
+
+
+def test_commands_leave_no_session_behind(master: MasterForTest, tmp_path: Path) -> None:
+    def sessions() -> int:
+        program = "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT COUNT(*) FROM tokens').fetchone()[0])"
+        path = str(master.state.database_path)
+        shown = subprocess.run(
+            [sys.executable, "-c", program, path], capture_output=True, text=True, check=True
+        )
+        return int(shown.stdout)
+
+    before = sessions()
+    for _ in range(2):
+        assert master.dstrial("webhook", "list").returncode == 0
+    assert sessions() == before
+
+
+def test_the_key_is_the_accounts_alone_and_stays(master: MasterForTest) -> None:
+    path = master.state.webhook_key_path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    key = key_of(master)
+    assert path.read_text().strip() == key
+    assert len(key) == 64
+    shown = json.dumps(master.client("admin").get("/api/v1/master/config"))
+    assert "signing_key" in shown
+    assert key not in shown
+    assert key not in master.state.log_path.read_text()
+
+
+def test_a_key_and_a_base_url_of_the_settings_are_used(tmp_path: Path) -> None:
+    settings = tmp_path / "master.yaml"
+    settings.write_text("webhooks: {signing_key: 'ours, and long', base_url: 'https://gpu.example/'}\n")
+    with master_for_test(tmp_path, options=("--config-file", str(settings))) as one, receiving() as receiver:
+        assert key_of(one) == "ours, and long"
+        assert not one.state.webhook_key_path.exists()
+        make(one, "slack", receiver.url, "--slack")
+        experiment_id = run(one, name="linked")
+        (got,) = receiver.wait()
+        assert got.is_signed_with("ours, and long")
+        text = got.json["attachments"][0]["blocks"][0]["text"]["text"]
+        assert text == f"✅ <https://gpu.example/det/experiments/{experiment_id} | linked (#{experiment_id})>"

@@ -1,0 +1,202 @@
+"""A receiver of webhooks, or whoever names one, tries to hold the master up, to lead it elsewhere or to learn from it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from receiver import receiving
+from waiting import wait_for
+
+from dstrial.errors import RequestError
+from dstrial.master.store.webhooks import check_url
+from dstrial.master.webhooks.sender import Outcome, Sender
+
+pytestmark = pytest.mark.process
+
+BODY = b'{"a":1}'
+
+
+@contextlib.contextmanager
+def speaking(speak: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
+    """Serve a port where each connection is given to a function, with an event that tells it to leave; yield a URL."""
+    over = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def one(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            speak(connection, over)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threads.append(threading.Thread(target=one, args=(connection,)))
+                threads[-1].start()
+
+    acceptor = threading.Thread(target=accept)
+    acceptor.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    finally:
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for thread in (acceptor, *threads):
+            thread.join(20)
+
+
+def silent(_connection: socket.socket, over: threading.Event) -> None:
+    over.wait()
+
+
+def dripping(connection: socket.socket, over: threading.Event) -> None:
+    """One byte of a header at a time, each well before any timeout of a socket."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+    while not over.wait(0.05):
+        connection.sendall(b"x")
+
+
+def dripping_status(connection: socket.socket, over: threading.Event) -> None:
+    while not over.wait(0.02):
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def endless_headers(connection: socket.socket, over: threading.Event) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n")
+    while not over.is_set():
+        connection.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
+
+
+def endless_body(connection: socket.socket, over: threading.Event) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n")
+    while not over.is_set():
+        connection.sendall(b"x" * 65536)
+
+
+def nonsense(connection: socket.socket, _over: threading.Event) -> None:
+    connection.recv(65536)  # so that its end is no reset, which would come before the nonsense
+    connection.sendall(b"\x1b[2J\x00\xff nonsense\r\n\r\n")
+
+
+@pytest.mark.parametrize("speak", [silent, dripping, dripping_status])
+def test_no_receiver_stretches_the_time_of_an_attempt(speak: Any) -> None:
+    with speaking(speak) as url:
+        outcome = Sender("key", timeout_s=0.5).post(url, BODY)
+    assert outcome == Outcome("no answer within 0.5 s", is_delivered=False, may_retry=True)
+
+
+def test_a_receiver_that_is_slow_in_the_handshake_of_tls_is_left_in_time() -> None:
+    def drip(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(1)
+        # The head of a record that is never whole.
+        connection.sendall(b"\x16\x03\x03\x40\x00")
+        while not over.wait(0.05):
+            connection.sendall(b"\x02")
+
+    with speaking(drip) as url:
+        outcome = Sender("key", timeout_s=0.5).post(url.replace("http:", "https:"), BODY)
+    assert outcome == Outcome("no answer within 0.5 s", is_delivered=False, may_retry=True)
+
+
+def test_an_answer_of_any_size_is_not_read() -> None:
+    with speaking(endless_body) as url:
+        assert Sender("key", timeout_s=20).post(url, BODY) == Outcome("HTTP 200", True, False)
+    with speaking(endless_headers) as url:
+        outcome = Sender("key", timeout_s=20).post(url, BODY)
+    assert outcome is not None
+    assert not outcome.is_delivered
+    assert "100 headers" in outcome.result
+
+
+def test_nonsense_is_a_failure_that_a_terminal_can_show() -> None:
+    with speaking(nonsense) as url:
+        outcome = Sender("key", timeout_s=20).post(url, BODY)
+    assert outcome is not None
+    assert not outcome.is_delivered
+    assert outcome.may_retry
+    assert len(outcome.result) <= 200
+    assert outcome.result.isprintable(), outcome
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(status: int) -> None:
+    with receiving() as elsewhere, receiving() as receiver:
+        receiver.statuses, receiver.location = [status], elsewhere.url
+        outcome = Sender("key").post(receiver.url, BODY)
+
+        assert outcome == Outcome(f"HTTP {status}, a redirect, which is not followed", False, False)
+        assert len(receiver.received) == 1
+        assert elsewhere.received == []
+
+
+def test_other_schemes_reach_nothing(tmp_path: Any) -> None:
+    """Even if one should stand in the database: the requests refuse them before."""
+    path = tmp_path / "file"
+    path.write_text("secret")
+    for url in (
+        f"file://{path}",
+        "ftp://127.0.0.1/x",
+        "data:text/plain,x",
+        "unix:///x",
+        "gopher://127.0.0.1/",
+    ):
+        with pytest.raises(RequestError, match="expected an address of http or https"):
+            check_url(url)
+        outcome = Sender("key").post(url, BODY)
+        assert outcome is not None
+        assert not outcome.is_delivered, url
+
+
+def test_a_url_cannot_add_a_header() -> None:
+    for url in ("http://127.0.0.1:1/\r\nX-Evil: 1", "http://127.0.0.1:1/a b", "http://a\tb/"):
+        with pytest.raises(RequestError, match="expected"):
+            check_url(url)
+        with receiving() as receiver:
+            Sender("key").post(url.replace("127.0.0.1:1", f"127.0.0.1:{receiver.port}"), BODY)
+            assert all("x-evil" not in one.headers for one in receiver.received)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiving() as proxy, receiving() as receiver:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        assert Sender("key").post(receiver.url, BODY) == Outcome("HTTP 200", True, False)
+        assert proxy.received == []
+        assert Sender("key").post("http://hooks.example/x", BODY) == Outcome("HTTP 200", True, False)
+        assert [one.path for one in proxy.received] == ["http://hooks.example/x"]
+        assert len(receiver.received) == 1
+
+
+def test_a_password_in_an_address_is_sent_as_one_and_not_as_a_host() -> None:
+    with receiving() as receiver:
+        url = receiver.url.replace("http://", "http://me:s%40cret@")
+        assert Sender("key").post(url, BODY) == Outcome("HTTP 200", True, False)
+        (got,) = receiver.received
+    assert got.headers["authorization"] == "Basic bWU6c0BjcmV0"
+    assert "me" not in got.headers["host"]
+
+
+def test_the_end_of_the_master_ends_what_is_being_sent_and_counts_it_as_nothing() -> None:
+    with receiving() as receiver:
+        receiver.hangs = True
+        sender = Sender("key", timeout_s=60)
+        outcomes: list[Outcome | None] = []
+        thread = threading.Thread(target=lambda: outcomes.append(sender.post(receiver.url, BODY)))
+        thread.start()
+        receiver.wait()
+        before_s = time.monotonic()
+        sender.end()
+        thread.join(20)
+        wait_for(lambda: outcomes, "the attempt has not ended")
+        assert time.monotonic() - before_s < 20
+        assert outcomes == [None]
+        assert sender.post(receiver.url, BODY) is None
+        assert len(receiver.received) == 1
