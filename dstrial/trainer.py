@@ -20,6 +20,7 @@ from determined import core, pytorch
 
 from dstrial.config import ExperimentConfig, Length
 from dstrial.config.saved_run import RESUME_VARIABLE
+from dstrial.config.training_checks import TrainingChecks
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
@@ -239,6 +240,7 @@ class Trainer:
             max_validation_rounds=1 if test_mode else None,
             is_rewrite=bool(os.environ.get(REWRITE_VARIABLE)),
             saves_in_background=_saves_in_background(context._exp_conf),
+            checks=TrainingChecks.from_config(context._exp_conf),
         )
         with _around_fit(context):
             return self._run(settings)
@@ -251,6 +253,8 @@ class Trainer:
             wish_to_stop=self._wish_to_stop,
             on_start=self._on_start,
             on_progress=self._on_progress,
+            on_steps=self._on_steps,
+            looks_for_metric=not (self._context._hparams or {}).get(AROUND_FIT_KEY),
         )
         result = loop.run()
         if self._context.distributed.rank == 0:
@@ -289,6 +293,11 @@ class Trainer:
         train = self._context._core.train
         if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
             train.report_batches(batches_trained, batches_total)
+
+    def _on_steps(self, num_steps: int, num_skipped: int) -> None:
+        train = self._context._core.train
+        if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
+            train.note_steps(num_steps, num_skipped)
 
     def _local_checkpoint(self, asked: str | None) -> str | None:
         """Resolve ``latest`` and what ``dstrial run --resume`` asked for."""

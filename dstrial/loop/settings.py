@@ -7,6 +7,7 @@ from typing import Literal
 
 from determined import pytorch
 
+from dstrial.config.training_checks import TrainingChecks
 from dstrial.loop.agreement import StopReason
 
 
@@ -31,6 +32,7 @@ class LoopSettings:
         is_rewrite: whether to save ``latest_checkpoint`` again as soon as it is restored, in the layout that runs, and to
             end before the first batch.
         saves_in_background: whether checkpoints are written behind the loop, which is held while state is copied.
+        checks: what is looked for while training, and what follows.
     """
 
     max_length: pytorch.TrainUnit
@@ -47,6 +49,7 @@ class LoopSettings:
     max_validation_rounds: int | None = None
     is_rewrite: bool = False
     saves_in_background: bool = True
+    checks: TrainingChecks = dataclasses.field(default_factory=TrainingChecks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,12 +61,14 @@ class FitResult:
         batches_total: its length in batches.
         stopped: why it ended early; None if it is complete.
         checkpoint_uuid: the newest checkpoint this call wrote; None if it wrote none.
+        skipped_steps: optimizer steps of the run that were skipped because gradients were not finite, of all engines.
     """
 
     batches_trained: int
     batches_total: int
     stopped: StopReason | None
     checkpoint_uuid: str | None
+    skipped_steps: int = 0
 
     @property
     def is_complete(self) -> bool:
