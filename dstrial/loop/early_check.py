@@ -12,6 +12,7 @@ from dstrial.loop.settings import LoopSettings
 from dstrial.loop.undo import Undo
 from dstrial.loop.validation import Validation
 from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.det_errors import SearcherMetricError
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -71,7 +72,7 @@ def check_metric(
                 rescue.described(error),
             )
     elif names is not None and searched not in names:
-        raise TrialContractError(
+        raise SearcherMetricError(
             f"the searcher's metric is {searched!r}, but validation returned {sorted(names)} for its first batch, before "
             "training; expected it among them. Return it from evaluate_batch, or set searcher.metric to one of them."
         )

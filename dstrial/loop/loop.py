@@ -18,7 +18,6 @@ from dstrial.errors import (
     NonFiniteError,
     PeerFailedError,
     RankError,
-    TrialContractError,
 )
 from dstrial.loop import early_check, rescue
 from dstrial.loop.agreement import AgreementPoints, StopReason
@@ -35,6 +34,7 @@ from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_
 from dstrial.loop.validation import Validation
 from dstrial.loop.validation_data import ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.det_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
@@ -277,6 +277,12 @@ class TrainingLoop:
                 with self._saving_first():
                     self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
             found = due(self._periods, batches, self._batches_total, progress.epoch_length)
+            if (
+                self._settings.reports_epochs
+                and progress.epoch_length
+                and batches % progress.epoch_length == 0
+            ):
+                found.add(Boundary.REPORT)
             if found or batches >= self._agreements.next_batch or self._is_stopped_alone():
                 stop = self._act(found)
                 if stop is not None and batches < self._batches_total:
@@ -301,7 +307,7 @@ class TrainingLoop:
         expected = self._adapter.micro_batches_per_batch
         for rank, found in enumerate(self._distributed.allgather(num_stepped)):
             if found != expected:
-                raise TrialContractError(
+                raise AccumulationError(
                     f"train_batch has trained {found} micro batches on rank {rank} after disable_auto_grad_accumulation(); "
                     f"expected {expected}, the gradient_accumulation_steps of the first engine. Draw and train that many in "
                     "every call, or leave the accumulation to the loop by not calling disable_auto_grad_accumulation()."
@@ -535,12 +541,12 @@ class TrainingLoop:
         if searched is None or searched in early_check.NEVER_MISSING:
             return
         if searched not in metrics:
-            raise TrialContractError(
+            raise SearcherMetricError(
                 f"the searcher's metric is {searched!r}, but validation returned {sorted(metrics)}; expected it among "
                 "them. Return it from evaluate_batch, or set searcher.metric to one of them."
             )
         if not util.is_numerical_scalar(metrics[searched]):
-            raise TrialContractError(
+            raise SearcherMetricError(
                 f"the searcher's metric {searched!r} is {metrics[searched]!r}; expected one number. Return a scalar."
             )
 
@@ -658,7 +664,7 @@ def require_engine(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> Non
         TrialContractError: it has not.
     """
     if not context.models:
-        raise TrialContractError(
+        raise InvalidTrialError(
             f"{type(trial).__name__} has no wrapped model engine; expected at least one. Call "
             "context.wrap_model_engine(engine) in __init__."
         )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from determined import pytorch
 
-from dstrial.errors import TrialContractError
+from dstrial.trial.det_errors import InvalidTrialError, MetricNamesError
 
 _MOST_LOSSES_HELD = 4096
 """Losses of this many newest sets are held until the next report, to see which of them are finite."""
@@ -62,7 +62,7 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
         return returned
     if isinstance(returned, torch.Tensor):
         return {"loss": returned}
-    raise TrialContractError(
+    raise InvalidTrialError(
         f"{where} returned {returned!r} of type {type(returned).__name__}; expected a dict from metric name to value. "
         'Return for example {"loss": loss}.'
     )
@@ -187,7 +187,7 @@ class MetricWindow:
                 name: collections.deque(maxlen=_MOST_LOSSES_HELD) for name in losses_among(metrics)
             }
         if self._num_calls and (len(metrics) != len(totals) or metrics.keys() != totals.keys()):
-            raise TrialContractError(
+            raise MetricNamesError(
                 f"{self._where} returned the metrics {sorted(metrics)}; expected {sorted(totals)} as in the calls "
                 "before. Return the same metric names every time."
             )
@@ -362,7 +362,7 @@ def combine(
     first_rank, first = reporting[0]
     for rank, share in reporting[1:]:
         if share.values.keys() != first.values.keys():
-            raise TrialContractError(
+            raise MetricNamesError(
                 f"{where} returned the metrics {sorted(share.values)} on rank {rank} and {sorted(first.values)} on "
                 f"rank {first_rank}; expected the same names on all ranks. Return the same metric names everywhere."
             )

@@ -16,9 +16,9 @@ import torch
 from determined import pytorch
 from torch.utils import data
 
-from dstrial.errors import TrialContractError
 from dstrial.loop.order import record_seed, seed_all
 from dstrial.ranks.control import timeout_from_environ
+from dstrial.trial.det_errors import ForeignLoaderError
 
 
 class SeededRecords(data.Dataset[Any]):
@@ -101,7 +101,7 @@ def require_determined_loader(loader: Any, method: str, checks_disabled: bool) -
         TrialContractError: it was not.
     """
     if loader is not None and not checks_disabled:
-        raise TrialContractError(
+        raise ForeignLoaderError(
             f"{method} returned a {type(loader).__module__}.{type(loader).__name__}; expected dstrial.DataLoader, whose "
             "order is reproducible and resumable. Return one, or call context.disable_dataset_reproducibility_checks() "
             "in __init__ and take care of order, sharding and resuming yourself."

@@ -18,6 +18,7 @@ from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.reducers import Snapshot
 from dstrial.loop.validation_data import Extent, ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.det_errors import FullDatasetError, InvalidTrialError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
@@ -155,7 +156,7 @@ class Validation:
             try:
                 returned = self._trial.evaluate_full_dataset(self._stream.full_loader())
                 if not isinstance(returned, Mapping):
-                    raise TrialContractError(
+                    raise FullDatasetError(
                         f"evaluate_full_dataset returned {type(returned).__name__}; expected a dict from metric name to "
                         "value. Return a dict."
                     )
@@ -287,7 +288,7 @@ class Validation:
             before.restore()
         if self._context._mpu.should_report_metrics and not is_filler:
             if not isinstance(returned, Mapping):
-                raise TrialContractError(
+                raise InvalidTrialError(
                     f"evaluate_batch returned {returned!r} of type {type(returned).__name__}; expected a dict from metric "
                     'name to value. Return for example {"validation_loss": loss}.'
                 )
@@ -325,7 +326,7 @@ def _require_numbers(values: Mapping[str, float | None]) -> None:
     """
     bad = [name for name, value in values.items() if value is None]
     if bad:
-        raise TrialContractError(
+        raise InvalidTrialError(
             f"evaluate_batch returned metrics that are no numbers: {bad}; expected numbers or arrays of numbers, which "
             "can be averaged. Drop them, or combine them with context.wrap_reducer."
         )
