@@ -79,7 +79,7 @@ class NonFiniteGuard:
         Args:
             tails: of each rank that reports metrics: how its losses end.
             averages: what is reported.
-            counts: of every engine, the same on all ranks.
+            counts: of every engine, the same on all ranks; none where they are not known.
             window: finished batches at the report before this one, and now.
             is_last: whether training ends here; then a run without any good report fails, however short.
 
@@ -127,6 +127,8 @@ class NonFiniteGuard:
             streak.length += 1
 
     def _judge_steps(self, counts: Sequence[StepCounts], start: int) -> None:
+        if not counts:
+            return  # whose engines are not known
         before, self._counts = self._counts, tuple(counts)
         changes = [
             (now.num_steps - then.num_steps, now.num_skipped - then.num_skipped)

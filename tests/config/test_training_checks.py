@@ -39,3 +39,14 @@ def test_the_settings_are_read(tmp_path):
 def test_anything_else_is_refused(tmp_path, values, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, values)
+
+
+def test_the_check_explains_them(tmp_path, capsys):
+    from dstrial.cli.app import main
+
+    experiment = EXPERIMENT + "data: {dstrial: {non_finite: warn}}\n"
+    path, context_dir = write(BadConfig("none", (), None, experiment), tmp_path)
+    assert main(["check", str(path), str(context_dir), "--explain"]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["data.dstrial.non_finite", '"warn"', str(path)] in printed
+    assert ["data.dstrial.non_finite_patience", "3", "dstrial's", "default"] in printed
