@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import determined as det
+
 from dstrial.errors import PeerFailedError, RankError, TrialContractError
 from dstrial.loop import rescue
 from dstrial.loop.settings import LoopSettings
@@ -37,7 +39,7 @@ def check_metric(
 ) -> None:
     """Evaluate one round, put everything back, and refuse a searcher's metric that is not there.
 
-    User code that raises is no reason not to train: it may need what only training sets up.
+    User code that raises is no reason not to train, as it may need what only training sets up, unless it says ``InvalidHP``.
 
     Args:
         searched: the searcher's metric.
@@ -47,6 +49,7 @@ def check_metric(
 
     Raises:
         TrialContractError: the metric is missing, or ``evaluate_batch`` breaks its contract; the same on all ranks.
+        InvalidHP: ``evaluate_batch`` has raised it.
 
     Ranks: all, collectively.
     """
@@ -55,7 +58,7 @@ def check_metric(
     error: Exception | None = None
     try:
         names = validation.sample()
-    except TrialContractError:
+    except (TrialContractError, det.InvalidHP):
         raise
     except Exception as caught:  # noqa: BLE001  # user code fails as it likes
         error = caught
@@ -79,7 +82,7 @@ def check_metric(
 
 
 def _is_final(error: Exception) -> bool:
-    """Say whether another rank ends with this error: one that is lost, or whose trial breaks its contract."""
+    """Say whether another rank ends with this error: one that is lost, or whose trial breaks its contract or gives up."""
     if isinstance(error, PeerFailedError):
-        return f"({TrialContractError.__name__}: " in str(error)
+        return any(f"({kind.__name__}: " in str(error) for kind in (TrialContractError, det.InvalidHP))
     return isinstance(error, RankError)

@@ -194,7 +194,8 @@ class TrainingLoop:
         )
 
     def _step_counts(self) -> list[StepCounts]:
-        return [StepCounts.of(engine) for engine in self._context.models]
+        # What has no optimizer is stepped by somebody else, if at all.
+        return [StepCounts.of(engine) for engine in self._context.models if engine.optimizer is not None]
 
     def _tell_steps(self, *, is_end: bool = True) -> None:
         """Tell of skipped steps, if there are any. Ranks: any; the chief tells."""

@@ -182,7 +182,7 @@ class MetricWindow:
             TrialContractError: the names differ from those of the sets before.
         """
         totals = self._totals
-        if not self._num_calls and self._watches_losses:
+        if self._watches_losses and not self._losses:
             self._losses = {
                 name: collections.deque(maxlen=_MOST_LOSSES_HELD) for name in losses_among(metrics)
             }
