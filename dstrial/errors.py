@@ -6,6 +6,7 @@ The tree, drawn once::
     ├── ConfigError                   the experiment config or the DeepSpeed JSON is wrong (also a ValueError)
     ├── TrialImportError              the model definition cannot be imported or has no such class
     ├── TrialContractError            user code broke the contract of DeepSpeedTrial or its context
+    ├── NonFiniteError                reports in a row without a finite loss or an optimizer step, or lost weights
     ├── DataError                     a loader is empty, too short, uneven between ranks, or ran out
     ├── CheckpointError               a checkpoint cannot be written or used
     │   ├── CheckpointNotFoundError   asked to resume, and there is nothing complete to resume from
@@ -13,6 +14,7 @@ The tree, drawn once::
     │   ├── CheckpointLayoutError     it was written for another number or arrangement of ranks
     │   └── UntrustedCheckpointError  a file holds what would run code when it is loaded; names file and class
     ├── RankError                     the ranks of this job do not agree or cannot reach each other
+    │   ├── PeerFailedError           user code failed on another rank, which this one agrees with to end
     │   ├── RankTimeoutError          a rank did not arrive at an operation in time; names the missing ranks
     │   └── RankIdentityError         the environment does not say consistently who this process is
     ├── LaunchError                   ranks could not be started
@@ -77,6 +79,10 @@ class TrialContractError(DstrialError):
     """User code broke the contract of ``DeepSpeedTrial`` or ``DeepSpeedTrialContext``."""
 
 
+class NonFiniteError(DstrialError):
+    """Training trains nothing: no loss is finite, no optimizer step is taken, or weights are not finite."""
+
+
 class DataError(DstrialError):
     """A data loader is empty, too short, uneven between ranks, or ran out while training."""
 
@@ -103,6 +109,10 @@ class UntrustedCheckpointError(CheckpointError):
 
 class RankError(DstrialError):
     """The ranks of this job do not agree, or cannot reach each other."""
+
+
+class PeerFailedError(RankError):
+    """User code failed on another rank, and all ranks have agreed to end."""
 
 
 class RankTimeoutError(RankError):

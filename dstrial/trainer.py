@@ -7,6 +7,7 @@ directory. The environment decides which, and which rank this process is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import logging
 import os
@@ -20,6 +21,7 @@ from determined import core, pytorch
 
 from dstrial.config import ExperimentConfig, Length
 from dstrial.config.saved_run import RESUME_VARIABLE
+from dstrial.config.training_checks import TrainingChecks
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
@@ -37,6 +39,9 @@ from dstrial.trial.trial import DeepSpeedTrial
 logger = logging.getLogger("dstrial.trainer")
 
 _TEST_BATCHES = 2
+
+_REPORTING_PERIOD = pytorch.Batch(100)
+"""How often training metrics are reported where nobody says; then also at the end of every epoch, if those are counted."""
 
 AROUND_FIT_KEY = "_around_fit"
 """Hyperparameter by which whoever starts a trial to watch it has its own code around every ``Trainer.fit``.
@@ -144,7 +149,7 @@ class Trainer:
         checkpoint_period: pytorch.TrainUnit | None = None,
         validation_period: pytorch.TrainUnit | None = None,
         max_length: pytorch.TrainUnit | None = None,
-        reporting_period: pytorch.TrainUnit = pytorch.Batch(100),  # noqa: B008  # never changed
+        reporting_period: pytorch.TrainUnit | None = _REPORTING_PERIOD,
         checkpoint_policy: str = "best",
         latest_checkpoint: str | None = None,
         step_zero_validation: bool = False,
@@ -162,11 +167,14 @@ class Trainer:
             validation_period: how often to validate.
             max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. On a cluster it may be left out
                 where the experiment config has ``searcher.max_length`` or ``max_time``.
-            reporting_period: how often to report training metrics.
+            reporting_period: how often to report training metrics, each time with one call of ``on_training_workload_end``.
+                If it is left out, or None: every 100 batches and, where ``max_length`` is counted in epochs, at the end
+                of each epoch.
             checkpoint_policy: ``best``, ``all`` or ``none``: which validations are followed by a checkpoint.
                 ``best`` compares the searcher's metric, off a cluster with those of the same run.
             latest_checkpoint: uuid of the checkpoint to continue from, or off a cluster its directory or
-                ``latest``.
+                ``latest``. A uuid is looked for in this run, then among those that this process has written, then in
+                all runs beside this one and in the directory of all runs.
             step_zero_validation: whether to validate before the first batch.
             test_mode: train one batch and validate one, off a cluster only.
             profiling_enabled: whether Determined collects system metrics, on a cluster only.
@@ -226,7 +234,7 @@ class Trainer:
             raise ValueError("max_length is None; expected Batch(n) or Epoch(n). Pass fit(max_length=...).")
         settings = LoopSettings(
             max_length=max_length,
-            reporting_period=reporting_period,
+            reporting_period=_REPORTING_PERIOD if reporting_period is None else reporting_period,
             validation_period=validation_period,
             checkpoint_period=checkpoint_period,
             checkpoint_policy=cast(Literal["best", "all", "none"], checkpoint_policy),
@@ -239,6 +247,9 @@ class Trainer:
             max_validation_rounds=1 if test_mode else None,
             is_rewrite=bool(os.environ.get(REWRITE_VARIABLE)),
             saves_in_background=_saves_in_background(context._exp_conf),
+            checks=TrainingChecks.from_config(context._exp_conf),
+            reports_epochs=(reporting_period is None or reporting_period is _REPORTING_PERIOD)
+            and isinstance(max_length, pytorch.Epoch),
         )
         with _around_fit(context):
             return self._run(settings)
@@ -251,8 +262,13 @@ class Trainer:
             wish_to_stop=self._wish_to_stop,
             on_start=self._on_start,
             on_progress=self._on_progress,
+            on_steps=self._on_steps,
+            looks_for_metric=not (self._context._hparams or {}).get(AROUND_FIT_KEY),
         )
         result = loop.run()
+        if self._info is None and result.checkpoint_uuid is not None:
+            directory = self._context._core.run_directory.checkpoints_path / result.checkpoint_uuid
+            result = dataclasses.replace(result, checkpoint_path=directory)
         if self._context.distributed.rank == 0:
             ending = "completed" if result.stopped is None else f"stopped: {result.stopped.value}"
             self._context._core.train.set_status(ending)
@@ -289,6 +305,11 @@ class Trainer:
         train = self._context._core.train
         if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
             train.report_batches(batches_trained, batches_total)
+
+    def _on_steps(self, num_steps: int, num_skipped: int) -> None:
+        train = self._context._core.train
+        if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
+            train.note_steps(num_steps, num_skipped)
 
     def _local_checkpoint(self, asked: str | None) -> str | None:
         """Resolve ``latest`` and what ``dstrial run --resume`` asked for."""

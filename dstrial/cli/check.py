@@ -12,6 +12,7 @@ from dstrial.cli.run_resume import chosen_point
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.explain import DEFAULT_ORIGIN, ExplainedValue
 from dstrial.config.secrets import MASK, SecretNames, masked
+from dstrial.config.training_checks import explained
 from dstrial.errors import ConfigError
 from dstrial.visible_text import visible_line
 
@@ -96,7 +97,9 @@ def _summary(config: ExperimentConfig, *, with_values: bool) -> dict[str, Any]:
         if with_values:
             configs[key]["effective"] = masked(checked.effective, _SECRETS)
             configs[key]["origins"] = {row.key: row.origin for row in explain(source, checked)}
+    watched = {"training_checks": {key: value for key, value, _ in explained(config.raw)}}
     return {
+        **(watched if with_values else {}),
         "ok": True,
         "problems": [],
         "warnings": list(config.warnings),
@@ -110,6 +113,7 @@ def _print_text(config: ExperimentConfig, *, with_values: bool) -> None:
     if with_values:
         for key, (source, checked) in checks.items():
             _print_table(f"hyperparameters.{key} ({source.label})", source, checked)
+        _print_training_checks(config)
     for warning in config.warnings:
         sys.stdout.write(f"warning: {warning}\n")
     for note in config.notes:
@@ -149,6 +153,13 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult) -> N
             Text(row.key), Text(_shown_value(row)), Text(row.origin), style="dim" if is_default else None
         )
     console.print(table)
+
+
+def _print_training_checks(config: ExperimentConfig) -> None:
+    for key, value, is_given in explained(config.raw):
+        shown = "true, but for pipelines" if value is None else json.dumps(value)
+        origin = config.path if is_given else "dstrial's default"
+        sys.stdout.write(f"{key:<34} {shown:<24} {origin}\n")
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -144,6 +144,9 @@ def summary(
             best = choose(measured, key=lambda step: measured[step])
             text += f", best {measured[best]:.6g} at batch {best}"
         rows.append(("validation", text))
+    skipped = skipped_steps(run_directory)
+    if skipped is not None:
+        rows.append(("skipped steps", skipped))
     rows.append(("run directory", str(run_directory.path)))
     if checkpoint is not None:
         rows.append(("checkpoint", f"{checkpoint.path} (batch {checkpoint.steps_completed})"))
@@ -153,6 +156,16 @@ def summary(
     if verdict.state is not RunState.COMPLETED and checkpoint is not None:
         rows.append(("resume with", shlex.join(resume_command)))
     return [f"{name + ':':<15}{value}" for name, value in rows]
+
+
+def skipped_steps(run_directory: RunDirectory) -> str | None:
+    """How many optimizer steps were skipped, of how many; None if none were."""
+    status: Mapping[str, object] = {}
+    with contextlib.suppress(DstrialError):
+        status = read_json(run_directory.status_path) or {}
+    if not status.get("skipped_steps"):
+        return None
+    return f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
 
 
 def _what_remains(

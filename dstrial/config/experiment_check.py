@@ -17,6 +17,8 @@ from dstrial.config.experiment_rules import (
 )
 from dstrial.config.findings import Findings, KeyPath, render
 from dstrial.config.lengths import Length, is_length
+from dstrial.config.training_checks import KEYS as TRAINING_CHECK_KEYS
+from dstrial.config.training_checks import check_training_checks
 
 _PERIODS = ("min_validation_period", "min_checkpoint_period")
 _SEARCHER_COMMON = (
@@ -273,7 +275,7 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
     if section is None:
         return
     if not isinstance(section, Mapping):
-        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots, background_saving or trust_checkpoint_code"
+        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots, background_saving, non_finite or others"
         findings.problem(
             "data.dstrial", render(section), expected, "Write {pipeline_stages: 2}, for example."
         )
@@ -284,7 +286,9 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
         "min_slots",
         "background_saving",
         "trust_checkpoint_code",
+        *TRAINING_CHECK_KEYS,
     )
+    check_training_checks(section, findings)
     slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)
     if at_least is not None and isinstance(slots, int) and at_least > max(slots, 1):
         findings.problem(

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -36,7 +37,7 @@ from dstrial.local.checkpoint_directory import (
 )
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.retention import KeepPolicy, checkpoints_to_delete
-from dstrial.local.run_directory import utc_now
+from dstrial.local.run_directory import default_runs_dir, utc_now
 
 logger = logging.getLogger("dstrial.local")
 
@@ -50,6 +51,9 @@ FAILURE_WAIT_S = 60.0
 _POLL_PERIOD_S = 0.05
 
 T = TypeVar("T")
+
+_written_here: dict[str, Path] = {}
+"""Checkpoints that this process has completed, by uuid: their runs may lie anywhere."""
 
 
 class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
@@ -230,6 +234,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             _METADATA_DIGEST: hash_file(path / METADATA_FILE).sha256,
         }
         write_mark(path, info)
+        _written_here[storage_id] = path
         end_saving(self._checkpoints_path, storage_id)
         logger.info("saved checkpoint %s at batch %s", storage_id, metadata["steps_completed"])
 
@@ -383,6 +388,8 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             # Downloaded from a cluster, whose storage knows no completion mark; whoever loads it verifies
             # every file by the manifest.
             return path
+        if is_read and len(Path(storage_id).parts) == 1 and not is_complete(path):
+            path = _elsewhere(self._checkpoints_path, storage_id) or path
         if not is_complete(path):
             complete = ", ".join(checkpoint.uuid for checkpoint in self.list()) or "none"
             raise CheckpointNotFoundError(
@@ -393,6 +400,23 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         if expected is not None:
             _require_metadata(path / METADATA_FILE, expected)
         return path
+
+
+def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
+    """Look for a checkpoint of another run: one that this process has written, else beside this run or among all runs.
+
+    Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory, where each is found by its uuid.
+    """
+    try:
+        uuid.UUID(storage_id)
+    except ValueError:
+        return None
+    written = _written_here.get(storage_id)
+    found = [] if written is None else [written]
+    # <runs>/<experiment>/<run>/checkpoints/<uuid>
+    for runs in dict.fromkeys((*checkpoints_path.parents[2:3], default_runs_dir())):
+        found += runs.glob(f"*/*/{checkpoints_path.name}/{storage_id}")
+    return next((path for path in found if is_complete(path)), None)
 
 
 def _require_metadata(path: Path, sha256: str) -> None:

@@ -94,6 +94,10 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
         """Keep how far training is, in batches."""
         self._kept.report_batches(batches_trained, batches_total)
 
+    def note_steps(self, num_steps: int, num_skipped: int) -> None:
+        """Keep how many optimizer steps were taken and skipped."""
+        self._kept.note_steps(num_steps, num_skipped)
+
     def rewind_to(self, steps_completed: int) -> int:
         """Take back the reports beyond the batch from which training resumes; the master does so by itself."""
         return self._kept.rewind_to(steps_completed)

@@ -127,6 +127,15 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             return
         self._update_status({"early_exit": core.EarlyExitReason(reason).name})
 
+    def note_steps(self, num_steps: int, num_skipped: int) -> None:
+        """Keep how many optimizer steps the run has taken and how many of them were skipped. Ranks: any; the chief writes.
+
+        Args:
+            num_steps: of all engines, those that were skipped with them.
+            num_skipped: because gradients were not finite.
+        """
+        self._update_status({"optimizer_steps": num_steps, "skipped_steps": num_skipped})
+
     def get_status(self) -> str | None:
         """What ``set_status`` kept last in this attempt; None if nothing."""
         status = (read_json(self._run_directory.status_path) or {}).get("status")

@@ -6,18 +6,27 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from determined import pytorch, util
 
-from dstrial.errors import DataError, TrialContractError
+from dstrial.engine.finite_weights import FiniteWeights, StepCounts
+from dstrial.errors import (
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    PeerFailedError,
+    RankError,
+)
+from dstrial.loop import early_check, rescue
 from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpointing import Checkpointing
 from dstrial.loop.events import EventFiles
-from dstrial.loop.metrics import MetricWindow, as_mapping, combine
+from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping, combine
+from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
 from dstrial.loop.progress import Progress
 from dstrial.loop.saving import Saving
 from dstrial.loop.settings import FitResult, LoopSettings
@@ -25,6 +34,7 @@ from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_
 from dstrial.loop.validation import Validation
 from dstrial.loop.validation_data import ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.det_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
@@ -40,6 +50,10 @@ class TrainingLoop:
         wish_to_stop: returns this rank's reason to stop, or None; called on every rank.
         on_start: told on every rank, after a checkpoint was loaded or none was, how many batches are trained.
         on_progress: told the finished batches and the total on the chief at points of agreement.
+        on_steps: told the optimizer steps of the run and how many of them were skipped on the chief, at reports where
+            there are any and at the end.
+        looks_for_metric: whether the searcher's metric may be looked for before training; not where somebody else counts what
+            engines do.
 
     Raises:
         TrialContractError: no engine is wrapped.
@@ -53,6 +67,9 @@ class TrainingLoop:
         wish_to_stop: Callable[[], StopReason | None],
         on_start: Callable[[int], None],
         on_progress: Callable[[int, int], None],
+        on_steps: Callable[[int, int], None] = lambda _steps, _skipped: None,
+        *,
+        looks_for_metric: bool = True,
     ) -> None:
         require_engine(trial, context)
         self._trial = trial
@@ -64,7 +81,9 @@ class TrainingLoop:
         self._adapter = context._adapters[0]
         self._callbacks = Callbacks(trial.build_callbacks())
         keep_batches = self._callbacks.overrides("on_training_workload_end")
-        self._window = MetricWindow("train_batch", keep_batches=keep_batches)
+        self._window = MetricWindow(
+            "train_batch", keep_batches=keep_batches, watches_losses=settings.checks.non_finite != "ignore"
+        )
         self._window_seconds = 0.0
         self._window_start = 0
         self._mark_s = 0.0
@@ -73,6 +92,12 @@ class TrainingLoop:
         self._agreements = AgreementPoints(context.distributed, wish_to_stop)
         self._on_start = on_start
         self._on_progress = on_progress
+        self._on_steps = on_steps
+        self._weights: FiniteWeights | None = None
+        self._guard: NonFiniteGuard | None = None
+        self._is_holding_back = False
+        self._looks_for_metric = looks_for_metric
+        self._first_batch = 0
         self._periods = {
             Boundary.REPORT: Period.from_train_unit(settings.reporting_period),
             Boundary.VALIDATE: _optional_period(settings.validation_period),
@@ -117,6 +142,8 @@ class TrainingLoop:
             self._require_epoch_length()
             loop_state = self._restore()
             self._on_start(progress.batches_trained)
+            self._start_checks()
+            self._look_for_metric()
             drawn = int(loop_state.get("micro_batches_drawn", 0))
             assert self._stream is not None
             self._iterator = self._stream.open(drawn)
@@ -132,15 +159,62 @@ class TrainingLoop:
             is_fresh = progress.batches_trained == 0 and progress.last_validation is None
             if settings.step_zero_validation and is_fresh:
                 self._validate()
+            stack.callback(self._tell_steps)
             stopped = self._train()
             self._saving.finish()
             self._events.upload()
-        return FitResult(progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid)
+        skipped = sum(counts.num_skipped for counts in self._step_counts())
+        return FitResult(
+            progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid, skipped
+        )
+
+    def _look_for_metric(self) -> None:
+        """Find a wrong ``searcher.metric`` before anything is trained. Ranks: all, collectively."""
+        settings, searched = self._settings, self._settings.searcher_metric
+        if self._validation is None or searched is None or not self._looks_for_metric:
+            return
+        if early_check.is_wanted(settings, self._context):
+            objects = [self._trial, self._validation.dataset, self._stream]
+            early_check.check_metric(searched, self._validation, self._context, objects)
+
+    def _start_checks(self) -> None:
+        """Note how things are before the first batch of this process. Ranks: each its own; no communication."""
+        checks = self._settings.checks
+        self._first_batch = self._progress.batches_trained
+        if checks.non_finite == "fail":
+            self._weights = FiniteWeights(self._context.models)
+        calls = 1 if self._context._manual_grad_accumulation else self._adapter.train_calls_per_batch
+        self._guard = NonFiniteGuard(
+            checks.non_finite,
+            checks.non_finite_patience,
+            calls,
+            is_chief=self._is_chief,
+            counts=self._step_counts(),
+            is_resumed=self._progress.batches_trained > 0,
+        )
+
+    def _step_counts(self) -> list[StepCounts]:
+        # What has no optimizer is stepped by somebody else, if at all.
+        return [StepCounts.of(engine) for engine in self._context.models if engine.optimizer is not None]
+
+    def _tell_steps(self, *, is_end: bool = True) -> None:
+        """Tell of skipped steps, if there are any. Ranks: any; the chief tells."""
+        counts = self._step_counts()
+        taken, skipped = (
+            sum(count.num_steps for count in counts),
+            sum(count.num_skipped for count in counts),
+        )
+        if self._is_chief and (skipped or is_end):
+            self._on_steps(taken, skipped)
+            if skipped and is_end:
+                logger.warning(
+                    "%d of %d optimizer steps were skipped, because gradients were not finite", skipped, taken
+                )
 
     def _rewrite(self) -> FitResult:
         """Save what was restored, in the layout that runs, and nothing else. Ranks: all, collectively."""
         self._checkpointing.restore_random_states()
-        self._checkpoint()
+        self._checkpoint(is_last=True)
         self._saving.finish()
         return FitResult(self._progress.batches_trained, self._batches_total, None, self._checkpoint_uuid)
 
@@ -201,15 +275,22 @@ class TrainingLoop:
                 is_unproven = False
             batches = progress.batches_trained
             if progress.epoch_length and batches % progress.epoch_length == 0:
-                self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
+                with self._saving_first():
+                    self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
             found = due(self._periods, batches, self._batches_total, progress.epoch_length)
+            if (
+                self._settings.reports_epochs
+                and progress.epoch_length
+                and batches % progress.epoch_length == 0
+            ):
+                found.add(Boundary.REPORT)
             if found or batches >= self._agreements.next_batch or self._is_stopped_alone():
                 stop = self._act(found)
                 if stop is not None and batches < self._batches_total:
                     if self._is_chief:
                         logger.warning("stopping after batch %d (%s), with a checkpoint", batches, stop.value)
                     if not progress.checkpoint_is_current:
-                        self._checkpoint()
+                        self._checkpoint(is_last=True)
                     return stop
         self._finish()
         return None
@@ -227,7 +308,7 @@ class TrainingLoop:
         expected = self._adapter.micro_batches_per_batch
         for rank, found in enumerate(self._distributed.allgather(num_stepped)):
             if found != expected:
-                raise TrialContractError(
+                raise AccumulationError(
                     f"train_batch has trained {found} micro batches on rank {rank} after disable_auto_grad_accumulation(); "
                     f"expected {expected}, the gradient_accumulation_steps of the first engine. Draw and train that many in "
                     "every call, or leave the accumulation to the loop by not calling disable_auto_grad_accumulation()."
@@ -278,7 +359,8 @@ class TrainingLoop:
         """Do what is due, in order, and exchange once. Ranks: all, collectively."""
         has_unreported = self._progress.batches_trained > self._window_start
         reports = Boundary.REPORT in found or (Boundary.END in found and has_unreported)
-        stop = self._exchange(reports)
+        with self._saving_first():
+            stop = self._exchange(reports)
         if found & {Boundary.VALIDATE, Boundary.END} and not self._progress.validation_is_current:
             self._validate()
         if Boundary.CHECKPOINT in found and not self._progress.checkpoint_is_current:
@@ -291,7 +373,13 @@ class TrainingLoop:
         if not self._progress.validation_is_current:
             self._validate()
         if not self._progress.checkpoint_is_current:
-            self._checkpoint()
+            self._checkpoint(is_last=True)
+        if not self._progress.checkpoint_is_current:
+            raise NonFiniteError(
+                f"at the end of training, at batch {self._progress.batches_trained}, {lost_weight(self._state_evidence())}; "
+                "expected weights to save. Lower the learning rate, or set data.dstrial.non_finite to warn or ignore; the "
+                "checkpoints before it are kept."
+            )
         if self._is_chief:
             self._on_progress(self._progress.batches_trained, self._batches_total)
             self._core.train.report_progress(1.0)
@@ -302,16 +390,39 @@ class TrainingLoop:
         """Agree on stopping, and in the same exchange report the training metrics and hear of the save under way."""
         batches = self._progress.batches_trained
         share = self._window.totals() if reports and self._reports_metrics else None
+        counts = self._step_counts() if reports else []
         self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._agreements.agree(batches, (share, self._saving.status()))
-        self._saving.settle([status for _, status in agreement.shares])
+        agreement = self._agreements.agree(batches, (share, counts, self._saving.status()))
+        self._saving.settle([status for _, _, status in agreement.shares])
         self._saving.prepare()
         if reports:
-            self._report(combine([share for share, _ in agreement.shares], "train_batch"))
+            shares = [share for share, _, _ in agreement.shares]
+            averages, start = combine(shares, "train_batch"), self._window_start
+            self._report(dict(averages))
+            self._judge(shares, averages, agreement.shares[0][1], start)
         if self._is_chief:
             self._on_progress(batches, self._batches_total)
         self._mark_s = time.monotonic()
         return agreement.stop
+
+    def _judge(
+        self,
+        shares: Sequence[MetricTotals | None],
+        averages: Mapping[str, Any],
+        counts: Sequence[StepCounts],
+        start: int,
+    ) -> None:
+        """Look for a finite loss and an optimizer step in what was reported; the same on all ranks."""
+        assert self._guard is not None
+        batches = self._progress.batches_trained
+        self._tell_steps(is_end=False)
+        self._guard.judge(
+            [share.tails for share in shares if share is not None],
+            averages,
+            counts,
+            (start, batches),
+            is_last=batches >= self._batches_total,
+        )
 
     def _report(self, averages: dict[str, Any]) -> None:
         context, batches = self._context, self._progress.batches_trained
@@ -349,34 +460,94 @@ class TrainingLoop:
         if self._validation is None:
             progress.last_validation = progress.batches_trained
             return
-        if self._is_chief:
-            self._core.train.set_status("validating")
-        metrics = self._validation.run()
-        self._check_searcher_metric(metrics)
-        progress.last_validation = progress.batches_trained
-        saves = False
-        if self._is_chief:
-            saves = self._report_validation(metrics)
-        self._events.upload()
-        saves = self._distributed.broadcast(saves)
+        with self._saving_first():
+            saves = self._validate_and_report(self._validation)
         if saves and not progress.checkpoint_is_current:
             self._checkpoint()
         self._mark_s = time.monotonic()
         if self._is_chief:
             self._core.train.set_status("training")
 
+    def _validate_and_report(self, validation: Validation) -> bool:
+        """Return whether the policy asks for a checkpoint. Ranks: all, collectively."""
+        progress = self._progress
+        if self._is_chief:
+            self._core.train.set_status("validating")
+        metrics = validation.run()
+        self._check_searcher_metric(metrics)
+        saves = False
+        error: Exception | None = None
+        if self._is_chief:
+            try:
+                saves = self._report_validation(metrics)
+            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+                error = caught
+        self._events.upload()
+        saves, failure = self._distributed.broadcast((saves, rescue.described(error)))
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise rescue.peer_failed("the report of a validation", [(0, failure)])
+        progress.last_validation = progress.batches_trained
+        return bool(saves)
+
+    @contextlib.contextmanager
+    def _saving_first(self) -> Iterator[None]:
+        """Save what is trained before an exception of user code goes on, if all ranks have failed at the same place.
+
+        Ranks: all, collectively where they can agree; see ``dstrial.loop.rescue``.
+        """
+        try:
+            yield
+        except (NonFiniteError, CheckpointError):
+            raise
+        except Exception as error:
+            if not isinstance(error, RankError) or isinstance(error, PeerFailedError):
+                self._save_before(error)
+            raise
+
+    def _save_before(self, error: Exception) -> None:
+        progress, distributed = self._progress, self._distributed
+        batches = progress.batches_trained
+        if progress.checkpoint_is_current or batches == self._first_batch:
+            return
+        place = f"failed at batch {batches}"
+        rescue.arrive(distributed, place)
+        if not rescue.all_arrived(distributed, place, rescue.MEET_S):
+            logger.error(
+                "rank %d has failed alone at batch %d (%s): what is trained since the last checkpoint is lost",
+                distributed.rank,
+                batches,
+                rescue.described(error),
+            )
+            return
+        try:
+            self._checkpoint(is_last=True)
+            self._saving.finish()
+        except Exception:
+            logger.exception(
+                "the state of batch %d could not be saved before the error that ends training", batches
+            )
+            return
+        if self._is_chief and not self._is_holding_back:
+            logger.warning(
+                "the state of batch %d is saved before the error that ends training (checkpoint %s)",
+                batches,
+                self._checkpoint_uuid,
+            )
+
     def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
         """Refuse validation metrics that the searcher cannot compare; the same on every rank."""
         searched = self._settings.searcher_metric
-        if searched is None or searched in ("batches", "epochs"):
+        if searched is None or searched in early_check.NEVER_MISSING:
             return
         if searched not in metrics:
-            raise TrialContractError(
+            raise SearcherMetricError(
                 f"the searcher's metric is {searched!r}, but validation returned {sorted(metrics)}; expected it among "
                 "them. Return it from evaluate_batch, or set searcher.metric to one of them."
             )
         if not util.is_numerical_scalar(metrics[searched]):
-            raise TrialContractError(
+            raise SearcherMetricError(
                 f"the searcher's metric {searched!r} is {metrics[searched]!r}; expected one number. Return a scalar."
             )
 
@@ -399,8 +570,35 @@ class TrainingLoop:
             return True
         return bool(now < best_before if settings.smaller_is_better else now > best_before)
 
-    def _checkpoint(self) -> None:
-        """Copy the state of now, to be written behind the loop. Ranks: all, collectively."""
+    def _state_evidence(self) -> list[StateEvidence]:
+        """Look at the weights and the newest losses of all ranks. Ranks: all, collectively (one all-gather)."""
+        if self._weights is None:
+            return []
+        mine = StateEvidence(self._weights.lost(), self._window.newest_is_finite())
+        found: list[StateEvidence] = self._distributed.allgather(mine)
+        return found
+
+    def _checkpoint(self, *, is_last: bool = False) -> None:
+        """Copy the state of now, to be written behind the loop. Ranks: all, collectively.
+
+        A state whose weights are lost is never saved, and one without a finite loss only where training ends or stops,
+        because a checkpoint makes room for itself by taking the place of an older one.
+
+        Args:
+            is_last: whether nothing is saved after it.
+        """
+        found = self._state_evidence()
+        problem = lost_weight(found) if is_last else doubt(found)
+        if problem is not None:
+            if self._is_chief and not self._is_holding_back:
+                logger.warning(
+                    "the state of batch %d is not saved, and the checkpoints before it are kept: %s",
+                    self._progress.batches_trained,
+                    problem,
+                )
+            self._is_holding_back = True
+            return
+        self._is_holding_back = False
         if self._is_chief:
             self._core.train.set_status("checkpointing")
         loop_state = {
@@ -467,7 +665,7 @@ def require_engine(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> Non
         TrialContractError: it has not.
     """
     if not context.models:
-        raise TrialContractError(
+        raise InvalidTrialError(
             f"{type(trial).__name__} has no wrapped model engine; expected at least one. Call "
             "context.wrap_model_engine(engine) in __init__."
         )

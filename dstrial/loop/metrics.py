@@ -6,15 +6,35 @@ a device or talks to another rank until ``totals`` is called, which moves all su
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from determined import pytorch
 
-from dstrial.errors import TrialContractError
+from dstrial.trial.det_errors import InvalidTrialError, MetricNamesError
+
+_MOST_LOSSES_HELD = 4096
+"""Losses of this many newest sets are held until the next report, to see which of them are finite."""
+
+_MOST_BYTES_HELD = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossTail:
+    """How the newest values of a loss end: with how many that are not finite.
+
+    Attributes:
+        num_bad: values after the newest finite one.
+        num_seen: values that were looked at, the newest of the window.
+    """
+
+    num_bad: int
+    num_seen: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,10 +44,12 @@ class MetricTotals:
     Attributes:
         values: metric name -> total so far; None for a metric that is no number.
         weights: metric name -> what the total is divided by for a mean.
+        tails: loss -> how its values end; empty where the window does not look at losses.
     """
 
     values: dict[str, float | None]
     weights: dict[str, float]
+    tails: dict[str, LossTail] = dataclasses.field(default_factory=dict)
 
 
 def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
@@ -40,7 +62,7 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
         return returned
     if isinstance(returned, torch.Tensor):
         return {"loss": returned}
-    raise TrialContractError(
+    raise InvalidTrialError(
         f"{where} returned {returned!r} of type {type(returned).__name__}; expected a dict from metric name to value. "
         'Return for example {"loss": loss}.'
     )
@@ -80,6 +102,32 @@ def _combine_on_device(
     return choose(amount.to(dtype), torch.as_tensor(held, dtype=dtype, device=amount.device))
 
 
+def losses_among(names: Iterable[str]) -> list[str]:
+    """Return the metrics that are losses by their name; all of them where none is."""
+    all_names = list(names)
+    return [name for name in all_names if "loss" in name.lower()] or all_names
+
+
+def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
+    """Return a value that keeps no larger tensor alive, of which it may be an element."""
+    if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MOST_BYTES_HELD:
+        return amount.clone()
+    return amount
+
+
+def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> LossTail:
+    """Say how the values of a loss end; looks at them one by one only where their total is not finite."""
+    if total is not None and math.isfinite(total):
+        return LossTail(0, len(losses))
+    tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
+    moved = iter(torch.stack([loss.double() for loss in tensors]).tolist() if tensors else ())
+    num_bad = 0
+    for loss in losses:
+        value = next(moved) if isinstance(loss, torch.Tensor) else loss
+        num_bad = 0 if math.isfinite(value) else num_bad + 1
+    return LossTail(num_bad, len(losses))
+
+
 ReducerOf = Callable[[str], pytorch.Reducer]
 
 
@@ -95,10 +143,21 @@ class MetricWindow:
         where: what produces the metrics, for error messages.
         reducer_of: metric name -> how its values are combined.
         keep_batches: also keep each value added, for callbacks that ask for them.
+        watches_losses: whether ``totals`` says of each loss whether it ends in values that are not finite.
     """
 
-    def __init__(self, where: str, reducer_of: ReducerOf = average, keep_batches: bool = False) -> None:
+    def __init__(
+        self,
+        where: str,
+        reducer_of: ReducerOf = average,
+        keep_batches: bool = False,
+        *,
+        watches_losses: bool = False,
+    ) -> None:
         self._where = where
+        self._watches_losses = watches_losses
+        self._losses: dict[str, collections.deque[torch.Tensor | float]] = {}
+        self._newest_losses: list[torch.Tensor | float] = []
         self._reducer_of = reducer_of
         self._is_average = reducer_of is average
         self._keep_batches = keep_batches
@@ -123,8 +182,12 @@ class MetricWindow:
             TrialContractError: the names differ from those of the sets before.
         """
         totals = self._totals
+        if self._watches_losses and not self._losses:
+            self._losses = {
+                name: collections.deque(maxlen=_MOST_LOSSES_HELD) for name in losses_among(metrics)
+            }
         if self._num_calls and (len(metrics) != len(totals) or metrics.keys() != totals.keys()):
-            raise TrialContractError(
+            raise MetricNamesError(
                 f"{self._where} returned the metrics {sorted(metrics)}; expected {sorted(totals)} as in the calls "
                 "before. Return the same metric names every time."
             )
@@ -138,6 +201,8 @@ class MetricWindow:
                 amount = value.detach()
                 if amount.ndim:
                     amount = amount.to(_accumulation_dtype(amount)).mean()
+            if name in self._losses and amount is not None:
+                self._losses[name].append(_held_alone(amount))
             held = totals.get(name)
             if self._is_average and held.__class__ is float and amount.__class__ is float:
                 totals[name] = held + amount * weight  # what nearly always happens, on the CPU
@@ -178,7 +243,8 @@ class MetricWindow:
         for tensors in by_device.values():
             moved.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
         values = {name: moved.get(name, held) for name, held in self._totals.items()}
-        return MetricTotals(values, dict.fromkeys(values, self._weight))
+        tails = {name: _tail(losses, values.get(name)) for name, losses in self._losses.items() if losses}
+        return MetricTotals(values, dict.fromkeys(values, self._weight), tails)
 
     def batches(self) -> list[dict[str, Any]]:
         """Return every set added since the last reset, as NumPy values; empty unless asked to keep them."""
@@ -193,6 +259,21 @@ class MetricWindow:
         self._weight = 0.0
         self._num_calls = 0
         self._batches = []
+        self._newest_losses = self._losses_now()
+        self._losses = {}
+
+    def newest_is_finite(self) -> bool | None:
+        """Say whether one of the newest losses is finite, those of the window before if this one is empty.
+
+        Returns:
+            None if no loss is watched. Ranks: any; no communication. Synchronises the device.
+        """
+        newest = self._losses_now()
+        return any(math.isfinite(float(loss)) for loss in newest) if newest else None
+
+    def _losses_now(self) -> list[torch.Tensor | float]:
+        newest = [losses[-1] for losses in self._losses.values() if losses]
+        return newest or self._newest_losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open window for a checkpoint; tensors stay where they are."""
@@ -281,7 +362,7 @@ def combine(
     first_rank, first = reporting[0]
     for rank, share in reporting[1:]:
         if share.values.keys() != first.values.keys():
-            raise TrialContractError(
+            raise MetricNamesError(
                 f"{where} returned the metrics {sorted(share.values)} on rank {rank} and {sorted(first.values)} on "
                 f"rank {first_rank}; expected the same names on all ranks. Return the same metric names everywhere."
             )

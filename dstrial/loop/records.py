@@ -16,9 +16,9 @@ import torch
 from determined import pytorch
 from torch.utils import data
 
-from dstrial.errors import TrialContractError
 from dstrial.loop.order import record_seed, seed_all
 from dstrial.ranks.control import timeout_from_environ
+from dstrial.trial.det_errors import ForeignLoaderError
 
 
 class SeededRecords(data.Dataset[Any]):
@@ -70,18 +70,19 @@ class _WorkerStart:
 
 
 def torch_loader(
-    loader: pytorch.DataLoader, dataset: Any, batch_sampler: Any, seed: int
+    loader: pytorch.DataLoader, dataset: Any, batch_sampler: Any, seed: int, *, is_sample: bool = False
 ) -> data.DataLoader[Any]:
     """Build the torch loader that reads ``batch_sampler``'s records as ``loader`` would.
 
     It gets a generator of its own, because a loader without one draws from the training's random state
     every time it is started; and where the user gave no ``timeout``, workers that answer nothing are waited for
-    as long as ranks wait for each other, not for ever.
+    as long as ranks wait for each other, not for ever. A sample of a few micro batches has at most one worker, which
+    ends with it.
     """
     return data.DataLoader(
         dataset,
         batch_sampler=batch_sampler,
-        num_workers=loader.num_workers,
+        num_workers=min(loader.num_workers, 1) if is_sample else loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout or (timeout_from_environ() if loader.num_workers else 0),
@@ -89,7 +90,7 @@ def torch_loader(
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator().manual_seed(seed),
         prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
+        persistent_workers=loader.persistent_workers and not is_sample,
     )
 
 
@@ -100,7 +101,7 @@ def require_determined_loader(loader: Any, method: str, checks_disabled: bool) -
         TrialContractError: it was not.
     """
     if loader is not None and not checks_disabled:
-        raise TrialContractError(
+        raise ForeignLoaderError(
             f"{method} returned a {type(loader).__module__}.{type(loader).__name__}; expected dstrial.DataLoader, whose "
             "order is reproducible and resumable. Return one, or call context.disable_dataset_reproducibility_checks() "
             "in __init__ and take care of order, sharding and resuming yourself."

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Literal
 
 from determined import pytorch
 
+from dstrial.config.training_checks import TrainingChecks
 from dstrial.loop.agreement import StopReason
 
 
@@ -31,6 +33,8 @@ class LoopSettings:
         is_rewrite: whether to save ``latest_checkpoint`` again as soon as it is restored, in the layout that runs, and to
             end before the first batch.
         saves_in_background: whether checkpoints are written behind the loop, which is held while state is copied.
+        checks: what is looked for while training, and what follows.
+        reports_epochs: whether the end of every epoch is a report, too.
     """
 
     max_length: pytorch.TrainUnit
@@ -47,6 +51,8 @@ class LoopSettings:
     max_validation_rounds: int | None = None
     is_rewrite: bool = False
     saves_in_background: bool = True
+    checks: TrainingChecks = dataclasses.field(default_factory=TrainingChecks)
+    reports_epochs: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,12 +64,16 @@ class FitResult:
         batches_total: its length in batches.
         stopped: why it ended early; None if it is complete.
         checkpoint_uuid: the newest checkpoint this call wrote; None if it wrote none.
+        checkpoint_path: its directory, where the checkpoints of a run lie on this machine; None on a cluster.
+        skipped_steps: optimizer steps of the run that were skipped because gradients were not finite, of all engines.
     """
 
     batches_trained: int
     batches_total: int
     stopped: StopReason | None
     checkpoint_uuid: str | None
+    skipped_steps: int = 0
+    checkpoint_path: pathlib.Path | None = dataclasses.field(default=None, compare=False)
 
     @property
     def is_complete(self) -> bool:

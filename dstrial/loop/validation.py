@@ -13,10 +13,12 @@ from determined import pytorch, util
 from dstrial.engine.validation_plan import ValidationRound
 from dstrial.errors import DataError, TrialContractError
 from dstrial.loop import metrics as loop_metrics
+from dstrial.loop import rescue
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.reducers import Snapshot
 from dstrial.loop.validation_data import Extent, ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.det_errors import FullDatasetError, InvalidTrialError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
@@ -31,6 +33,9 @@ class Validation:
         callbacks: the user's callbacks.
         stream: the validation records of this rank, which may be none.
         max_rounds: evaluate at most this many rounds, for test runs; None for all.
+
+    Attributes:
+        is_agreed: False once user code has failed here and the other ranks have not come to hear of it.
     """
 
     def __init__(
@@ -49,7 +54,14 @@ class Validation:
         self._extent = Extent()
         self._is_collective = any(adapter.forward_is_collective for adapter in context._adapters)
         self._on_chief_only = util.is_overridden(trial.evaluate_full_dataset, DeepSpeedTrial)
+        self._num_runs = 0
+        self.is_agreed = True
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
+
+    @property
+    def dataset(self) -> Any:
+        """The validation records; None on ranks that read none."""
+        return self._stream.dataset
 
     def agree_on_extent(self) -> bool:
         """Compare the validation loaders of all ranks. Ranks: all, collectively (one all-gather).
@@ -139,39 +151,120 @@ class Validation:
 
     def _full_dataset(self) -> tuple[dict[str, Any], int]:
         mine: dict[str, Any] | None = None
+        error: Exception | None = None
         if self._context.distributed.rank == 0:
-            returned = self._trial.evaluate_full_dataset(self._stream.full_loader())
-            if not isinstance(returned, Mapping):
-                raise TrialContractError(
-                    f"evaluate_full_dataset returned {type(returned).__name__}; expected a dict from metric name to value. "
-                    "Return a dict."
-                )
-            mine = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in returned.items()}
-        results: dict[str, Any] = self._context.distributed.broadcast(mine)
+            try:
+                returned = self._trial.evaluate_full_dataset(self._stream.full_loader())
+                if not isinstance(returned, Mapping):
+                    raise FullDatasetError(
+                        f"evaluate_full_dataset returned {type(returned).__name__}; expected a dict from metric name to "
+                        "value. Return a dict."
+                    )
+                mine = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in returned.items()}
+            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+                error = caught
+        results: dict[str, Any]
+        results, failure = self._context.distributed.broadcast((mine, rescue.described(error)))
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise rescue.peer_failed("evaluate_full_dataset", [(0, failure)])
         return results, self._extent.num_records or 0
 
     def _by_batches(self) -> tuple[dict[str, Any], int]:
         reducer_of = self._reducer_of()
         keep = self._callbacks.overrides("on_validation_epoch_end")
         window = loop_metrics.MetricWindow("evaluate_batch", reducer_of, keep_batches=keep)
-        self._callbacks.call("on_validation_epoch_start")
         num_records = 0
-        for batch_idx, (validation_round, items) in enumerate(self._stream.rounds(self._extent)):
-            if self._max_rounds is not None and batch_idx >= self._max_rounds:
-                break
-            num_records += self._evaluate_round(batch_idx, validation_round, items, window)
-        self._callbacks.call("on_validation_epoch_end", window.batches())
+        error: Exception | None = None
+        try:
+            self._callbacks.call("on_validation_epoch_start")
+            for batch_idx, (validation_round, items) in enumerate(self._stream.rounds(self._extent)):
+                if self._max_rounds is not None and batch_idx >= self._max_rounds:
+                    break
+                num_records += self._evaluate_round(batch_idx, validation_round, items, window)
+            self._callbacks.call("on_validation_epoch_end", window.batches())
+        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+            error = caught
         share = window.totals() if self._context._mpu.should_report_metrics and len(window) else None
         counted = num_records if self._context._mpu.should_report_metrics else 0
-        gathered = self._context.distributed.allgather((share, counted))
+        gathered = self._agreed((share, counted), error)
         values = loop_metrics.combine([part for part, _ in gathered], "evaluate_batch", reducer_of)
-        bad = [name for name, value in values.items() if value is None]
-        if bad:
-            raise TrialContractError(
-                f"evaluate_batch returned metrics that are no numbers: {bad}; expected numbers or arrays of numbers, which "
-                "can be averaged. Drop them, or combine them with context.wrap_reducer."
-            )
+        _require_numbers(values)
         return dict(values), sum(count for _, count in gathered)
+
+    def _agreed(self, share: Any, error: Exception | None) -> list[Any]:
+        """Return what every rank hands in, unless user code has failed on one: then all raise.
+
+        Raises:
+            Exception: what user code has raised here, ``error``.
+            PeerFailedError: it has raised on another rank.
+
+        Ranks: all, collectively (one ``allgather``, one write to the store).
+        """
+        distributed = self._context.distributed
+        self._num_runs += 1
+        place = f"evaluated {self._num_runs}"
+        rescue.arrive(distributed, place)
+        if error is not None:
+            # The others may be inside a forward pass that waits for this rank.
+            timeout_s = rescue.MEET_S if self._is_collective else rescue.EVALUATE_S
+            if distributed.size > 1 and rescue.can_agree(distributed):
+                logger.error(
+                    "evaluation has failed on rank %d: %s", distributed.rank, rescue.described(error)
+                )
+            if not rescue.all_arrived(distributed, place, timeout_s):
+                self.is_agreed = False
+                raise error
+        gathered = distributed.allgather((share, rescue.described(error)))
+        if error is not None:
+            raise error
+        failures = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
+        if failures:
+            raise rescue.peer_failed("evaluation", failures)
+        return [handed_in for handed_in, _ in gathered]
+
+    def sample(self) -> set[str] | None:
+        """Evaluate the first round with the weights of now, and return the names of what validations will return.
+
+        Calls no callback and combines no reducer. What else it changes is for the caller to put back.
+
+        Returns:
+            None where the round cannot be evaluated without traces, or callbacks and reducers decide what there is.
+
+        Raises:
+            TrialContractError: ``evaluate_batch`` breaks its contract.
+            Exception: what user code has raised here.
+            PeerFailedError: it has raised on another rank.
+
+        Ranks: all, collectively (two ``allgather``).
+        """
+        context = self._context
+        can = self._extent.num_records is not None and not self._on_chief_only and self._stream.can_be_sampled
+        if not all(context.distributed.allgather(can)):
+            return None
+        window = loop_metrics.MetricWindow("evaluate_batch", self._reducer_of())
+        error: Exception | None = None
+        for adapter in context._adapters:
+            adapter.set_training(False)
+        try:
+            with torch.no_grad():
+                validation_round, items = self._stream.first_round(self._extent)
+                self._evaluate_round(0, validation_round, items, window)
+        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+            error = caught
+        finally:
+            for adapter in context._adapters:
+                adapter.bind_validation_round(None, None)
+                adapter.set_training(True)
+        share = window.totals() if context._mpu.should_report_metrics and len(window) else None
+        values = loop_metrics.combine(self._agreed(share, error), "evaluate_batch", self._reducer_of())
+        _require_numbers(values)
+        reducers = [wrapped for wrapped in context._wrapped_reducers if wrapped.for_validation]
+        is_open = any(wrapped.name is None for wrapped in reducers) or any(
+            self._callbacks.overrides(name) for name in ("on_validation_end", "on_validation_epoch_end")
+        )
+        return None if is_open else {*values, *(str(wrapped.name) for wrapped in reducers)}
 
     def _evaluate_round(
         self,
@@ -195,7 +288,7 @@ class Validation:
             before.restore()
         if self._context._mpu.should_report_metrics and not is_filler:
             if not isinstance(returned, Mapping):
-                raise TrialContractError(
+                raise InvalidTrialError(
                     f"evaluate_batch returned {returned!r} of type {type(returned).__name__}; expected a dict from metric "
                     'name to value. Return for example {"validation_loss": loss}.'
                 )
@@ -223,3 +316,17 @@ class Validation:
                 "every metric. Add it, or return one reducer for all."
             )
         return chosen[name]
+
+
+def _require_numbers(values: Mapping[str, float | None]) -> None:
+    """Refuse metrics that cannot be averaged.
+
+    Raises:
+        TrialContractError: one is no number.
+    """
+    bad = [name for name, value in values.items() if value is None]
+    if bad:
+        raise InvalidTrialError(
+            f"evaluate_batch returned metrics that are no numbers: {bad}; expected numbers or arrays of numbers, which "
+            "can be averaged. Drop them, or combine them with context.wrap_reducer."
+        )

@@ -153,6 +153,29 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         """Return what the first rank of this machine passed. Ranks: a machine's, collectively."""
         return stuff if self._local_lane is None else self._local_lane.broadcast(stuff, "broadcast_local")
 
+    def arrive(self, place: str) -> None:
+        """Have the other ranks know that this one is at a place of the program. Ranks: each its own; one write to the store.
+
+        Args:
+            place: the same text on all ranks; another one each time.
+        """
+        if self._lane is not None:
+            self._lane.arrive(place)
+
+    def all_arrived(self, place: str, timeout_s: float) -> bool:
+        """Say whether all ranks are where this one is, so that they may go on together; waits for them.
+
+        Args:
+            place: what they have passed to ``arrive``.
+            timeout_s: how long to wait, seconds.
+
+        Returns:
+            False where one does not come, or has made other collective operations than this rank since.
+
+        Ranks: each its own; no collective operation, so that nobody is held up by a rank that gives up.
+        """
+        return self._lane is None or self._lane.all_arrived(place, timeout_s)
+
     def leave(self, reason: str) -> None:
         """Take part no more: ranks that wait for this one fail with ``reason`` within seconds.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import itertools
 import json
 import pickle
 import time
@@ -29,6 +28,8 @@ _SHORT_MESSAGE_BYTES = _HEAD_BYTES + _SHORT_PAYLOAD_BYTES
 
 # A rank that has waited this long says in the store that it is waiting; before, nothing is stored.
 _QUIET_WAIT_S = 5.0
+
+_MEETING_POLL_S = 0.05
 
 # Key in a lane's store under which a rank says that it takes part no more.
 _LEFT = "left"
@@ -65,7 +66,7 @@ class Lane:
         self._rank = rank
         self._timeout_s = timeout_s
         self._quiet_s = min(_QUIET_WAIT_S, timeout_s / 3)
-        self._numbers = itertools.count()
+        self._num_operations = 0
         self._name = name
         self._store = PrefixStore(name, _get_default_store())
         # None before the ranks have agreed on one: what is said then is JSON.
@@ -73,7 +74,7 @@ class Lane:
         # gloo's own deadline must lie behind ours, which knows who is missing; it bounds how long
         # the abandoned operation keeps the group's threads (and so the process's exit) waiting.
         own_deadline = datetime.timedelta(seconds=timeout_s + 3 * self._quiet_s)
-        start = _Operation("start of the control channel", next(self._numbers))
+        start = _Operation("start of the control channel", self._next_number())
         self._say_waiting(start)
         try:
             # Not `new_group`: beside a default group that is bound to a CUDA device, as DeepSpeed binds NCCL's, ranks that
@@ -92,14 +93,14 @@ class Lane:
 
     def allgather_identities(self, identity: RankIdentity) -> list[RankIdentity]:
         """Return what every rank says of itself, before there is a key."""
-        operation = _Operation("start of the control channel", next(self._numbers))
+        operation = _Operation("start of the control channel", self._next_number())
         payload = json.dumps(dataclasses.asdict(identity)).encode()
         told = [json.loads(bytes(message)) for message in self._exchange(payload, operation)]
         return [RankIdentity(**fields) for fields in told]
 
     def agree_on_key(self, stack: contextlib.ExitStack) -> bytes:
         """Return a key that the first rank has made; ``stack`` keeps its file until all have read it."""
-        operation = _Operation("start of the control channel", next(self._numbers))
+        operation = _Operation("start of the control channel", self._next_number())
         block = key_through_file(PrefixStore("key", self._store), is_writer=self._rank == self._ranks[0])
         try:
             return stack.enter_context(block)
@@ -108,13 +109,13 @@ class Lane:
 
     def allgather(self, value: Any, name: str) -> list[Any]:
         """Return what every rank passed, in their order; ``name`` is told in errors."""
-        operation = _Operation(name, next(self._numbers))
+        operation = _Operation(name, self._next_number())
         messages = self._exchange(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), operation)
         return [self._unpickle(message) for message in messages]
 
     def broadcast(self, value: Any, name: str) -> Any:
         """Return what the first rank passed; ``name`` is told in errors."""
-        operation = _Operation(name, next(self._numbers))
+        operation = _Operation(name, self._next_number())
         source = self._ranks[0]
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if self._rank == source else b""
         if self._rank == source:
@@ -206,6 +207,32 @@ class Lane:
     def _unpickle(self, message: memoryview) -> Any:
         assert self.key is not None, "a pickle is read only after its tag"
         return pickle.loads(message)  # noqa: S301  # its tag is that of a rank of the same job
+
+    def _next_number(self) -> int:
+        self._num_operations += 1
+        return self._num_operations - 1
+
+    def arrive(self, place: str) -> None:
+        """Have the others know where this rank is, after as many operations as it has made. Ranks: each its own."""
+        self._store.set(f"at/{self._rank}", f"{place} {self._num_operations}")
+
+    def all_arrived(self, place: str, timeout_s: float) -> bool:
+        """Wait until all ranks are at a place, with as many operations made as this one; False at the deadline.
+
+        No operation is begun: one that is given up would hold the process's end until gloo's own deadline.
+        """
+        wanted = f"{place} {self._num_operations}".encode()
+        keys = [f"at/{rank}" for rank in self._ranks]
+        give_up_at_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._store.check(keys) and all(self._store.get(key) == wanted for key in keys):
+                    return True
+            except RuntimeError:
+                return False  # whoever serves the store has gone
+            if time.monotonic() > give_up_at_s:
+                return False
+            time.sleep(_MEETING_POLL_S)
 
     def leave(self, reason: str) -> None:
         """Take part no more, and have those who wait know why."""

@@ -27,8 +27,9 @@ from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
 from dstrial.engine.batch_sizes import config_of
 from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config
-from dstrial.errors import ConfigError, TrialContractError
+from dstrial.errors import ConfigError
 from dstrial.trial.data import to_device
+from dstrial.trial.det_errors import InvalidTrialError, NoSeedError, NotTrainingError
 from dstrial.trial.kept_batch import ResumedRun
 from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
 
@@ -247,11 +248,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             TrialContractError: no engine is wrapped yet, or it was called before.
         """
         if not self.models:
-            raise TrialContractError(
+            raise InvalidTrialError(
                 "set_mpu is called before an engine is wrapped; expected one. Call wrap_model_engine first."
             )
         if self._called_set_mpu:
-            raise TrialContractError(
+            raise InvalidTrialError(
                 "set_mpu is called a second time; expected once per trial. Remove one call."
             )
         self._called_set_mpu = True
@@ -277,7 +278,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
         if not self._adapters:
-            raise TrialContractError(
+            raise InvalidTrialError(
                 f"{asked} is asked for before an engine is wrapped; expected one. Call wrap_model_engine first."
             )
         return self._adapters[0]
@@ -297,6 +298,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             TrialContractError: no engine is wrapped yet.
         """
         return self._first_adapter("the number of micro batches").micro_batches_per_batch
+
+    @property
+    def _train_micro_batch_size_per_gpu(self) -> int | None:
+        """Determined's attribute, which trials read though it is private; None before an engine is wrapped."""
+        return self._adapters[0].micro_batch_size if self._adapters else None
+
+    @property
+    def _num_micro_batches_per_slot(self) -> int | None:
+        """Likewise, the micro batches of one replica in one batch."""
+        return self._adapters[0].micro_batches_per_batch if self._adapters else None
 
     @property
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -333,11 +344,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def _position(self) -> tuple[int, int]:
         if self._current_batch_idx is None:
-            raise TrialContractError(
+            raise NotTrainingError(
                 "the position is asked for before training; expected during train_batch. Ask there."
             )
         if self._epoch_len is None:
-            raise TrialContractError(
+            raise NotTrainingError(
                 "the epoch is asked for, but the training loader has no length. Give it a __len__."
             )
         return self._current_batch_idx, self._epoch_len
@@ -360,7 +371,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def current_train_batch(self) -> int:
         """Return the current batch, from 0, over the whole run."""
         if self._current_batch_idx is None:
-            raise TrialContractError(
+            raise NotTrainingError(
                 "the position is asked for before training; expected during train_batch. Ask there."
             )
         return self._current_batch_idx
@@ -488,7 +499,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             ValueError: none is configured.
         """
         if self._trial_seed is None:
-            raise ValueError(
+            raise NoSeedError(
                 "there is no trial seed; set reproducibility.experiment_seed in the experiment config."
             )
         return self._trial_seed

@@ -35,7 +35,7 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
     os.environ["DSTRIAL_DSAT_HPARAMS"] = json.dumps(
         {
             "_use_dsat_mode": case != "off",
-            "_dsat": {"max_s": 60.0 if case == "short" else 0.3, "window_s": 0.02},
+            "_dsat": {"max_s": 60.0 if case.endswith("short") else 0.3, "window_s": 0.02},
         }
     )
     os.environ["DSTRIAL_DSAT_RESULT"] = str(result_path)
@@ -53,9 +53,11 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
     }
     before = deepspeed.DeepSpeedEngine.step
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    num_micro_steps = {"off": 4, "short": 12}.get(case, 4000)
+    num_micro_steps = {"off": 4, "short": 12, "each short": 12, "each shortest": 3}.get(case, 4000)
     left = "by its end"
     is_chief = torch.distributed.get_rank() == 0
+    if case.startswith("each"):
+        return _train_step_by_step(engine, num_micro_steps, before)
     with core.init() as core_context:
         # A dummy context has no other ranks, so that each would have to complete its own operation.
         op = core.DummySearcherOperation(num_micro_steps, is_chief)
@@ -75,6 +77,40 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
             left = f"by exit {exit_.code}"
         except (KeyError, ArithmeticError, RuntimeError) as error:
             left = type(error).__name__
+    return {
+        "left": left,
+        "steps": int(engine.global_steps),
+        "is_restored": deepspeed.DeepSpeedEngine.step is before,
+        "is_completed": op._completed,
+    }
+
+
+def _train_step_by_step(engine: Any, num_micro_steps: int, before: Any) -> dict[str, Any]:
+    """Open the block for each micro batch, as Determined's example of the Core API does."""
+    import deepspeed
+    import torch
+    from determined import core
+
+    from dstrial import dsat
+    from dstrial.errors import TrialContractError
+
+    left = "by its end"
+    op = core.DummySearcherOperation(num_micro_steps, torch.distributed.get_rank() == 0)
+    losses = []
+    try:
+        with core.init() as core_context:
+            for _ in range(num_micro_steps):
+                with dsat.dsat_reporting_context(core_context, op):
+                    loss = engine(torch.randn(4, 32)).square().mean()
+                    engine.backward(loss)
+                    engine.step()
+                losses.append(loss.item())
+            if torch.distributed.get_rank() == 0:
+                op.report_completed(sum(losses))
+    except SystemExit as exit_:
+        left = f"by exit {exit_.code}"
+    except TrialContractError as error:
+        left = type(error).__name__
     return {
         "left": left,
         "steps": int(engine.global_steps),

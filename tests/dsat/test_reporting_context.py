@@ -64,3 +64,22 @@ def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
     found = [failure_from_log([line]) for line in told]
     assert [(failure.kind, failure.rank) for failure in found] == [(kind, 0) for _, kind in failures.values()]
     assert found[2].requested_bytes == 4 * 2**50
+
+
+def test_a_block_for_every_micro_batch_measures_as_one_around_the_loop_does(tmp_path: Path) -> None:
+    cases = ["each", "each short", "each shortest"]
+    found = [result.value for result in run_function(train, 2, str(tmp_path), cases)]
+
+    assert [one["each"]["left"] for one in found] == ["by exit 0"] * 2
+    assert [one["each short"]["left"] for one in found] == ["by its end"] * 2
+    assert [one["each shortest"]["left"] for one in found] == ["TrialContractError"] * 2
+    assert len({one["each"]["steps"] for one in found}) == 1
+    assert all(case["is_restored"] for one in found for case in one.values())
+    assert found[0]["each"]["is_completed"]
+    for name, least in (("each", 4), ("each short", 2)):
+        metrics = json.loads((tmp_path / f"{name}.json").read_text())["metrics"]
+        assert metrics["train_batch_size"] == 16
+        assert metrics["num_steps"] >= least
+        assert metrics["throughput"] == pytest.approx(16e6 / metrics["latency"])
+        assert metrics["FLOPS_per_gpu"] > 0
+    assert not (tmp_path / "each shortest.json").exists()

@@ -68,6 +68,8 @@ DEFAULTS: dict[str, Any] = {
     "patience": None,  # of transformers' own callback that ends training early
     "options": {},  # more TrainingArguments
     "callback": {},  # more arguments of DetCallback
+    "data": {},  # of the experiment config
+    "nan_after": None,  # the step after which the weights are made NaN
     "error": False,  # whether the run is to fail, and its error to be noted
 }
 
@@ -136,6 +138,19 @@ class Save(TrainerCallback):
         control.should_save |= state.global_step == self.step
 
 
+class Poison(TrainerCallback):
+    """Makes the weights NaN after one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(float("nan"))
+
+
 class Warnings(logging.Handler):
     """Keeps what is warned of."""
 
@@ -180,7 +195,7 @@ def evaluation_sets(asked: dict[str, Any]) -> Any:
 def context_of(asked: dict[str, Any]) -> Any:
     if asked["storage"]:
         return det.core.init(checkpoint_storage=asked["storage"])
-    exp_conf = {"name": "trainer", "searcher": asked["searcher"]}
+    exp_conf = {"name": "trainer", "searcher": asked["searcher"], "data": asked["data"]}
     return huggingface.init(exp_conf=exp_conf, run_dir=asked["run_dir"])
 
 
@@ -216,6 +231,7 @@ def run(asked: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
         make = functools.partial(model, is_made_cut=asked["is_made_cut"])
         made = {"model_init": lambda: make()} if asked["has_model_init"] else {"model": make()}
         late = [] if asked["saves_at"] is None else [Save(asked["saves_at"])]
+        late += [] if asked["nan_after"] is None else [Poison(asked["nan_after"])]
         trainer = Trainer(
             **made,
             args=args,

@@ -54,6 +54,9 @@ class Meter:
         limits: when enough has been timed.
         ends_process: raise ``MeasurementDone`` out of the last step, for loops that are not ours.
         measures_bare: whether the caller repeats one batch while :attr:`mode` is ``BARE``.
+
+    Attributes:
+        num_heard: steps of the first engine that it has made while somebody listened.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Meter:
         self._skipped_before = 0
         self._num_bare = 0
         self._depth = 0
+        self.num_heard = 0
         self._window_steps = 1
         self.mode = Mode.PROFILE
         self.phase = "init"
@@ -137,6 +141,7 @@ class Meter:
         self.phase = "training"
         if engine is not self._engines[0] or self.is_done:
             return
+        self.num_heard += 1
         self._steps_left -= 1
         if self._steps_left > 0:
             return

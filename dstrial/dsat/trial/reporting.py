@@ -39,13 +39,18 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
     ``SystemExit`` with status 0 leaves the block out of ``engine.step()``. A loop that ends before is measured by what it
     did, and is left by ``SystemExit`` as well: what follows the block belongs to a training, which this is not.
 
+    The block may stand around the whole loop, or around every step or micro batch in it, as in Determined's example of the
+    Core API: one in which an engine makes at most one step is taken for a part of a loop, whose blocks are measured
+    together. Such a loop that ends before enough is measured is measured by what it did when the core context closes.
+
     Args:
         core_context: of ``determined.core.init``.
         op: the searcher's operation, which is completed; None if there is none.
         steps_completed: steps to report the metrics at; those of the engine if None.
 
     Raises:
-        TrialContractError: the block ends before a second step of an engine, so that there is nothing to time.
+        TrialContractError: there was no second step of an engine, so that there is nothing to time; of a loop of
+            blocks when the core context closes.
 
     Ranks: all, collectively.
     """
@@ -53,21 +58,82 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
     if not hparams.get("_use_dsat_mode"):
         yield
         return
-    meter = Meter(limits_from(hparams), ends_process=True)
+    parts: _PartByPart | None = getattr(core_context, _PARTS_ATTRIBUTE, None)
+    meter = Meter(limits_from(hparams), ends_process=True) if parts is None else parts.meter
+    heard_before = meter.num_heard
     with failures_told(meter):
         try:
             with probing(meter):
                 yield
         except MeasurementDone:
+            if parts is not None:
+                parts.is_finished = True
             _finish(meter, core_context, op, steps_completed)
             raise
-        if not meter.has_result:
-            raise TrialContractError(
-                f"the block of dsat_reporting_context ends after {meter.num_steps} steps of a DeepSpeed engine; expected "
-                "enough of them to be timed, at least 2. Put the whole training loop into the block, and train longer."
-            )
+        if parts is not None or meter.num_heard - heard_before <= 1:
+            if parts is None:
+                _PartByPart(core_context, op, steps_completed, meter).begin()
+            return
+        _require_result(meter)
         _finish(meter, core_context, op, steps_completed)
         raise MeasurementDone(0)
+
+
+_PARTS_ATTRIBUTE = "_dstrial_parts"
+
+
+@dataclasses.dataclass(slots=True)
+class _PartByPart:
+    """A loop that opens the block anew for each of its steps.
+
+    Attributes:
+        core_context: of the script; ends the measurement when it closes.
+        op: the searcher's operation.
+        steps_completed: steps to report the metrics at.
+        meter: that of all blocks.
+        is_finished: whether the result is reported.
+    """
+
+    core_context: Any
+    op: Any
+    steps_completed: int | None
+    meter: Meter
+    is_finished: bool = False
+
+    def begin(self) -> None:
+        """Have later blocks of the same core context find this, and its end tell. Ranks: each its own."""
+        setattr(self.core_context, _PARTS_ATTRIBUTE, self)
+        close = self.core_context.close
+
+        def finish_and_close(kind: type[BaseException] | None = None, *rest: Any) -> None:
+            try:
+                if kind is None and not self.is_finished:
+                    self.finish()
+            finally:
+                close(kind, *rest)
+
+        self.core_context.close = finish_and_close
+
+    def finish(self) -> None:
+        """Report what the loop did before it ended by itself. Ranks: all, collectively."""
+        self.is_finished = True
+        with failures_told(self.meter):
+            _require_result(self.meter)
+            _finish(self.meter, self.core_context, self.op, self.steps_completed)
+
+
+def _require_result(meter: Meter) -> None:
+    """Refuse to report nothing.
+
+    Raises:
+        TrialContractError: fewer than two steps were made.
+    """
+    if not meter.has_result:
+        raise TrialContractError(
+            f"the block of dsat_reporting_context ends after {meter.num_steps} steps of a DeepSpeed engine; expected "
+            "enough of them to be timed, at least 2. Put the whole training loop into the block, or every step of it, and "
+            "train longer."
+        )
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
@@ -140,7 +206,8 @@ def _finish(meter: Meter, core_context: Any, op: Any, steps_completed: int | Non
     measured = with_machine(meter.result(), hyperparameters_of_trial().get(SETTINGS_KEY), meter.dtype)
     steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
     report(measured, core_context, steps)
-    if op is not None and _rank() == 0:
+    # A loop that ends by itself has completed its operation, which no operation allows twice.
+    if op is not None and _rank() == 0 and not getattr(op, "_completed", False):
         op.report_completed(measured.metrics["throughput"])
     # The process ends from here: with a group that is left to the interpreter's end, gloo's threads may abort it there.
     process_group.keep()

@@ -15,6 +15,8 @@ from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.attached import AttachedTrainer
 from dstrial.integrations.huggingface.beginning import Beginning
 from dstrial.integrations.huggingface.data_wait import DataWait
+from dstrial.integrations.huggingface.loss_watch import LossWatch
+from dstrial.integrations.huggingface.metrics import LogKind, kind_of
 from dstrial.integrations.huggingface.operation import CurrentOperation
 from dstrial.integrations.huggingface.reporting import Reporting
 from dstrial.integrations.huggingface.resuming import OpenedCheckpoint
@@ -77,6 +79,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         )
         self._saving = Saving(Storing(core_context, self._beginning.kept(user_data)))
         self._reporting = Reporting(core_context, facts.searcher, filter_metrics)
+        self._losses = LossWatch(facts.exp_conf, is_chief=rank == 0, is_off=facts.is_measuring)
         self._stopping = Stopping(core_context, facts.signals)
         self._wait = DataWait(rank, lambda: self._stopping.wish_here() is not None)
         self._attached = AttachedTrainer()
@@ -130,6 +133,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._has_finished = step >= state.max_steps > 0
         self._saving.begin(args, state, model)
         self._reporting.start(state)
+        self._losses.start(step)
         if self._beginning.facts.is_rewrite:
             self._saving.rewrite(self._attached, args, state, control, str(self.checkpoint_path))
             raise LeaveTrainingError(step)
@@ -235,6 +239,8 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if logs:
             batch_size = self._attached.train_batch_size(args, state)
             self._reporting.log(logs, state, batch_size, is_stopped=self.is_stopped)
+            if kind_of(logs) is LogKind.TRAINING:
+                self._losses.take(logs, state.global_step, state.max_steps)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -263,8 +269,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control: TrainerControl,  # noqa: ARG002
         **_kwargs: Any,
     ) -> None:
-        """Make a checkpoint of what the Trainer has just written."""
+        """Make a checkpoint of what the Trainer has just written, unless no loss is finite any more."""
         self._reporting.flush(state)
+        if self._losses.holds_back(state.global_step):
+            self._wait.begin(state.global_step)
+            return
         self._saving.store(self._attached.trainer, args, state, self._attached.train_batch_size(args, state))
         self._wait.begin(state.global_step)
 

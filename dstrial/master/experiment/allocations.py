@@ -22,6 +22,9 @@ from dstrial.search import ExitReason
 
 _MAX_LOSSES = 3
 
+# Records and weights of a restart are the same: so is where its losses stop being finite.
+_ENDS_FOR_GOOD = "dstrial.errors.NonFiniteError: "
+
 
 def assign(
     tx: Transaction,
@@ -277,6 +280,8 @@ def _failed(
         verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
     elif trial["retry_cancelled"]:
         verdict = "trial failed and matched logs to a don't retry policy"
+    elif traceback is not None and _ENDS_FOR_GOOD in traceback.rpartition("\n")[2]:
+        verdict = "it trains nothing any more, and would not after a restart"
     elif mark is not None and mark == trial["last_failure"]:
         verdict = "failed twice in the same way before its first batch, and is not tried again"
     else:

@@ -1,0 +1,92 @@
+"""Whether what an engine trains is still finite, and how many steps it took; reads only, on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+
+_SMALLEST_ITEM_BYTES = 2
+"""torch 2.13 finds no minimum of the 8-bit floating-point types."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How often an engine came to the end of a batch.
+
+    Attributes:
+        num_steps: optimizer steps since the start of the run, those that were skipped with them.
+        num_skipped: of these, skipped because gradients were not finite.
+        loss_scale: by which the loss is multiplied before backward; 1 without loss scaling.
+    """
+
+    num_steps: int
+    num_skipped: int
+    loss_scale: float
+
+    @classmethod
+    def of(cls, engine: Any) -> StepCounts:
+        """Read an engine. Ranks: any; no communication, no device synchronisation.
+
+        Source: DeepSpeed 0.19.8 runtime/engine.py, ``_take_model_step``; with bfloat16 or float32, too, ZeRO skips steps
+        whose gradients are not finite (``check_grad_overflow``).
+        """
+        scale = getattr(engine.optimizer, "loss_scale", None)
+        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        return cls(
+            int(engine.global_steps), int(engine.skipped_steps), float(scale) if is_number and scale else 1.0
+        )
+
+
+class FiniteWeights:
+    """Finds weights that training has made NaN or infinite.
+
+    Weights that were so when training began, such as memory that nobody has written to, do not count, nor do frozen ones
+    and buffers, which may hold infinities on purpose (attention masks).
+
+    Args:
+        engines: as they are before the first batch of this process.
+
+    Ranks: each its own; no communication.
+    """
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self._engines = engines
+        self._known = frozenset(self._not_finite())
+
+    def lost(self) -> str | None:
+        """Return the name of a weight on this rank that is not finite any more; None if all are. Synchronises the device."""
+        return next((name for name in self._not_finite() if name not in self._known), None)
+
+    def _not_finite(self) -> list[str]:
+        found = []
+        for engine_idx, engine in enumerate(self._engines):
+            by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+            for name, parameter in engine.module.named_parameters():
+                weights = _here(parameter)
+                if parameter.requires_grad and weights is not None:
+                    by_device.setdefault(weights.device, []).append((name, weights))
+            for named in by_device.values():
+                # NaN and infinity come through, and nothing of a weight's size is allocated. On one CPU thread this takes a
+                # twentieth of the time of a norm or of a copy (25 M float32: 8 ms against 151 and 159).
+                ends = [torch.stack(torch.aminmax(weights)).float() for _, weights in named]
+                prefix = f"engine {engine_idx}: " if len(self._engines) > 1 else ""
+                for (name, _), (least, most) in zip(named, torch.stack(ends).tolist(), strict=True):
+                    if not (math.isfinite(least) and math.isfinite(most)):
+                        found.append(prefix + name)
+        return found
+
+
+def _here(parameter: Any) -> torch.Tensor | None:
+    """Return what this rank holds of a parameter; None where that is nothing, on disk, or of a type without an order."""
+    weights = parameter.detach()
+    if hasattr(parameter, "ds_id"):  # partitioned by ZeRO 3
+        weights = getattr(parameter, "ds_tensor", None)
+        if weights is None or getattr(weights, "status", None) is not PartitionedParamStatus.AVAILABLE:
+            return None
+    is_float = weights.is_floating_point() and weights.dtype.itemsize >= _SMALLEST_ITEM_BYTES
+    return weights if is_float and weights.numel() and not weights.is_meta else None

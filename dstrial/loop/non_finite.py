@@ -1,0 +1,194 @@
+"""Whether training still trains: a finite loss and an optimizer step in every few reports.
+
+Decided from what all ranks share at a report anyhow, so that all decide the same. A report counts as bad where no value of
+any loss was finite on any rank, or where an engine took no optimizer step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from dstrial.engine.finite_weights import StepCounts
+from dstrial.errors import NonFiniteError
+from dstrial.loop.metrics import LossTail
+
+logger = logging.getLogger("dstrial.loop")
+
+
+@dataclasses.dataclass(slots=True)
+class _Streak:
+    """Bad reports in a row.
+
+    Attributes:
+        length: how many; 0 if the newest one was good.
+        since: the first batch, from 1, of what goes on to the newest report; None if that ended well.
+        told: whether somebody was warned.
+    """
+
+    length: int = 0
+    since: int | None = None
+    told: bool = False
+
+
+class NonFiniteGuard:
+    """Counts bad reports in a row, and acts on them.
+
+    Args:
+        mode: what follows: an error on all ranks, a warning on the chief, or nothing.
+        patience: after how many.
+        calls_per_batch: sets of metrics that a rank reports for a batch.
+        is_chief: whether this rank warns.
+        counts: of every engine, before the first batch of this process.
+        is_resumed: whether there were batches before, whose reports are not known here.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["fail", "warn", "ignore"],
+        patience: int,
+        calls_per_batch: int,
+        *,
+        is_chief: bool,
+        counts: Sequence[StepCounts],
+        is_resumed: bool,
+    ) -> None:
+        self._mode = mode
+        self._patience = patience
+        self._calls_per_batch = calls_per_batch
+        self._is_chief = is_chief
+        self._counts = tuple(counts)
+        self._losses = _Streak()
+        self._steps = _Streak()
+        self._has_good_loss = is_resumed
+        self._has_step = is_resumed
+
+    def judge(
+        self,
+        tails: Sequence[Mapping[str, LossTail]],
+        averages: Mapping[str, Any],
+        counts: Sequence[StepCounts],
+        window: tuple[int, int],
+        *,
+        is_last: bool,
+    ) -> None:
+        """Take a report.
+
+        Args:
+            tails: of each rank that reports metrics: how its losses end.
+            averages: what is reported.
+            counts: of every engine, the same on all ranks; none where they are not known.
+            window: finished batches at the report before this one, and now.
+            is_last: whether training ends here; then a run without any good report fails, however short.
+
+        Raises:
+            NonFiniteError: the patience has ended; the same on all ranks.
+
+        Ranks: all, with the same arguments; no communication.
+        """
+        start, batches = window
+        self._judge_losses(tails, start, batches)
+        self._judge_steps(counts, start)
+        if self._mode == "ignore":
+            return
+        name = _shown_loss(tails)
+        self._act(
+            self._losses,
+            f"no finite loss ({name} is {averages.get(name)!r})",
+            is_hopeless=is_last and not self._has_good_loss,
+        )
+        skipped = sum(count.num_skipped for count in counts)
+        why = f"{skipped} of {sum(count.num_steps for count in counts)} were skipped, as gradients were not finite"
+        self._act(
+            self._steps,
+            f"no optimizer step ({why if skipped else 'engine.step() ends no accumulation'})",
+            is_hopeless=is_last and not self._has_step,
+        )
+
+    def _judge_losses(self, tails: Sequence[Mapping[str, LossTail]], start: int, batches: int) -> None:
+        every = [tail for of_rank in tails for tail in of_rank.values()]
+        streak = self._losses
+        num_bad = min((tail.num_bad for tail in every), default=0)
+        if not num_bad:
+            self._has_good_loss = True
+            self._losses = _Streak()
+            return
+        is_bad = all(tail.num_bad >= tail.num_seen for tail in every)
+        if not is_bad:
+            self._has_good_loss = True
+            streak.length, streak.since, streak.told = 0, None, False
+        if streak.since is None:
+            since = batches - (num_bad - 1) // self._calls_per_batch
+            # The newest losses only are held; if all of them are bad, so may be those before.
+            streak.since = start + 1 if is_bad else since
+        if is_bad:
+            streak.length += 1
+
+    def _judge_steps(self, counts: Sequence[StepCounts], start: int) -> None:
+        if not counts:
+            return  # whose engines are not known
+        before, self._counts = self._counts, tuple(counts)
+        changes = [
+            (now.num_steps - then.num_steps, now.num_skipped - then.num_skipped)
+            for then, now in zip(before, counts, strict=True)
+        ]
+        has_none = not any(num_steps > num_skipped for num_steps, num_skipped in changes)
+        is_bad = has_none or any(num_steps and num_steps == num_skipped for num_steps, num_skipped in changes)
+        # A dynamic scale on its way down is how loss scaling begins; it has an end, from where on reports count.
+        is_scaling = any(now.loss_scale < then.loss_scale for then, now in zip(before, counts, strict=True))
+        if not is_bad or is_scaling:
+            self._has_step = True
+            self._steps = _Streak()
+            return
+        if self._steps.since is None:
+            self._steps.since = start + 1
+        self._steps.length += 1
+
+    def _act(self, streak: _Streak, what: str, *, is_hopeless: bool) -> None:
+        is_over = streak.length >= self._patience or (is_hopeless and streak.length > 0)
+        if not is_over:
+            return
+        rows = f"{streak.length} reports in a row" if streak.length > 1 else "the whole run"
+        found = f"training has {what} since batch {streak.since}: {rows}"
+        if self._mode == "fail":
+            raise NonFiniteError(
+                f"{found}; expected at least one in every {self._patience} reports. Lower the learning rate, look at the records "
+                "of that batch, or set data.dstrial.non_finite to warn or ignore; the checkpoints before it are kept."
+            )
+        if self._is_chief and not streak.told:
+            logger.warning("%s", found)
+        streak.told = True
+
+
+def _shown_loss(tails: Sequence[Mapping[str, LossTail]]) -> str:
+    names = [name for of_rank in tails[:1] for name in of_rank]
+    return "loss" if "loss" in names or not names else names[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateEvidence:
+    """What a rank knows of the state that a checkpoint would hold.
+
+    Attributes:
+        lost_weight: a weight of this rank that is not finite any more; None if there is none.
+        loss_is_finite: whether one of the newest losses is finite; None on a rank that reports none.
+    """
+
+    lost_weight: str | None
+    loss_is_finite: bool | None
+
+
+def lost_weight(found: Sequence[StateEvidence]) -> str | None:
+    """Say which weight is lost where, by what every rank has found; None if none is."""
+    for rank, evidence in enumerate(found):
+        if evidence.lost_weight is not None:
+            return f"the weights are not finite ({evidence.lost_weight} on rank {rank})"
+    return None
+
+
+def doubt(found: Sequence[StateEvidence]) -> str | None:
+    """Say why a state had better not take the place of an older checkpoint; None if nothing speaks against it."""
+    known = [evidence.loss_is_finite for evidence in found if evidence.loss_is_finite is not None]
+    return lost_weight(found) or ("no loss is finite" if known and not any(known) else None)

@@ -1,0 +1,132 @@
+import math
+
+import pytest
+import torch
+
+from dstrial.engine.finite_weights import StepCounts
+from dstrial.errors import NonFiniteError
+from dstrial.loop.metrics import LossTail, MetricWindow
+from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
+from dstrial.loop.undo import AttributeSnapshot
+
+NAN = float("nan")
+GOOD, BAD = LossTail(0, 2), LossTail(2, 2)
+
+
+def guard(mode="fail", patience=3, **options):
+    return NonFiniteGuard(
+        mode, patience, 1, is_chief=True, counts=[StepCounts(0, 0, 1.0)], is_resumed=False, **options
+    )
+
+
+def judge(watch, *reports, scale=lambda _idx: 1.0, skips=lambda _idx: False):
+    """Hand in reports of two batches each; returns the batch of the report that failed, or None."""
+    num_skipped = 0
+    for idx, tails in enumerate(reports):
+        num_skipped += 2 * skips(idx)
+        counts = [StepCounts(2 * (idx + 1), num_skipped, scale(idx))]
+        try:
+            watch.judge(tails, {"loss": NAN}, counts, (2 * idx, 2 * idx + 2), is_last=False)
+        except NonFiniteError:
+            return 2 * idx + 2
+    return None
+
+
+def test_bad_reports_are_counted_in_a_row():
+    one, none = [{"loss": GOOD}], [{"loss": BAD}]
+    assert judge(guard(), none, none, none) == 6
+    assert judge(guard(), none, none, one, none, none, one) is None
+    assert judge(guard(patience=1), one, none) == 4
+    assert judge(guard("warn"), *[none] * 9) is None
+
+
+def test_one_finite_loss_on_any_rank_or_of_any_name_is_enough():
+    assert judge(guard(), *[[{"loss": BAD}, {"loss": GOOD}]] * 5) is None
+    assert judge(guard(), *[[{"d_loss": BAD, "g_loss": GOOD}]] * 5) is None
+    assert judge(guard(), *[[{"d_loss": BAD, "g_loss": BAD}]] * 3) == 6
+
+
+def test_a_loss_scale_on_its_way_down_is_how_loss_scaling_begins():
+    one = [{"loss": GOOD}]
+    assert judge(guard(), *[one] * 9, skips=lambda _: True, scale=lambda idx: 2.0 ** -(idx + 1)) is None
+    assert judge(guard(), *[one] * 9, skips=lambda _: True) == 6
+    assert judge(guard(), *[one] * 9, skips=lambda idx: idx % 3 != 0) is None
+
+
+def test_the_first_batch_is_that_after_the_newest_finite_loss():
+    watch = guard()
+    with pytest.raises(NonFiniteError, match="since batch 2: 3 reports"):
+        for idx, tail in enumerate([LossTail(1, 2), BAD, BAD, BAD]):
+            watch.judge(
+                [{"loss": tail}],
+                {"loss": NAN},
+                [StepCounts(2 * idx + 2, 0, 1.0)],
+                (2 * idx, 2 * idx + 2),
+                is_last=False,
+            )
+
+
+def test_a_window_says_how_its_losses_end():
+    window = MetricWindow("train_batch", watches_losses=True)
+    for value in (1.0, NAN, 2.0, math.inf, NAN):
+        window.add({"loss": torch.tensor(value), "lr": 0.1})
+    assert window.totals().tails == {"loss": LossTail(2, 5)}
+    assert window.newest_is_finite() is False
+    window.reset()
+    assert window.newest_is_finite() is False
+    window.add({"loss": 1.0, "lr": NAN})
+    assert window.totals().tails == {"loss": LossTail(0, 1)}
+    assert window.newest_is_finite() is True
+
+
+def test_without_a_loss_by_name_every_metric_counts():
+    window = MetricWindow("train_batch", watches_losses=True)
+    window.add({"nll": NAN, "lr": 0.1})
+    assert window.totals().tails == {"nll": LossTail(1, 1), "lr": LossTail(0, 1)}
+
+
+def test_a_loss_that_is_an_element_of_a_large_tensor_does_not_keep_it():
+    window = MetricWindow("train_batch", watches_losses=True)
+    large = torch.zeros(10_000, device="meta")
+    window.add({"loss": large[0]})
+    (held,) = window._losses["loss"]
+    assert held.untyped_storage().nbytes() <= 64
+
+
+def test_what_speaks_against_a_state():
+    good, no_loss, lost = StateEvidence(None, True), StateEvidence(None, False), StateEvidence("w", True)
+    silent = StateEvidence(None, None)
+    assert doubt([good, no_loss]) is None
+    assert doubt([silent, no_loss]) == "no loss is finite"
+    assert doubt([silent, silent]) is None
+    assert lost_weight([silent, no_loss]) is None
+    assert lost_weight([good, lost]) == "the weights are not finite (w on rank 1)"
+
+
+class Holder:
+    def __init__(self):
+        self.count = 0
+        self.items = [1, {"a": [2]}]
+        self.names = {"x"}
+        self.generator = torch.Generator().manual_seed(3)
+        self.module = torch.nn.Linear(1, 1)
+
+
+def test_attributes_contents_and_generators_are_put_back():
+    one = Holder()
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
+    items, module = one.items, one.module
+    snapshot = AttributeSnapshot([one])
+    torch.rand(1, generator=one.generator)
+    one.count, one.new, one.module = 5, 1, None
+    items[1]["a"].append(3)
+    items[1]["b"] = 1
+    items.append(4)
+    one.names.clear()
+    one.items = None
+    snapshot.restore()
+    assert (one.count, one.items, one.names) == (0, [1, {"a": [2]}], {"x"})
+    assert one.items is items
+    assert one.module is module
+    assert not hasattr(one, "new")
+    assert torch.rand(2, generator=one.generator).tolist() == expected

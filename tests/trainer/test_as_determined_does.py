@@ -1,0 +1,194 @@
+"""What code written for Determined's Trainer relies on: types of errors, counts of callbacks, names of checkpoints."""
+
+import collections
+
+import pytest
+from determined import errors
+from in_process_fits import EXP_CONF, fit, trial_class, values
+from small_runs import deepspeed_config
+
+from dstrial import Batch, Epoch, PyTorchCallback, init
+from dstrial.errors import TrialContractError
+
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
+
+
+class Counter(PyTorchCallback):
+    def __init__(self):
+        self.calls = collections.Counter()
+
+    def __getattribute__(self, name):
+        if name.startswith("on_") and name != "on_checkpoint_end":
+            return lambda *args, **kwargs: self.calls.update([name])
+        return super().__getattribute__(name)
+
+
+def counted(num_records=64, **arguments):
+    counter = Counter()
+    fit(
+        trial_class(build_callbacks=lambda self: {"counter": counter}),
+        {"num_records": num_records},
+        {**EXP_CONF, "data": {"dstrial": {"early_metric_check": False}}},
+        **arguments,
+    )
+    return counter.calls
+
+
+def test_two_epochs_call_every_callback_as_often_as_determined_does():
+    calls = counted(max_length=Epoch(2))
+    # Determined 0.38.1, harness/tests/experiment/pytorch/test_deepspeed_trial.py, test_callbacks.
+    assert calls["on_trial_startup"] == calls["on_training_start"] == calls["on_trial_shutdown"] == 1
+    assert calls["on_training_epoch_start"] == calls["on_training_epoch_end"] == 2
+    assert calls["on_training_workload_end"] == 2
+    assert calls["on_validation_start"] == calls["on_validation_end"] == 1
+    assert calls["on_checkpoint_write_end"] == calls["on_checkpoint_upload_end"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_reports"),
+    [
+        ({"max_length": Batch(16)}, 1),
+        ({"max_length": Epoch(2), "reporting_period": None}, 2),
+        ({"max_length": Epoch(2), "reporting_period": Batch(100)}, 1),
+        ({"max_length": Epoch(2), "reporting_period": Batch(3)}, 6),
+        ({"max_length": Epoch(1), "num_records": 8 * 130}, 2),
+    ],
+)
+def test_there_is_one_call_for_a_report(arguments, num_reports):
+    assert counted(**arguments)["on_training_workload_end"] == num_reports
+
+
+def broken(**overrides):
+    return lambda: fit(trial_class(**overrides))
+
+
+def without_engine():
+    def __init__(self, context):  # noqa: N807
+        self.context = context
+
+    fit(trial_class(__init__=__init__))
+
+
+def second_mpu():
+    with init(hparams={"deepspeed_config": deepspeed_config()}, exp_conf=EXP_CONF) as context:
+        trial = trial_class()(context)
+        context.set_mpu(trial.context._mpu)
+        context.set_mpu(trial.context._mpu)
+
+
+def in_context(ask, exp_conf=EXP_CONF):
+    def go():
+        with init(hparams={}, exp_conf=exp_conf) as context:
+            ask(context)
+
+    return go
+
+
+NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibility"}
+
+
+@pytest.mark.parametrize(
+    ("go", "kind", "message"),
+    [
+        (without_engine, errors.InvalidExperimentException, "no wrapped model engine"),
+        (second_mpu, errors.InvalidExperimentException, "set_mpu is called a second time"),
+        (
+            in_context(lambda context: context.get_train_micro_batch_size_per_gpu()),
+            errors.InvalidExperimentException,
+            "before an engine is wrapped",
+        ),
+        (
+            in_context(lambda context: context.is_epoch_start()),
+            errors.InternalException,
+            "before training",
+        ),
+        (
+            in_context(lambda context: context.get_trial_seed(), NO_SEED),
+            errors.InternalException,
+            "no trial seed",
+        ),
+        (
+            broken(train_batch=lambda self, items, e, b: next(items) and 3),
+            errors.InvalidExperimentException,
+            "train_batch returned 3",
+        ),
+        (
+            broken(evaluate_batch=lambda self, items, b: [1]),
+            errors.InvalidExperimentException,
+            "evaluate_batch returned",
+        ),
+        (
+            broken(
+                evaluate_batch=lambda self, items, b: {
+                    "validation_loss": float(len(next(items))),
+                    f"extra{b}": 1.0,
+                }
+            ),
+            ValueError,
+            "as in the calls before",
+        ),
+        (
+            broken(build_training_data_loader=lambda self: [1, 2]),
+            RuntimeError,
+            "reproducib",
+        ),
+        (
+            broken(evaluate_batch=lambda self, items, b: {"other": float(len(next(items)))}),
+            RuntimeError,
+            "searcher's metric",
+        ),
+        (
+            broken(evaluate_full_dataset=lambda self, loader: 3),
+            TypeError,
+            "evaluate_full_dataset returned int",
+        ),
+    ],
+)
+def test_errors_are_also_of_determineds_type(go, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        go()
+    assert isinstance(caught.value, (TrialContractError, ValueError))
+    assert isinstance(caught.value, Exception)
+    assert not str(caught.value).startswith("Internal error")
+
+
+def test_accumulation_by_hand_that_trains_something_else_is_an_assertion_error():
+    import small_trials
+
+    with pytest.raises(AssertionError, match="train_batch has trained 1 micro batches") as caught:
+        fit(small_trials.ByHandTrial, {"micro_batches": 1})
+    assert isinstance(caught.value, TrialContractError)
+
+
+def test_a_checkpoint_is_found_by_its_uuid_wherever_it_lies(tmp_path, monkeypatch):
+    first = fit(max_length=Batch(3), reporting_period=Batch(1))
+    assert (first.result.checkpoint_path / "COMPLETE").is_file()
+    whole = fit(max_length=Batch(6), reporting_period=Batch(1))
+    for name in (first.result.checkpoint_uuid, str(first.result.checkpoint_path)):
+        again = fit(max_length=Batch(6), reporting_period=Batch(1), latest_checkpoint=name)
+        assert again.directory.path != first.directory.path
+        assert values(again.rows("training"))[6] == values(whole.rows("training"))[6]
+    from dstrial.local import checkpoint_store
+
+    monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as another process would have it
+    again = fit(max_length=Batch(4), latest_checkpoint=first.result.checkpoint_uuid)
+    assert again.result.batches_trained == 4
+
+
+def test_a_checkpoint_of_a_run_elsewhere_is_found_by_the_process_that_wrote_it(tmp_path):
+    from dstrial.local.run_directory import RunDirectory
+
+    elsewhere = RunDirectory.create(
+        tmp_path / "far", name="x", context_dir=tmp_path, command=["x"], config=EXP_CONF
+    )
+    first = fit(max_length=Batch(3), run_dir=elsewhere.path)
+    again = fit(max_length=Batch(4), latest_checkpoint=first.result.checkpoint_uuid)
+    assert again.result.batches_trained == 4
+
+
+def test_private_attributes_that_trials_read_are_there():
+    with init(hparams={"deepspeed_config": deepspeed_config()}, exp_conf=EXP_CONF) as context:
+        assert context._train_micro_batch_size_per_gpu is None
+        trial_class()(context)
+        assert context._train_micro_batch_size_per_gpu == 4
+        assert context._num_micro_batches_per_slot == 2

@@ -1,0 +1,182 @@
+"""A run that trains nothing fails, says since when, and keeps its last good checkpoint."""
+
+import copy
+import importlib
+import json
+import math
+
+import pytest
+from in_process_fits import EXP_CONF, fit
+from small_runs import deepspeed_config, experiment, train
+
+from dstrial import Batch
+from dstrial.errors import ConfigError, NonFiniteError
+
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
+
+
+def poisoned(name, exp_conf=EXP_CONF, data=None, stage=0, sections=None, **arguments):
+    """Fit a poisoned trial of 12 batches with a report every two, unless told otherwise."""
+    trial = getattr(importlib.import_module("poisoned_trials"), name)
+    hparams = {"deepspeed_config": deepspeed_config(stage, **(sections or {}))}
+    for key in ("nan_from", "nan_until"):
+        if key in arguments:
+            hparams[key] = arguments.pop(key)
+    conf = copy.deepcopy(exp_conf)
+    if data is not None:
+        conf["data"] = {"dstrial": data}
+    arguments.setdefault("max_length", Batch(12))
+    arguments.setdefault("reporting_period", Batch(2))
+    arguments.setdefault("checkpoint_policy", "none")
+    return fit(trial, hparams, conf, **arguments)
+
+
+def runs():
+    import pathlib
+
+    return [record.parent for record in pathlib.Path("runs").glob("*/*/run.json")]
+
+
+def steps_saved():
+    (run,) = runs()
+    return sorted(
+        json.loads(mark.read_text())["steps_completed"] for mark in run.glob("checkpoints/*/COMPLETE")
+    )
+
+
+def reported():
+    (run,) = runs()
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["steps_completed"] for row in rows if row["group"] == "training"]
+
+
+def test_three_reports_without_a_finite_loss_fail_and_name_metric_and_first_batch():
+    with pytest.raises(NonFiniteError, match=r"loss.*since batch 4.*3 reports in a row") as caught:
+        poisoned("OnlyReported", nan_from=3)
+    # The report at batch 4 still has a finite loss, that of batch 3; those at 6, 8 and 10 have none.
+    assert reported() == [2, 4, 6, 8, 10]
+    assert "non_finite" in str(caught.value)
+    (run,) = runs()
+    assert json.loads((run / "run.json").read_text())["state"] == "failed"
+
+
+def test_the_patience_is_a_setting():
+    with pytest.raises(NonFiniteError, match="5 reports in a row"):
+        poisoned("OnlyReported", data={"non_finite_patience": 5})
+    assert reported() == [2, 4, 6, 8, 10]
+
+
+def test_losses_that_become_finite_again_are_no_failure():
+    done = poisoned("OnlyReported", nan_from=2, nan_until=6)
+    assert done.result.is_complete
+    assert math.isnan(float(done.rows("training")[4]["loss"]))
+
+
+def test_a_single_finite_loss_in_every_report_is_enough():
+    import poisoned_trials
+
+    poisoned_trials.OnlyReported.is_poisoned, before = (
+        lambda self, batch_idx: batch_idx % 2 == 1,
+        poisoned_trials.OnlyReported.is_poisoned,
+    )
+    try:
+        assert poisoned("OnlyReported").result.is_complete
+    finally:
+        poisoned_trials.OnlyReported.is_poisoned = before
+
+
+def test_a_run_whose_every_report_is_without_a_finite_loss_fails_at_its_end_however_short():
+    with pytest.raises(NonFiniteError, match="since batch 1"):
+        poisoned("OnlyReported", max_length=Batch(2))
+
+
+@pytest.mark.parametrize("mode", ["warn", "ignore"])
+def test_whoever_wants_trains_on(mode, caplog):
+    done = poisoned("OnlyReported", data={"non_finite": mode}, nan_from=2)
+    assert done.result.is_complete
+    assert done.checkpoints() == [12]
+    assert ("no finite loss" in caplog.text) == (mode == "warn")
+    assert caplog.text.count("no finite loss") <= 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_no_checkpoint_holds_weights_that_are_not_finite(stage, caplog):
+    storage = {"save_trial_latest": 1, "save_trial_best": 0, "save_experiment_best": 0}
+    conf = {**EXP_CONF, "checkpoint_storage": storage}
+    with pytest.raises(NonFiniteError, match="since batch 5"):
+        poisoned("Poisoned", conf, nan_from=4, stage=stage, checkpoint_period=Batch(1))
+    assert steps_saved() == [4]
+    assert caplog.text.count("is not saved") == 1
+
+
+def test_weights_that_are_not_finite_at_the_end_fail_the_run():
+    with pytest.raises(NonFiniteError, match="weights"):
+        poisoned("Poisoned", nan_from=11, checkpoint_period=Batch(10))
+    assert steps_saved() == [10]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_its_weights_were_lost():
+    with pytest.raises(NonFiniteError):
+        poisoned("Poisoned", nan_from=4, checkpoint_period=Batch(1))
+    (run,) = runs()
+    again = poisoned("Poisoned", nan_from=100, run_dir=run, latest_checkpoint="latest", max_length=Batch(6))
+    assert again.result.batches_trained == 6
+    assert not math.isnan(float(again.rows("training")[6]["loss"]))
+
+
+def test_three_reports_without_an_optimizer_step_fail(caplog):
+    # bfloat16 with ZeRO 1 looks at gradients by default (check_grad_overflow) and skips the step.
+    with pytest.raises(NonFiniteError, match=r"no optimizer step.*since batch 5.*3 reports in a row"):
+        poisoned("Skipping", stage=1, sections={"bf16": {"enabled": True}}, nan_from=4)
+    assert reported() == [2, 4, 6, 8, 10]
+
+
+def test_skipped_steps_are_counted_whatever_the_setting(caplog):
+    done = poisoned(
+        "Skipping",
+        stage=1,
+        sections={"bf16": {"enabled": True}},
+        nan_from=4,
+        nan_until=7,
+        data={"non_finite": "ignore"},
+    )
+    assert done.result.is_complete
+    assert done.result.skipped_steps == 3
+    assert "3 of 12 optimizer steps were skipped" in caplog.text
+    status = json.loads((done.directory.path / "status.json").read_text())
+    assert (status["optimizer_steps"], status["skipped_steps"]) == (12, 3)
+
+
+def test_the_settings_are_checked_where_there_was_no_check():
+    with pytest.raises(ConfigError, match=r"data\.dstrial\.non_finite is \"never\"; expected .*fail"):
+        poisoned("OnlyReported", data={"non_finite": "never"})
+
+
+def test_all_ranks_fail_together(tmp_path):
+    given = experiment(
+        {"deepspeed_config": deepspeed_config(1), "nan_from": 4}, batches=40, report=3, checkpoint=2
+    )
+    done = train(tmp_path, "Poisoned", given, ranks=2, module="poisoned_trials")
+
+    assert done.returncode == 1, done.output
+    assert "since batch 5" in done.output
+    assert done.output.rstrip().splitlines()[-1].startswith("dstrial.errors.NonFiniteError"), done.output
+    assert done.checkpoints()[-1] == 4
+
+
+def test_a_finite_loss_on_any_rank_is_enough(tmp_path):
+    given = experiment({"deepspeed_config": deepspeed_config(1)}, batches=16, report=3)
+    done = train(tmp_path, "OnlyReportedOnRank1", given, ranks=2, module="poisoned_trials")
+
+    assert done.returncode == 0, done.output
+
+
+def test_a_pipeline_fails_by_what_its_last_stage_reports(tmp_path):
+    given = experiment(
+        {"deepspeed_config": deepspeed_config(0), "nan_from": 4}, batches=40, report=3, checkpoint=1
+    )
+    done = train(tmp_path, "PoisonedPipeline", given, ranks=2, module="poisoned_trials")
+
+    assert done.returncode == 1, done.output
+    assert "since batch 5" in done.output
+    assert done.checkpoints()[-1] == 4

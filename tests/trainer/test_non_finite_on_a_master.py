@@ -1,0 +1,75 @@
+"""What a master and ``dstrial run`` make of trials that train nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from small_runs import DEFINITIONS, deepspeed_config, experiment
+
+from dstrial.testing.master import MasterForTest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.process]
+
+
+def config_of(**changes) -> dict:
+    given = experiment(
+        {"deepspeed_config": deepspeed_config(0), "nan_from": 4}, batches=12, report=2, checkpoint=2
+    )
+    return {
+        **given,
+        "entrypoint": "python3 -m dstrial.launch --trial poisoned_trials:Poisoned",
+        "resources": {"slots_per_trial": 1},
+        "max_restarts": 3,
+        **changes,
+    }
+
+
+def test_a_search_counts_such_a_trial_as_an_early_exit_and_does_not_repeat_it(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    hparams = config_of()["hyperparameters"] | {"nan_from": {"type": "categorical", "vals": [4, 1000]}}
+    searcher = {"name": "grid", "metric": "validation_loss", "max_length": {"batches": 12}}
+    path = tmp_path / "exp.yaml"
+    path.write_text(yaml.safe_dump(config_of(hyperparameters=hparams, searcher=searcher)))
+    created = shared_master.det("experiment", "create", str(path), str(DEFINITIONS))
+    assert created.returncode == 0, created.stdout + created.stderr
+    experiment_id = int(created.stdout.split("Created experiment ")[1].split()[0])
+    client = shared_master.client()
+    give_up_at_s = time.monotonic() + 300
+    while True:
+        state = client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"]
+        if state in ("STATE_COMPLETED", "STATE_ERROR"):
+            break
+        assert time.monotonic() < give_up_at_s, state
+        time.sleep(0.2)
+    trials = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
+    by_start = {trial["hparams"]["nan_from"]: trial for trial in trials}
+    assert state == "STATE_COMPLETED"  # one of its trials has a result
+    assert by_start[1000]["state"].endswith("COMPLETED")
+    assert by_start[4]["state"].endswith("ERROR")
+    assert by_start[4]["restarts"] == 1
+    log = shared_master.det("trial", "logs", str(by_start[4]["id"])).stdout
+    assert "since batch 5" in log
+    assert log.count("resources failed") == 1
+    assert "it trains nothing any more, and would not after a restart" in log
+
+
+def test_dstrial_run_ends_with_an_error_and_tells_of_skipped_steps(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    skipping = config_of(entrypoint="poisoned_trials:Skipping")
+    skipping["hyperparameters"] |= {"deepspeed_config": deepspeed_config(1)}
+    path = tmp_path / "exp.yaml"
+    path.write_text(yaml.safe_dump(skipping))
+    runs = tmp_path / "runs"
+    ended = shared_master.dstrial(
+        "run", str(path), str(DEFINITIONS), "--runs-dir", str(runs), "--no-progress"
+    )
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == 1, text
+    assert "state:         failed" in text
+    assert "skipped steps: 6 of 10 (gradients were not finite)" in text
+    assert "training has no optimizer step" in text
