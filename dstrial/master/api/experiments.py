@@ -317,6 +317,8 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
     at_most = request.query_int("experimentIdFilter.lte")
     wanted = listings.ExperimentFilter(
         archived=request.query_flag("archived"),
+        # Who asks for one project knows whether that is archived.
+        with_parents=project_id is None,
         name=request.query("name"),
         description=request.query("description"),
         users=request.queries("users"),

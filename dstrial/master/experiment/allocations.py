@@ -265,22 +265,28 @@ def _failed(
     restarts, limit = trial["restarts"] + 1, int(config["max_restarts"])
     is_before_first_batch = row["num_reports"] == 0 and row["steps_at_start"] == 0
     mark = fingerprint(traceback) if is_before_first_batch and traceback is not None else None
+    verdict = None
+    if trial["retry_cancelled"]:
+        verdict = "trial failed and matched logs to a don't retry policy"
+    elif restarts > limit:
+        verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
+    elif mark is not None and mark == trial["last_failure"]:
+        verdict = "failed twice in the same way before its first batch, and is not tried again"
+    num_restarts = trial["restarts"] if verdict is not None else restarts
     tx.execute(
-        "UPDATE trials SET restarts = ?, last_failure = ? WHERE id = ?",
-        (min(restarts, limit), mark, trial["id"]),
+        "UPDATE trials SET restarts = ?, last_failure = ? WHERE id = ?", (num_restarts, mark, trial["id"])
     )
 
     def say(text: str, level: str = "ERROR") -> None:
         add_master_line(tx, row["task_id"], trial["id"], text, level=level, allocation_id=row["id"])
 
-    if restarts > limit:
-        verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
-    elif trial["retry_cancelled"]:
-        verdict = "trial failed and matched logs to a don't retry policy"
-    elif mark is not None and mark == trial["last_failure"]:
-        verdict = "failed twice in the same way before its first batch, and is not tried again"
-    else:
-        say(f"trial failed and is started again ({restarts} of {limit} restarts)", "WARNING")
+    if verdict is None:
+        count = f"({restarts} of {limit} restarts)"
+        if trial["is_node_excluded"]:
+            tx.execute("UPDATE trials SET is_node_excluded = 2 WHERE id = ?", (trial["id"],))
+            say(f"trial failed and is started again where it may be {count}", "WARNING")
+        else:
+            say(f"trial failed and is started again {count}", "WARNING")
         return
     say(f"trial {trial['id']} has failed: {verdict}")
     _say_traceback(tx, row, traceback)

@@ -31,7 +31,7 @@ class Store:
         self, kind: CommandKind = "GENERIC", *, config: dict[str, Any] | None = None, **fields: Any
     ) -> str:
         given = {"entrypoint": ["true"], **(config or {})}
-        spec = check_command(given, kind, num_slots=NUM_SLOTS, launch_error=False)
+        spec = check_command(given, kind, num_slots=NUM_SLOTS)
         new = NewCommand(kind, spec, 1, 1, b"files", **{"is_pausable": kind == "GENERIC", **fields})
         return self.database.write(lambda tx: life.create(tx, new))
 
