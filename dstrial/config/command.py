@@ -131,6 +131,9 @@ def check_command(
             f"at most {num_slots}, the slots of this master",
             f"Set it to {num_slots} or less, or to 0 for a process that needs none.",
         )
+    if kind == "COMMAND" and raw["entrypoint"] is None:
+        # As Determined 0.38.1, whose script then has nothing to execute and ends well.
+        raw["entrypoint"] = ["true"]
     words = () if kind == "TENSORBOARD" else _words(raw["entrypoint"], findings)
     _check_details(raw, findings)
     findings.raise_if_any()

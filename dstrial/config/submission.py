@@ -129,6 +129,7 @@ def check_submission(
     template: Mapping[str, Any] | None = None,
     is_detached: bool = False,
     document: Document | None = None,
+    has_files: bool = True,
 ) -> Submission:
     """Check a config with its model definition, and fill in every default.
 
@@ -142,6 +143,8 @@ def check_submission(
         is_detached: whether its trials run elsewhere: no entrypoint is needed, and the searcher, which does not search, may
             have any name.
         document: the same YAML, if it has been read; its value is changed.
+        has_files: whether there is a model definition. Without one the entrypoint's files are looked for nowhere: they may be
+            installed on this machine, and Determined 0.38.1 looks for none.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
@@ -195,6 +198,7 @@ def check_submission(
         require_concrete=False,
         require_entrypoint=not is_detached,
         resumed=resumed,
+        has_files=has_files,
         more_checks=check_more,
     )
     given: Mapping[str, Any] = document.value

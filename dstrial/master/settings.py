@@ -81,6 +81,7 @@ _SETTINGS = Section(
             ),
         ),
         "masked_names": Rule(types=("list",), default=[]),
+        "feature_switches": Rule(types=("list",), default=[]),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -107,6 +108,7 @@ class MasterSettings:
         allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
         num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
         secret_names: what is masked where configs are shown.
+        feature_switches: kept and shown, without effect: Determined's switch parts of its web interface.
     """
 
     port: int | None
@@ -125,6 +127,7 @@ class MasterSettings:
     num_connections: int | None
     limits: TextLimits = DEFAULT_LIMITS
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
+    feature_switches: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -171,6 +174,7 @@ class MasterSettings:
             allow_other_users=raw["allow_other_users"],
             num_connections=raw["limits"]["connections"],
             secret_names=SecretNames(tuple(raw["masked_names"])),
+            feature_switches=tuple(raw["feature_switches"]),
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -208,6 +212,7 @@ class MasterSettings:
                 "config_values": self.limits.num_values,
             },
             "masked_names": list(self.secret_names.patterns),
+            "feature_switches": list(self.feature_switches),
         }
         shown: dict[str, Any] = masked(config, self.secret_names)
         return shown
@@ -255,6 +260,9 @@ def _check(raw: Mapping[str, Any], findings: Findings) -> None:
                 "a name, with * and ? for what varies",
                 'Write "*_LICENSE", for example.',
             )
+    for index, entry in enumerate(raw["feature_switches"]):
+        if not isinstance(entry, str):
+            findings.problem(("feature_switches", index), render(entry), "a string", "Put it into quotes.")
     host_path = raw["checkpoint_storage"]["host_path"]
     if host_path is not None and not host_path.startswith("/"):
         findings.problem(

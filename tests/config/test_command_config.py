@@ -62,10 +62,16 @@ def test_more_slots_than_there_are_are_refused() -> None:
         check_command(given, "COMMAND", num_slots=2)
 
 
+def test_only_a_command_may_have_nothing_to_run() -> None:
+    assert check_command({}, "COMMAND", num_slots=2).words == ("sh", "-c", "true")
+    with pytest.raises(ConfigError, match="entrypoint is not given"):
+        check_command({}, "GENERIC", num_slots=2)
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({}, "entrypoint is not given"),
+        ({"entrypoint": []}, "entrypoint is not given"),
         ({"entrypoint": [1]}, r"entrypoint is \[1\]"),
         ({"entrypoint": "x", "nonsense": 1}, "nonsense is not a key"),
         ({"entrypoint": "x", "idle_timeout": "3 hours"}, "idle_timeout is"),

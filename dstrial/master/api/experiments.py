@@ -92,6 +92,7 @@ def checked(
                 template=template,
                 is_detached=is_detached,
                 document=document,
+                has_files=bool(tgz),
             )
         except ConfigError as error:
             raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
@@ -124,7 +125,18 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
     if row is None:
         await services.read(experiment_rows.require, experiment_id)
         raise RequestError(404, f"experiment {experiment_id} is not found.")
-    return (await _all_shown(services, [row]))[0]
+    found = (await _all_shown(services, [row]))[0]
+    # Of one experiment only, as Determined 0.38.1 does: a list of searches would carry thousands of them.
+    return {**found, **await services.read(_trials_of, experiment_id)}
+
+
+def _trials_of(connection: sqlite3.Connection, experiment_id: int) -> dict[str, Any]:
+    """Return the ids of an experiment's trials, and the name by which a script knows the only one."""
+    rows = trial_rows.of_experiment(connection, experiment_id)
+    return {
+        "trialIds": [row["id"] for row in rows],
+        "externalTrialId": rows[0]["external_id"] if len(rows) == 1 else None,
+    }
 
 
 async def _all_shown(services: Services, rows: Sequence[sqlite3.Row]) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ async def show_master(request: ApiRequest) -> dict[str, Any]:
         rbacEnabled=False,
         telemetryEnabled=False,
         userManagementEnabled=True,
-        featureSwitches=[],
+        featureSwitches=list(services.settings.feature_switches),
         ssoProviders=[],
         branding="determined",
         externalLoginUri="",

@@ -15,6 +15,7 @@ from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import metrics as metric_rows
+from dstrial.master.store import projects
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
@@ -60,7 +61,8 @@ def assign(
     tx.execute("UPDATE trials SET run_id = ?, runner_state = 'UNSPECIFIED' WHERE id = ?", (run_id, trial_id))
     tx.execute(
         "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-        "directory, steps_at_start, checkpoint_uuid, start_us) VALUES (?, ?, ?, ?, ?, 'ASSIGNED', ?, ?, ?, ?, ?, ?, ?)",
+        "directory, steps_at_start, checkpoint_uuid, start_us, workspace_name) "
+        "VALUES (?, ?, ?, ?, ?, 'ASSIGNED', ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             allocation_id,
             trial["task_id"],
@@ -74,6 +76,7 @@ def assign(
             steps,
             uuid,
             now,
+            projects.require(tx.connection, experiment["project_id"])["workspace_name"],
         ),
     )
     tx.executemany(

@@ -500,8 +500,16 @@ class Scheduler:
         self._started(row, handle)
 
     def _started(self, row: sqlite3.Row, handle: SupervisorHandle) -> None:
-        started = life.started if _is_command(row) else allocations.started
-        self._database.write(lambda tx: started(tx, row["id"], handle))
+        def write(tx: Transaction) -> None:
+            if _is_command(row):
+                life.started(tx, row["id"], handle)
+                return
+            allocations.started(tx, row["id"], handle)
+            # In Determined the trial's own launcher says so (harness/determined/exec/launch.py), and scripts look for it.
+            text = f"New trial runner in (container {row['resources_id']}) on agent {self._services.agent_id}"
+            add_master_line(tx, row["task_id"], row["trial_id"], text, allocation_id=row["id"])
+
+        self._database.write(write)
 
     def _request(
         self, row: sqlite3.Row, slots: list[int], ports: dict[str, int], tokens: dict[str, str]

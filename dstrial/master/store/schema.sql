@@ -240,7 +240,8 @@ CREATE TABLE work (
     kind          TEXT    NOT NULL,               -- as store/work.py lists them
     experiment_id INTEGER NOT NULL,               -- 0 for projects and workspaces
     payload       TEXT    NOT NULL DEFAULT '{}',
-    created_us    INTEGER NOT NULL
+    created_us    INTEGER NOT NULL,
+    ended_us      INTEGER                         -- when it was done; the row goes soon after
 );
 
 -- Workspace 1 and project 1 hold what was submitted without a project.
@@ -357,7 +358,7 @@ CREATE TABLE commands (
     exit_status    TEXT,                          -- how its last allocation ended, one sentence
     start_us       INTEGER NOT NULL,
     end_us         INTEGER,
-    original_config TEXT                          -- YAML as submitted; NULL for those of an older release
+    original_config TEXT                          -- JSON as submitted; NULL for those of an older release
 ) WITHOUT ROWID;
 CREATE INDEX commands_by_state ON commands (state);
 CREATE INDEX commands_by_parent ON commands (parent_id);

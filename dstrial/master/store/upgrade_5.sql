@@ -1,4 +1,5 @@
--- From schema version 4 to 5: policies that exclude a machine, where allocations were, and what tasks were submitted with.
+-- From schema version 4 to 5: policies that exclude a machine, where allocations were, what tasks were submitted with, and
+-- work that is done.
 
 ALTER TABLE trials ADD COLUMN is_node_excluded INTEGER NOT NULL DEFAULT 0;
 
@@ -11,3 +12,5 @@ UPDATE allocations SET workspace_name = COALESCE(
 );
 
 ALTER TABLE commands ADD COLUMN original_config TEXT;
+
+ALTER TABLE work ADD COLUMN ended_us INTEGER;

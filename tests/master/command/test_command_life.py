@@ -239,6 +239,6 @@ def test_logs_of_commands_are_kept_as_long_as_those_of_trials(store: Store) -> N
         assert commands.context(connection, old) == b"files"
     assert store.do(logs.forget_old, 2) > 0
 
-    assert (store.text(old), "exited with code 0" in store.text(new)) == ("", True)
+    assert (store.text(old), "resources exited successfully" in store.text(new)) == ("", True)
     with store.database.read() as connection:
         assert [commands.context(connection, one) for one in (old, new, living)] == [b"", b"files", b"files"]
