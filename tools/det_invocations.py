@@ -100,7 +100,7 @@ INVOCATIONS: tuple[Invocation, ...] = (
     Invocation("dev bindings call", "get_GetMe", "determined"),
     # The master
     Invocation("master info", "", "clusterId"),
-    Invocation("master config show", "", "checkpoint_storage"),
+    Invocation("master config show", "", "checkpoint_storage", username="admin"),
     Invocation("master config set", "--log.level DEBUG", username="admin"),
     Invocation("master logs", "--tail 3", "serving at"),
     Invocation("agent list", "", "default"),

@@ -74,12 +74,10 @@ class CommandConfig:
     Attributes:
         config: with every field and default, JSON values.
         words: what is run; empty for a TensorBoard.
-        exceeds_slots: whether it needs more slots than there are, so that it waits.
     """
 
     config: dict[str, Any]
     words: tuple[str, ...]
-    exceeds_slots: bool
 
     @property
     def num_slots(self) -> int:
@@ -97,7 +95,6 @@ def check_command(
     kind: CommandKind,
     *,
     num_slots: int,
-    launch_error: bool = True,
     environment_variables: tuple[str, ...] = (),
     template: Mapping[str, Any] | None = None,
 ) -> CommandConfig:
@@ -106,8 +103,7 @@ def check_command(
     Args:
         given: as the client sends it; not changed.
         kind: what it is for. A TensorBoard takes no slots, another one slot unless its config says otherwise.
-        num_slots: how many slots there are.
-        launch_error: whether one that needs more is refused rather than queued.
+        num_slots: how many slots there are; one that needs more is refused.
         environment_variables: ``NAME=value`` each, before those of the config.
         template: part of a config that gives what the config leaves out; fields that no command has are left out.
 
@@ -126,14 +122,18 @@ def check_command(
     resources = raw["resources"]
     if resources["slots"] is None:
         resources["slots"] = 0 if kind == "TENSORBOARD" else 1
-    exceeds_slots = isinstance(resources["slots"], int) and resources["slots"] > num_slots
-    if exceeds_slots and launch_error:
+    # Whatever launch_error says: a command waits for one machine to have room, and this one never will (Determined 0.38.1,
+    # agentrm, ValidateResources: "request unfulfillable, please try requesting less slots").
+    if isinstance(resources["slots"], int) and resources["slots"] > num_slots:
         findings.problem(
             "resources.slots",
             str(resources["slots"]),
             f"at most {num_slots}, the slots of this master",
             f"Set it to {num_slots} or less, or to 0 for a process that needs none.",
         )
+    if kind == "COMMAND" and raw["entrypoint"] is None:
+        # As Determined 0.38.1, whose script then has nothing to execute and ends well.
+        raw["entrypoint"] = ["true"]
     words = () if kind == "TENSORBOARD" else _words(raw["entrypoint"], findings)
     _check_details(raw, findings)
     findings.raise_if_any()
@@ -141,7 +141,7 @@ def check_command(
     image = raw["environment"].get("image")
     if not isinstance(image, Mapping):
         raw["environment"]["image"] = dict.fromkeys(("cpu", "cuda", "rocm"), image or NO_IMAGE)
-    return CommandConfig(json.loads(json.dumps(raw, default=str)), words, exceeds_slots)
+    return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
 
 
 def _with_variables(environment: Any, variables: tuple[str, ...]) -> Any:

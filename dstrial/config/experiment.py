@@ -188,6 +188,7 @@ def check_experiment(
     require_entrypoint: bool = False,
     slots: int | None = None,
     resumed: SavedRun | None = None,
+    has_files: bool = True,
     more_checks: Callable[[Mapping[str, Any], dict[str, Any], Findings], None] | None = None,
 ) -> ExperimentConfig:
     """Check an experiment config that has been read, as :func:`load_experiment` does.
@@ -200,6 +201,7 @@ def check_experiment(
         require_entrypoint: whether a missing ``entrypoint`` is a problem.
         slots: number of slots to check for, instead of ``resources.slots_per_trial``.
         resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
+        has_files: whether there is a model definition, which then has what the entrypoint names.
         more_checks: called with the config as written, the one with defaults, and where to put problems.
 
     Raises:
@@ -217,7 +219,9 @@ def check_experiment(
     raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
     _check_sections(raw, given, findings)
     notes: list[str] = []
-    source = _check_entrypoint(raw, given, context_dir, findings, require_entrypoint=require_entrypoint)
+    source = _check_entrypoint(
+        raw, given, context_dir, findings, require_entrypoint=require_entrypoint, has_files=has_files
+    )
     hyperparameters = concrete_values(
         raw["hyperparameters"],
         findings,
@@ -314,6 +318,7 @@ def _check_entrypoint(
     findings: Findings,
     *,
     require_entrypoint: bool,
+    has_files: bool,
 ) -> TrialSource:
     entrypoint = raw["entrypoint"]
     if entrypoint is None:
@@ -332,7 +337,9 @@ def _check_entrypoint(
     if isinstance(entrypoint, list) and not all(isinstance(word, str) for word in entrypoint):
         findings.problem("entrypoint", render(entrypoint), "a list of strings", "Quote every word.")
         return TrialSource(None)
-    return check_entrypoint(entrypoint, context_dir, findings) if context_dir.is_dir() else TrialSource(None)
+    if not has_files or not context_dir.is_dir():
+        return TrialSource(None)
+    return check_entrypoint(entrypoint, context_dir, findings)
 
 
 def _sizes(

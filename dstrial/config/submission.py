@@ -129,6 +129,7 @@ def check_submission(
     template: Mapping[str, Any] | None = None,
     is_detached: bool = False,
     document: Document | None = None,
+    has_files: bool = True,
 ) -> Submission:
     """Check a config with its model definition, and fill in every default.
 
@@ -142,6 +143,8 @@ def check_submission(
         is_detached: whether its trials run elsewhere: no entrypoint is needed, and the searcher, which does not search, may
             have any name.
         document: the same YAML, if it has been read; its value is changed.
+        has_files: whether there is a model definition. Without one the entrypoint's files are looked for nowhere: they may be
+            installed on this machine, and Determined 0.38.1 looks for none.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
@@ -195,6 +198,7 @@ def check_submission(
         require_concrete=False,
         require_entrypoint=not is_detached,
         resumed=resumed,
+        has_files=has_files,
         more_checks=check_more,
     )
     given: Mapping[str, Any] = document.value
@@ -523,27 +527,42 @@ def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
         yield path, value
 
 
-def merge_override(original: str, override: str, limits: TextLimits = DEFAULT_LIMITS) -> str:
-    """Return a config with another one laid over it, as ``det experiment continue --config`` asks.
+def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
+    """Return what ``det experiment continue`` sends to change a config, empty if it changes nothing.
 
-    Mappings are merged key by key, but a hyperparameter is replaced as a whole; everything else is replaced.
-
-    Args:
-        original: YAML.
-        override: YAML.
-        limits: how large both may be.
+    Without ``--config`` the client sends ``{}`` and a line end (determined 0.38.1, cli/experiment.py).
 
     Raises:
-        ConfigError: one of the two is not YAML or no mapping, or the searcher's type changes.
+        ConfigError: it is not YAML or no mapping.
     """
-    base = read_yaml_text(original, LABEL, limits).value or {}
-    changes = read_yaml_text(override, "the changed config", limits).value or {}
-    if not isinstance(base, dict) or not isinstance(changes, dict):
+    changes = read_yaml_text(text, "the changed config", limits).value or {}
+    if not isinstance(changes, dict):
         raise ConfigError(
             [ConfigProblem("the changed config", render(changes), "a mapping", "Pass --config key=value.")]
         )
-    merged = _merge(base, changes, ())
-    before, after = (_searcher_name(config) for config in (base, merged))
+    return changes
+
+
+def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    """Return the config with which an experiment goes on, as YAML.
+
+    Args:
+        active: the config that it has, with every field; not what was submitted, as labels, the policy for checkpoints and
+            more may have been changed since.
+        changes: part of a config, laid over it as a config over its template.
+
+    Raises:
+        ConfigError: the searcher's type changes.
+
+    Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
+    """
+    named = {policy.get("name") for policy in active["log_policies"]}
+    # A default that the user has switched off is absent, and would be there again.
+    off = [
+        {"name": policy["name"], "pattern": None} for policy in _LOG_POLICIES if policy["name"] not in named
+    ]
+    merged = merge_template({**active, "log_policies": [*active["log_policies"], *off]}, changes)
+    before, after = (_searcher_name(config) for config in (active, merged))
     if before != after:
         problem = ConfigProblem(
             "searcher.name",
@@ -558,15 +577,3 @@ def merge_override(original: str, override: str, limits: TextLimits = DEFAULT_LI
 def _searcher_name(config: Mapping[str, Any]) -> Any:
     searcher = config.get("searcher")
     return searcher.get("name") if isinstance(searcher, Mapping) else None
-
-
-def _merge(base: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        inner = (*path, str(key))
-        is_whole = len(inner) == 2 and inner[0] == "hyperparameters"
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping) and not is_whole:
-            merged[key] = _merge(merged[key], value, inner)
-        else:
-            merged[key] = value
-    return merged

@@ -92,6 +92,7 @@ _SETTINGS = Section(
             ),
         ),
         "masked_names": Rule(types=("list",), default=[]),
+        "feature_switches": Rule(types=("list",), default=[]),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -122,6 +123,7 @@ class MasterSettings:
         token_max_days: how long one may last, days; -1 for ever.
         signing_key: of webhooks; None for one that the master makes.
         base_url: of the master's page as readers of webhooks reach it, without a slash at the end; empty for none.
+        feature_switches: kept and shown, without effect: Determined's switch parts of its web interface.
     """
 
     port: int | None
@@ -144,6 +146,7 @@ class MasterSettings:
     token_max_days: int = -1
     signing_key: str | None = dataclasses.field(default=None, repr=False)
     base_url: str = ""
+    feature_switches: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -194,6 +197,7 @@ class MasterSettings:
             token_max_days=raw["security"]["token"]["max_lifespan_days"],
             signing_key=raw["webhooks"]["signing_key"],
             base_url=(raw["webhooks"]["base_url"] or "").rstrip("/"),
+            feature_switches=tuple(raw["feature_switches"]),
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -239,6 +243,7 @@ class MasterSettings:
             },
             # The key is masked even where the master has made it; its owner asks with `dstrial webhook key`.
             "webhooks": {"signing_key": MASK, "base_url": self.base_url},
+            "feature_switches": list(self.feature_switches),
         }
         shown: dict[str, Any] = masked(config, self.secret_names)
         return shown
@@ -288,6 +293,9 @@ def _check(raw: Mapping[str, Any], findings: Findings) -> None:
             )
     _check_tokens(raw["security"]["token"], findings)
     _check_webhooks(raw["webhooks"], findings)
+    for index, entry in enumerate(raw["feature_switches"]):
+        if not isinstance(entry, str):
+            findings.problem(("feature_switches", index), render(entry), "a string", "Put it into quotes.")
     host_path = raw["checkpoint_storage"]["host_path"]
     if host_path is not None and not host_path.startswith("/"):
         findings.problem(

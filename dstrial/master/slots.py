@@ -30,7 +30,7 @@ def disable(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
 
     Args:
         tx: the write.
-        slot_id: the slot.
+        slot_id: the slot; ``AGENT`` ends what runs without a slot, too.
         drain: whether what runs there may finish; else it is killed, and goes on where there is room.
         reason: of the kill, for the trial's log.
     """
@@ -41,7 +41,7 @@ def disable(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
         ).fetchall()
         for row in rows:
             slots = json.loads(row["slots"])
-            if slot_id in slots or (slot_id == AGENT and slots):
+            if slot_id in slots or slot_id == AGENT:
                 tx.execute(
                     "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?",
                     (now_us(), reason, row["id"]),

@@ -26,7 +26,7 @@ def test_defaults_are_filled_in() -> None:
     command = check_command({"entrypoint": "true"}, "COMMAND", num_slots=1)
     tensorboard = check_command({}, "TENSORBOARD", num_slots=0)
 
-    assert (command.num_slots, command.priority, command.exceeds_slots) == (1, 42, False)
+    assert (command.num_slots, command.priority) == (1, 42)
     assert (tensorboard.num_slots, tensorboard.words) == (0, ())
     assert command.config["description"].startswith("Command (")
     assert tensorboard.config["description"].startswith("TensorBoard (")
@@ -55,18 +55,23 @@ def test_a_template_and_the_masters_variables_lie_under_the_config() -> None:
     assert "searcher" not in spec.config
 
 
-def test_more_slots_than_there_are_wait_where_the_master_says_so() -> None:
+def test_more_slots_than_there_are_are_refused() -> None:
     given = {"entrypoint": "true", "resources": {"slots": 3}}
 
-    assert check_command(given, "COMMAND", num_slots=2, launch_error=False).exceeds_slots
     with pytest.raises(ConfigError, match=r"resources\.slots is 3; expected at most 2"):
         check_command(given, "COMMAND", num_slots=2)
+
+
+def test_only_a_command_may_have_nothing_to_run() -> None:
+    assert check_command({}, "COMMAND", num_slots=2).words == ("sh", "-c", "true")
+    with pytest.raises(ConfigError, match="entrypoint is not given"):
+        check_command({}, "GENERIC", num_slots=2)
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({}, "entrypoint is not given"),
+        ({"entrypoint": []}, "entrypoint is not given"),
         ({"entrypoint": [1]}, r"entrypoint is \[1\]"),
         ({"entrypoint": "x", "nonsense": 1}, "nonsense is not a key"),
         ({"entrypoint": "x", "idle_timeout": "3 hours"}, "idle_timeout is"),

@@ -14,7 +14,8 @@ from dstrial.config.submission import (
     MasterDefaults,
     Submission,
     check_submission,
-    merge_override,
+    continued_config,
+    read_override,
     search_section,
 )
 from dstrial.errors import ConfigError
@@ -146,14 +147,16 @@ def test_a_config_is_changed_for_continuing(tmp_path: Path) -> None:
         + "hyperparameters: {a: {type: int, minval: 1, maxval: 9}, b: 2}\nresources: {slots_per_trial: 2}\n"
     )
 
-    merged = merge_override(base, "hyperparameters: {a: 5}\nmax_restarts: 1\n")
+    active = check(tmp_path, base).config
+
+    merged = continued_config(active, read_override("hyperparameters: {a: 5}\nmax_restarts: 1\n"))
     config = check(tmp_path, merged).config
 
     assert config["hyperparameters"]["a"] == {"type": "const", "val": 5}
     assert config["hyperparameters"]["b"] == {"type": "const", "val": 2}
     assert (config["max_restarts"], config["resources"]["slots_per_trial"]) == (1, 2)
     with pytest.raises(ConfigError, match="Create a new experiment"):
-        merge_override(base, "searcher: {name: random}\n")
+        continued_config(active, {"searcher": {"name": "random"}})
 
 
 def test_a_preview_needs_no_entrypoint() -> None:

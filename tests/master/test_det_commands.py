@@ -493,7 +493,11 @@ def test_users(det: Det) -> None:
 
 def test_the_master_and_its_agent(det: Det) -> None:
     assert "0.38.1" in det.ok("master", "info")
-    config = json.loads(det.ok("master", "config", "--json"))
+    refused = det.run("master", "config", "--json")
+    assert refused.returncode == 1
+    assert "administrator" in refused.stderr
+    shown = det.type(f"{det.master.password('admin')}\n", "-u", "admin", "master", "config", "--json")
+    config = json.loads(shown.stdout[shown.stdout.index("{") :])
     assert config["port"] == det.master.record.port
     assert config["checkpoint_storage"]["type"] == "shared_fs"
     assert "serving at" in det.ok("master", "logs")

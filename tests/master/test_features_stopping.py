@@ -160,7 +160,7 @@ def test_a_trial_that_ignores_a_cancellation_is_canceled_after_its_timeout(maste
             },
             "",
             1,
-            "don't retry policy",
+            "exclude_node",
             id="on a machine that is excluded",
         ),
     ],

@@ -57,7 +57,6 @@ async def checked(
             unmasked(given, [template or {}, *others], "the config"),
             kind,
             num_slots=len(services.slots),
-            launch_error=services.settings.launch_error,
             environment_variables=services.settings.environment_variables,
             template=template,
         )
@@ -92,11 +91,6 @@ async def prioritised(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
 def config_of(request: ApiRequest, row: sqlite3.Row) -> Any:
     """Return the config of a command as it is shown."""
     return shown_config(row["config"], request.services.secret_names)
-
-
-def warnings_of(spec: CommandConfig) -> list[str]:
-    """Return what the client is warned about."""
-    return ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if spec.exceeds_slots else []
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:

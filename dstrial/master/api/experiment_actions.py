@@ -24,6 +24,8 @@ Prepare: TypeAlias = "Callable[[ApiRequest], Perform]"
 """Reads what an action needs from the body of a request, and returns the action."""
 
 _MAX_DAYS = 32767
+_ALL_PROJECTS = -1
+"""In place of a project's id: experiments of any. Source: Determined 0.38.1, e2e_tests/tests/experiment, bulk actions."""
 
 
 def plain(perform: Perform) -> Prepare:
@@ -92,10 +94,11 @@ def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest]
 
 
 def _within(project_id: int, perform: Perform) -> Perform:
-    """Return an action that is refused (404) for experiments of other projects."""
+    """Return an action that is refused (404) for experiments of other projects, unless all projects are meant."""
 
     def act(tx: Transaction, experiment_id: int) -> None:
-        experiment_rows.require_of_project(tx.connection, experiment_id, project_id)
+        if project_id != _ALL_PROJECTS:
+            experiment_rows.require_of_project(tx.connection, experiment_id, project_id)
         perform(tx, experiment_id)
 
     return act
@@ -106,7 +109,8 @@ def _chosen(connection: sqlite3.Connection, project_id: int, body: Fields) -> li
 
     Source: Determined 0.38.1, where filters replace the numbers.
     """
-    projects.require(connection, project_id)
+    if project_id != _ALL_PROJECTS:
+        projects.require(connection, project_id)
     filters = body.fields("filters")
     if filters is None:
         given = body.items_of("experimentIds") or []
@@ -121,7 +125,7 @@ def _chosen(connection: sqlite3.Connection, project_id: int, body: Fields) -> li
         states=stored_states(filters.texts("states") or []),
         labels=filters.texts("labels") or [],
         not_ids=_integers(filters, "excludedExperimentIds"),
-        project_id=project_id,
+        project_id=None if project_id == _ALL_PROJECTS else project_id,
     )
     return [row["id"] for row in listings.list_experiments(connection, wanted)]
 

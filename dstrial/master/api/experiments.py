@@ -17,12 +17,13 @@ from dstrial.config import SavedRun
 from dstrial.config.documents import Document, read_yaml_text
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.config.storage import laid_over
-from dstrial.config.submission import LABEL, Submission, check_submission, merge_override
+from dstrial.config.submission import LABEL, Submission, check_submission, continued_config, read_override
 from dstrial.config.template_merge import merge_template
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
 from dstrial.master import resumption
 from dstrial.master.api.experiment_actions import stored_states
 from dstrial.master.api.fields import Fields
+from dstrial.master.api.fields import shown as shown_text
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.api.shapes import as_data, experiment_json
@@ -51,6 +52,7 @@ def checked(
     storage: Mapping[str, Any] | None = None,
     is_detached: bool = False,
     document: Document | None = None,
+    active: Mapping[str, Any] | None = None,
 ) -> Submission:
     """Check a config with its model definition; takes long enough to be done in a thread.
 
@@ -63,13 +65,18 @@ def checked(
         storage: of the workspace, before the master's; None for none.
         is_detached: whether its trials run elsewhere.
         document: the same YAML, if it has been read; its value is changed.
+        active: the complete config that it comes from, into which the master's defaults have gone already.
 
     Raises:
         ConfigError: with every problem.
         RequestError: the model definition cannot be unpacked.
     """
     defaults = services.settings.defaults(services.state_dir)
-    if storage is not None:
+    if active is not None:
+        defaults = dataclasses.replace(
+            defaults, checkpoint_storage=active["checkpoint_storage"], environment_variables=()
+        )
+    elif storage is not None:
         whole = laid_over(storage, defaults.checkpoint_storage)
         defaults = dataclasses.replace(defaults, checkpoint_storage=whole)
     with tempfile.TemporaryDirectory(prefix="dstrial-check-") as name:
@@ -85,6 +92,7 @@ def checked(
                 template=template,
                 is_detached=is_detached,
                 document=document,
+                has_files=bool(tgz),
             )
         except ConfigError as error:
             raise ConfigError([_in_users_words(problem, name) for problem in error.problems]) from error
@@ -117,7 +125,18 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
     if row is None:
         await services.read(experiment_rows.require, experiment_id)
         raise RequestError(404, f"experiment {experiment_id} is not found.")
-    return (await _all_shown(services, [row]))[0]
+    found = (await _all_shown(services, [row]))[0]
+    # Of one experiment only, as Determined 0.38.1 does: a list of searches would carry thousands of them.
+    return {**found, **await services.read(_trials_of, experiment_id)}
+
+
+def _trials_of(connection: sqlite3.Connection, experiment_id: int) -> dict[str, Any]:
+    """Return the ids of an experiment's trials, and the name by which a script knows the only one."""
+    rows = trial_rows.of_experiment(connection, experiment_id)
+    return {
+        "trialIds": [row["id"] for row in rows],
+        "externalTrialId": rows[0]["external_id"] if len(rows) == 1 else None,
+    }
 
 
 async def _all_shown(services: Services, rows: Sequence[sqlite3.Row]) -> list[dict[str, Any]]:
@@ -310,6 +329,8 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
     at_most = request.query_int("experimentIdFilter.lte")
     wanted = listings.ExperimentFilter(
         archived=request.query_flag("archived"),
+        # Who asks for one project knows whether that is archived.
+        with_parents=project_id is None,
         name=request.query("name"),
         description=request.query("description"),
         users=request.queries("users"),
@@ -367,32 +388,41 @@ def _resumed_by(connection: sqlite3.Connection, experiment_id: int) -> SavedRun 
     return resumption.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
 
-def _storage_of_experiment(connection: sqlite3.Connection, experiment_id: int) -> dict[str, Any] | None:
-    row = experiment_rows.require(connection, experiment_id)
-    return _storage_of(connection, projects.require(connection, row["project_id"])["workspace_id"])
+def _refuse_other_place(connection: sqlite3.Connection, project_id: int, changes: Mapping[str, Any]) -> None:
+    """Refuse (400) a changed config that names another project than the experiment's."""
+    row = projects.require(connection, project_id)
+    for key, there in (("workspace", row["workspace_name"]), ("project", row["name"])):
+        if changes.get(key) not in (None, "", there):
+            raise RequestError(
+                400,
+                f"{key} of the changed config is {shown_text(changes[key])}; expected {there!r}, where the experiment is. "
+                "Leave it out, and use `det experiment move`.",
+            )
 
 
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     """``POST experiments/continue``: let one that has ended go on, perhaps with another config."""
     body, services = request.body(), request.services
     experiment_id = body.required_integer("id")
+    row = await services.read(experiment_rows.require, experiment_id)
     override = body.text("overrideConfig") or ""
+    changes = await services.check(lambda: read_override(override, services.settings.limits))
     submission = None
-    if override.strip():
-        row = await services.read(experiment_rows.require, experiment_id)
+    if not row["unmanaged"]:
+        await services.read(_refuse_other_place, row["project_id"], changes)
+        active = json.loads(row["config"])
+        config = await services.check(lambda: continued_config(active, changes))
+        config = await services.check(lambda: _with_secrets(services, config, None, row))
         tgz = await services.read(_model_definition, experiment_id)
-        limits = services.settings.limits
-        merged = await services.check(lambda: merge_override(row["original_config"], override, limits))
-        merged = await services.check(lambda: _with_secrets(services, merged, None, row))
         resumed = await services.read(_resumed_by, experiment_id)
-        template = json.loads(row["template"] or "null")
-        storage = await services.read(_storage_of_experiment, experiment_id)
-        submission = await services.check(
-            lambda: checked(services, merged, tgz, resumed, template=template, storage=storage)
-        )
-    await services.write(lambda tx: experiments.continue_(tx, experiment_id, submission))
+        submission = await services.check(lambda: checked(services, config, tgz, resumed, active=active))
+    changed = submission if changes else None
+    await services.write(lambda tx: experiments.continue_(tx, experiment_id, changed))
+    warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission and submission.exceeds_slots else []
     return message(
-        bindings.v1ContinueExperimentResponse, experiment=await shown(services, experiment_id), warnings=[]
+        bindings.v1ContinueExperimentResponse,
+        experiment=await shown(services, experiment_id),
+        warnings=warnings,
     )
 
 

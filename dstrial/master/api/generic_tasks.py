@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 from determined.common.api import bindings
 
 from dstrial.config.documents import read_yaml_text
-from dstrial.config.secrets import masked_json
+from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api import command_shapes as shapes
 from dstrial.master.api.commands import MAX_BODY_BYTES
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message
+from dstrial.master.api.tasks import submitted
 from dstrial.master.command import life
 from dstrial.master.model_definition import pack
 from dstrial.master.store import commands, projects
 from dstrial.master.store.commands import NewCommand
+from dstrial.master.store.database import Transaction
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -35,7 +37,10 @@ async def create(request: ApiRequest) -> dict[str, Any]:
             await services.read(commands.require, other, _KIND)
     forked = None if forked_from is None else await services.read(commands.require, forked_from, _KIND)
     known = [] if forked is None else [json.loads(forked["config"])]
-    spec = await shapes.checked(request, await _given(request, body, forked_from), "GENERIC", None, *known)
+    given = await _given(request, body, forked_from)
+    spec = await shapes.checked(request, given, "GENERIC", None, *known)
+    # Where what is sent back has the mask of a secret, the copy keeps what is behind it.
+    original = unmasked(given, [*known, spec.config], "the config")
     project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)
     projects.refuse_shut(project, "take another task")
     new = NewCommand(
@@ -47,15 +52,19 @@ async def create(request: ApiRequest) -> dict[str, Any]:
         is_pausable=not body.flag("noPause"),
         parent_id=parent_id,
         forked_from=forked_from,
+        original=original,
     )
     task_id = await services.write(lambda tx: life.create(tx, new))
-    return message(bindings.v1CreateGenericTaskResponse, taskId=task_id, warnings=shapes.warnings_of(spec))
+    return message(bindings.v1CreateGenericTaskResponse, taskId=task_id, warnings=[])
 
 
 async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> dict[str, Any]:
     text = body.text("config") or ""
     if not text.strip() and forked_from is not None:
         row = await request.services.read(commands.require, forked_from)
+        if row["original_config"] is not None:
+            original: dict[str, Any] = json.loads(row["original_config"])
+            return original
         kept: dict[str, Any] = json.loads(row["config"])
         # Its description is its own, and its image the word for none.
         return {**kept, "description": None, "environment": {**kept["environment"], "image": None}}
@@ -101,21 +110,35 @@ async def _kept_context(services: Services, task_id: str) -> bytes:
 
 
 async def show_config(request: ApiRequest) -> dict[str, Any]:
-    """``GET tasks/{id}/config``: JSON in a string."""
+    """``GET tasks/{id}/config``: as it was submitted, JSON in a string."""
     row = await request.services.read(commands.require, request.path_params["task_id"])
     return message(
-        bindings.v1GetGenericTaskConfigResponse,
-        config=masked_json(row["config"], request.services.secret_names),
+        bindings.v1GetGenericTaskConfigResponse, config=submitted(row, request.services.secret_names)
     )
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:
-    """``POST tasks/{id}/kill``: a task and those that it has made; with ``killFromRoot`` all that belong together."""
+    """``POST tasks/{id}/kill``: a task and those that it has made; with ``killFromRoot`` all that belong together.
+
+    Source: Determined 0.38.1, KillGenericTask: "cannot cancel task … as it is in state", for COMPLETED and CANCELED.
+    """
     task_id, services = request.path_params["task_id"], request.services
     await services.read(commands.require, task_id)
     if request.body().flag("killFromRoot"):
         task_id = await services.read(commands.root, task_id)
-    await services.write(lambda tx: life.kill(tx, task_id))
+
+    def write(tx: Transaction) -> None:
+        states = [
+            commands.require(tx.connection, one)["state"] for one in commands.tree(tx.connection, task_id)
+        ]
+        if states[0] in ("COMPLETED", "CANCELED") and all(state in commands.ENDED for state in states):
+            raise RequestError(
+                400,
+                f"task {task_id} is {states[0]}; expected one that has not ended to kill it. Leave it as it is.",
+            )
+        life.kill(tx, task_id)
+
+    await services.write(write)
     return {}
 
 

@@ -79,7 +79,7 @@ async def show_master(request: ApiRequest) -> dict[str, Any]:
         rbacEnabled=False,
         telemetryEnabled=False,
         userManagementEnabled=True,
-        featureSwitches=[],
+        featureSwitches=list(services.settings.feature_switches),
         ssoProviders=[],
         branding="determined",
         externalLoginUri="",
@@ -235,7 +235,7 @@ routes = [
     route("GET", "//health", show_health, access=PUBLIC),
     route("GET", "/master", show_master, access=PUBLIC),
     route("GET", "/master/telemetry", show_telemetry, access=USER),
-    route("GET", "/master/config", show_config, access=USER),
+    route("GET", "/master/config", show_config, access=ADMIN),
     route("PATCH", "/master/config", patch_config, access=ADMIN),
     route("GET", "/master/logs", stream_logs, access=USER),
 ]

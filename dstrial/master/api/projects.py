@@ -120,26 +120,27 @@ async def create_project(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostProjectResponse, project=await _shown(request, project_id))
 
 
-def _own(tx: Transaction, request: ApiRequest, verb: str) -> sqlite3.Row:
+def _own(connection: sqlite3.Connection, request: ApiRequest, verb: str) -> sqlite3.Row:
     """Return the project of the path, which the user may change.
 
     Raises:
-        RequestError: 404 unknown, 403 another user's, 400 immutable.
+        RequestError: 404 unknown, 403 another user's, 400 immutable; in this order, before anything of the body is said.
     """
-    row = projects.require(tx.connection, request.path_params["project_id"])
-    projects.refuse_immutable(row, verb)
+    row = projects.require(connection, request.path_params["project_id"])
     require_owner(request.user, row["owner_id"], f"project {row['name']!r}")
+    projects.refuse_immutable(row, verb)
     return row
 
 
 async def patch_project(request: ApiRequest) -> dict[str, Any]:
     """``PATCH projects/{id}``: name, key, description."""
     body = request.body()
+    await request.services.read(_own, request, "be changed")
     fields = {name: body.text(name) for name in ("name", "key", "description")}
     changes = {name: value for name, value in fields.items() if value is not None}
 
     def write(tx: Transaction) -> None:
-        row = _own(tx, request, "be changed")
+        row = _own(tx.connection, request, "be changed")
         projects.refuse_shut(row, "be changed")
         if "name" in changes:
             projects.check_name(tx.connection, row["workspace_id"], changes["name"], row["id"])
@@ -156,7 +157,7 @@ async def patch_project(request: ApiRequest) -> dict[str, Any]:
 def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
         def write(tx: Transaction) -> None:
-            row = _own(tx, request, "be archived")
+            row = _own(tx.connection, request, "be archived")
             workspaces.refuse_archived(
                 workspaces.require(tx.connection, row["workspace_id"]), "have its projects changed"
             )
@@ -173,17 +174,18 @@ async def delete_project(request: ApiRequest) -> dict[str, Any]:
     """``DELETE projects/{id}``: with its experiments."""
 
     def write(tx: Transaction) -> bool:
-        return holders.delete_project(tx, _own(tx, request, "be deleted")["id"])
+        return holders.delete_project(tx, _own(tx.connection, request, "be deleted")["id"])
 
     return message(bindings.v1DeleteProjectResponse, completed=await request.services.write(write))
 
 
 async def move_project(request: ApiRequest) -> dict[str, Any]:
     """``POST projects/{id}/move``: into another workspace, with its experiments."""
+    await request.services.read(_own, request, "be moved")
     target_id = request.body().required_integer("destinationWorkspaceId")
 
     def write(tx: Transaction) -> None:
-        row = _own(tx, request, "be moved")
+        row = _own(tx.connection, request, "be moved")
         projects.refuse_shut(row, "be moved")
         target = workspaces.require(tx.connection, target_id)
         workspaces.refuse_immutable(target, "take a project")

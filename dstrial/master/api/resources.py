@@ -165,7 +165,7 @@ async def allocations_csv(request: ApiRequest) -> Response:
                 use.kind,
                 use.username,
                 use.workspace_name,
-                use.experiment_id,
+                use.experiment_id or "",
                 use.num_slots,
                 format_us(use.start_us),
                 "" if use.end_us is None else format_us(use.end_us),

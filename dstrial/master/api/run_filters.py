@@ -17,7 +17,6 @@ import orjson
 from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import shown
-from dstrial.master.api.shapes import shown_state
 from dstrial.master.clock import format_us, now_us
 
 Wanted: TypeAlias = "Callable[[sqlite3.Row], bool]"
@@ -34,7 +33,7 @@ _COLUMNS: dict[str, Callable[[sqlite3.Row], Any]] = {
     "startTime": lambda row: format_us(row["start_us"]),
     "endTime": lambda row: None if row["end_us"] is None else format_us(row["end_us"]),
     "duration": lambda row: ((row["end_us"] or now_us()) - row["start_us"]) // 1_000_000,
-    "state": lambda row: shown_state(row).removeprefix("STATE_"),
+    "state": lambda row: row["state"],
     "searcherType": lambda row: row["searcher_type"],
     "searcherMetric": lambda row: row["searcher_metric"],
     "searcherMetricsVal": lambda row: row["searcher_metric_value"],

@@ -15,7 +15,7 @@ from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.guard import require_owner
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.api.run_filters import in_order, wanted_by
-from dstrial.master.api.shapes import shown_config, shown_state, stored, time_or_none
+from dstrial.master.api.shapes import shown_config, stored, time_or_none
 from dstrial.master.clock import format_us
 from dstrial.master.experiment import experiments, trials
 from dstrial.master.services import Services
@@ -33,6 +33,7 @@ def run_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         id=row["experiment_id"],
         name=row["experiment_name"],
         description=row["experiment_description"],
+        externalExperimentId=row["external_experiment_id"],
         forkedFrom=row["parent_id"],
         isMultitrial=row["num_trials"] > 1,
         progress=row["experiment_progress"],
@@ -61,7 +62,8 @@ def run_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
         projectName=row["project_name"],
         searcherMetricValue=row["searcher_metric_value"],
         startTime=format_us(row["start_us"]),
-        state=shown_state(row),
+        # As stored: Determined 0.38.1 tells ACTIVE here, whether it runs or waits.
+        state=f"STATE_{row['state']}",
         summaryMetrics=stored(row["summary_metrics"]),
         userId=row["owner_id"],
         workspaceId=row["workspace_id"],

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
 
-from dstrial.config.secrets import masked_json
+from dstrial.config.command import DEFAULT_PRIORITY
+from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.agents import device_json
 from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us
 from dstrial.master.services import Services
-from dstrial.master.store import commands
+from dstrial.master.store import commands, work
 
+_SNAKE = re.compile("[A-Z]")
 _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED": "STATE_TERMINATED"}
 
 
@@ -81,10 +84,61 @@ def _summary(services: Services, row: sqlite3.Row) -> dict[str, Any]:
     )
 
 
+def _collection(services: Services, row: sqlite3.Row) -> dict[str, Any]:
+    """Return a piece of work on an experiment's files as the task that it is in Determined; it has no process here."""
+    task_id = f"checkpoint-gc-{row['id']}"
+    return message(
+        bindings.v1AllocationSummary,
+        taskId=task_id,
+        allocationId=f"{task_id}.1",
+        name=f"Checkpoint GC (Experiment {row['experiment_id']})",
+        registeredTime=format_us(row["created_us"]),
+        resources=[],
+        slotsNeeded=0,
+        resourcePool=services.settings.pool_name,
+        schedulerType="priority",
+        priority=DEFAULT_PRIORITY,
+        proxyPorts=[],
+    )
+
+
+async def _summaries(services: Services) -> dict[str, dict[str, Any]]:
+    """Return what runs now, by allocation."""
+    living, collections = await services.read(
+        lambda connection: (_living(connection), work.collections(connection))
+    )
+    found = [_summary(services, row) for row in living] + [_collection(services, row) for row in collections]
+    return {one["allocationId"]: one for one in found}
+
+
 async def list_tasks(request: ApiRequest) -> dict[str, Any]:
-    """``GET tasks``: the living allocations."""
-    rows = await request.services.read(_living)
-    return {"allocationIdToSummary": {row["id"]: _summary(request.services, row) for row in rows}}
+    """``GET tasks``: the living allocations, and checkpoint collections."""
+    return {"allocationIdToSummary": await _summaries(request.services)}
+
+
+async def list_tasks_at_root(request: ApiRequest) -> dict[str, Any]:
+    """``GET //tasks``: the same by allocation, in the form of older clients.
+
+    Source: Determined 0.38.1, e2e_tests, ``sess.get("tasks").json()``; names of fields as ``sproto.AllocationSummary`` has them.
+    """
+    return {
+        allocation_id: {_SNAKE.sub(_underscored, name): _snake(value) for name, value in one.items()}
+        for allocation_id, one in (await _summaries(request.services)).items()
+    }
+
+
+def _underscored(found: re.Match[str]) -> str:
+    return f"_{found[0].lower()}"
+
+
+def _snake(value: Any) -> Any:
+    """Return a list of objects, or anything else as it is, with the fields' names in words with underscores.
+
+    What lies deeper is told apart by agents' names, and stays.
+    """
+    if not isinstance(value, list):
+        return value
+    return [{_SNAKE.sub(_underscored, name): part for name, part in one.items()} for one in value]
 
 
 async def count_tasks(request: ApiRequest) -> dict[str, Any]:
@@ -124,6 +178,11 @@ def allocation_json(row: sqlite3.Row) -> dict[str, Any]:
     )
 
 
+def submitted(row: sqlite3.Row, names: SecretNames) -> str:
+    """Return the config of a generic task as it was submitted, JSON; of one of an older release with all defaults."""
+    return masked_json(row["original_config"] or row["config"], names)
+
+
 async def show_task(request: ApiRequest) -> dict[str, Any]:
     """``GET tasks/{id}``: the task and its allocations, the latest first."""
     task, allocations = await request.services.read(_find_task, request.path_params["task_id"])
@@ -132,7 +191,7 @@ async def show_task(request: ApiRequest) -> dict[str, Any]:
     if row is not None and row["kind"] == "GENERIC":
         more = {
             "taskState": f"GENERIC_TASK_STATE_{row['state']}",
-            "config": masked_json(row["config"], request.services.secret_names),
+            "config": submitted(row, request.services.secret_names),
             "noPause": not row["is_pausable"],
             "parentId": row["parent_id"],
             "forkedFrom": row["forked_from"],
@@ -167,6 +226,7 @@ async def show_context_directory(request: ApiRequest) -> dict[str, Any]:
 
 routes = [
     route("GET", "/tasks", list_tasks, access=USER),
+    route("GET", "//tasks", list_tasks_at_root, access=USER),
     route("GET", "/tasks/count", count_tasks, access=USER),
     route("GET", "/tasks/{task_id}", show_task, access=TRIAL),
     route("GET", "/tasks/{task_id}/context_directory", show_context_directory, access=TRIAL),

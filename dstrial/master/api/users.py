@@ -112,11 +112,10 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
     """``PATCH users/{id}``: an administrator changes anything, others their own display name and password."""
-    body = request.body()
-    _refuse_foreign(body)
-    user_id = request.path_params["user_id"]
+    body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
     _require_admin(request, user_id, given)
+    _refuse_foreign(body)
     username, admin, active = body.text("username"), body.flag("admin"), body.flag("active")
     display_name, password = body.text("displayName"), _password(body)
 

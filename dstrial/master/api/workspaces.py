@@ -148,9 +148,22 @@ async def create_workspace(request: ApiRequest) -> dict[str, Any]:
     )
 
 
+def _own(connection: sqlite3.Connection, request: ApiRequest, verb: str) -> sqlite3.Row:
+    """Return the workspace of the path, which the user may change.
+
+    Raises:
+        RequestError: 404 unknown, 403 another user's, 400 immutable; in this order, before anything of the body is said.
+    """
+    row = workspaces.require(connection, request.path_params["workspace_id"])
+    require_owner(request.user, row["owner_id"], f"workspace {row['name']!r}")
+    workspaces.refuse_immutable(row, verb)
+    return row
+
+
 async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
     """``PATCH workspaces/{id}``: name, checkpoint storage (an empty object for none), agent user and group."""
-    body, user, workspace_id = request.body(), request.user, request.path_params["workspace_id"]
+    body, workspace_id = request.body(), request.path_params["workspace_id"]
+    await request.services.read(_own, request, "be changed")
     _check_offered(body, request.services.settings.pool_name)
     name = body.text("name")
     fields: dict[str, Any] = {}
@@ -160,9 +173,7 @@ async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
         fields["agent_user_group"] = body.mapping("agentUserGroup")
 
     def write(tx: Transaction) -> None:
-        row = workspaces.require(tx.connection, workspace_id)
-        workspaces.refuse_immutable(row, "be changed")
-        require_owner(user, row["owner_id"], f"workspace {row['name']!r}")
+        row = _own(tx.connection, request, "be changed")
         workspaces.refuse_archived(row, "be changed")
         if name is not None:
             workspaces.check_name(tx.connection, name, workspace_id)
@@ -177,13 +188,9 @@ async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
 
 def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
-        user, workspace_id = request.user, request.path_params["workspace_id"]
-
         def write(tx: Transaction) -> None:
-            row = workspaces.require(tx.connection, workspace_id)
-            workspaces.refuse_immutable(row, "be archived")
-            require_owner(user, row["owner_id"], f"workspace {row['name']!r}")
-            workspaces.change(tx, workspace_id, is_archived=is_archived)
+            row = _own(tx.connection, request, "be archived")
+            workspaces.change(tx, row["id"], is_archived=is_archived)
 
         await request.services.write(write)
         return {}
@@ -211,13 +218,9 @@ def _pin(is_pinned: bool) -> Callable[[ApiRequest], Any]:
 
 async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
     """``DELETE workspaces/{id}``: with its projects, experiments and templates."""
-    user, workspace_id = request.user, request.path_params["workspace_id"]
 
     def write(tx: Transaction) -> bool:
-        row = workspaces.require(tx.connection, workspace_id)
-        workspaces.refuse_immutable(row, "be deleted")
-        require_owner(user, row["owner_id"], f"workspace {row['name']!r}")
-        return holders.delete_workspace(tx, workspace_id)
+        return holders.delete_workspace(tx, _own(tx.connection, request, "be deleted")["id"])
 
     return message(bindings.v1DeleteWorkspaceResponse, completed=await request.services.write(write))
 

@@ -74,7 +74,8 @@ def assign(
     )
     tx.execute(
         "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-        "directory, start_us) VALUES (?, ?, 0, 0, ?, 'ASSIGNED', ?, ?, ?, ?, ?)",
+        "directory, start_us, workspace_name) VALUES (?, ?, 0, 0, ?, 'ASSIGNED', ?, ?, ?, ?, ?, "
+        "(SELECT name FROM workspaces WHERE id = ?))",
         (
             allocation_id,
             task_id,
@@ -84,6 +85,7 @@ def assign(
             resources_id,
             f"{directory}/{allocation_id}",
             now,
+            row["workspace_id"],
         ),
     )
     tx.executemany(
@@ -256,7 +258,16 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     tx.publish("tokens", f"allocation:{allocation_id}")
     starts_again = is_unbegun and _num_unbegun(tx, row["task_id"]) < _MAX_UNBEGUN
     is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
-    text = f"{command['description']} {'has failed' if is_failure else 'was terminated'}: {reason}"
+    # The words of Determined 0.38.1, which scripts look for in logs.
+    if exit_.exit_code == 0 and not was_asked:
+        told = "resources exited successfully with a zero exit code"
+    elif is_failure and not exit_.was_lost:
+        code = exit_.exit_code
+        told = f"resources failed with non-zero exit code: container failed with non-zero exit code: {code} (exit code {code})"
+        told += f": {exit_.explanation}" if exit_.explanation else ""
+    else:
+        told = reason
+    text = f"{command['description']} {'has failed' if is_failure else 'was terminated'}: {told}"
     _say(tx, row["task_id"], allocation_id, text, "ERROR" if is_failure else "INFO")
     state = command["state"]
     if state in _STOPPING_END:

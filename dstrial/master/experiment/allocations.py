@@ -15,6 +15,7 @@ from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import metrics as metric_rows
+from dstrial.master.store import projects
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
@@ -63,7 +64,8 @@ def assign(
     tx.execute("UPDATE trials SET run_id = ?, runner_state = 'UNSPECIFIED' WHERE id = ?", (run_id, trial_id))
     tx.execute(
         "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-        "directory, steps_at_start, checkpoint_uuid, start_us) VALUES (?, ?, ?, ?, ?, 'ASSIGNED', ?, ?, ?, ?, ?, ?, ?)",
+        "directory, steps_at_start, checkpoint_uuid, start_us, workspace_name) "
+        "VALUES (?, ?, ?, ?, ?, 'ASSIGNED', ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             allocation_id,
             trial["task_id"],
@@ -77,6 +79,7 @@ def assign(
             steps,
             uuid,
             now,
+            projects.require(tx.connection, experiment["project_id"])["workspace_name"],
         ),
     )
     tx.executemany(
@@ -268,24 +271,30 @@ def _failed(
     restarts, limit = trial["restarts"] + 1, int(config["max_restarts"])
     is_before_first_batch = row["num_reports"] == 0 and row["steps_at_start"] == 0
     mark = fingerprint(traceback) if is_before_first_batch and traceback is not None else None
+    verdict = None
+    if trial["retry_cancelled"]:
+        verdict = "trial failed and matched logs to a don't retry policy"
+    elif restarts > limit:
+        verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
+    elif traceback is not None and _ENDS_FOR_GOOD in traceback.rpartition("\n")[2]:
+        verdict = "it trains nothing any more, and would not after a restart"
+    elif mark is not None and mark == trial["last_failure"]:
+        verdict = "failed twice in the same way before its first batch, and is not tried again"
+    num_restarts = trial["restarts"] if verdict is not None else restarts
     tx.execute(
-        "UPDATE trials SET restarts = ?, last_failure = ? WHERE id = ?",
-        (min(restarts, limit), mark, trial["id"]),
+        "UPDATE trials SET restarts = ?, last_failure = ? WHERE id = ?", (num_restarts, mark, trial["id"])
     )
 
     def say(text: str, level: str = "ERROR") -> None:
         add_master_line(tx, row["task_id"], trial["id"], text, level=level, allocation_id=row["id"])
 
-    if restarts > limit:
-        verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
-    elif trial["retry_cancelled"]:
-        verdict = "trial failed and matched logs to a don't retry policy"
-    elif traceback is not None and _ENDS_FOR_GOOD in traceback.rpartition("\n")[2]:
-        verdict = "it trains nothing any more, and would not after a restart"
-    elif mark is not None and mark == trial["last_failure"]:
-        verdict = "failed twice in the same way before its first batch, and is not tried again"
-    else:
-        say(f"trial failed and is started again ({restarts} of {limit} restarts)", "WARNING")
+    if verdict is None:
+        count = f"({restarts} of {limit} restarts)"
+        if trial["is_node_excluded"]:
+            tx.execute("UPDATE trials SET is_node_excluded = 2 WHERE id = ?", (trial["id"],))
+            say(f"trial failed and is started again where it may be {count}", "WARNING")
+        else:
+            say(f"trial failed and is started again {count}", "WARNING")
         return
     say(f"trial {trial['id']} has failed: {verdict}")
     _say_traceback(tx, row, traceback)

@@ -279,7 +279,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
             "Create a new experiment.",
         )
     if submission is not None:
-        experiment_rows.replace_config(tx, experiment_id, submission)
+        experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)
         _resample(tx, again[0]["id"], submission)
     snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id)["searcher_snapshot"])
     reopened = {trial["request_id"] for trial in again}

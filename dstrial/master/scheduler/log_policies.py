@@ -17,14 +17,14 @@ class LogPolicy:
         name: shown as ``logPolicyMatched``; None for none.
         text: the pattern, as the config has it.
         pattern: compiled; searched in every line.
-        cancels_retries: whether a trial that fails after a match is not tried again. On one machine this is also what
-            excluding the node comes to.
+        action: ``cancel_retries``, for a trial that is not tried again if it fails; ``exclude_node``, for one that is not
+            started on this machine again; None for neither.
     """
 
     name: str | None
     text: str
     pattern: Any
-    cancels_retries: bool
+    action: str | None
 
 
 def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
@@ -44,20 +44,20 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
         kind = action.get("type") if isinstance(action, Mapping) else action
         found.append(
             LogPolicy(
-                policy.get("name"),
-                str(policy["pattern"]),
-                pattern,
-                kind in ("cancel_retries", "exclude_node"),
+                policy.get("name"), str(policy["pattern"]), pattern, None if kind is None else str(kind)
             )
         )
     return tuple(found)
 
 
-def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[LogPolicy]:
-    """Return the policies whose pattern is in one of the texts."""
+def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
+    """Return the policies whose pattern is in one of the texts, each with the first line that it is in."""
     joined = "".join(texts)
-    return [
-        policy
-        for policy in policies
-        if policy.pattern.search(joined) and any(policy.pattern.search(line) for line in joined.splitlines())
-    ]
+    found = []
+    for policy in policies:
+        # The whole first: most policies match nothing, and one search of it costs less than one of each line.
+        if policy.pattern.search(joined):
+            line = next((line for line in joined.splitlines() if policy.pattern.search(line)), None)
+            if line is not None:
+                found.append((policy, line))
+    return found

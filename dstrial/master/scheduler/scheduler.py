@@ -34,7 +34,7 @@ from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
 from dstrial.master.scheduler.queue import Waiting, assignments
 from dstrial.master.scheduler.silence import Silence
-from dstrial.master.slots import disabled
+from dstrial.master.slots import AGENT, disabled
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands
 from dstrial.master.store import experiments as experiment_rows
@@ -57,7 +57,7 @@ _LOOK_AGAIN_S = 1.0
 # For how long a master that ends goes on storing what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
 
-_WAITING = (
+_UNASSIGNED = (
     "SELECT trials.*, experiments.slots_per_trial, experiments.max_slots, experiments.config, experiments.priority, "
     "experiments.queue_position FROM trials "
     "JOIN experiments ON experiments.id = trials.experiment_id "
@@ -65,6 +65,10 @@ _WAITING = (
     "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')"
 )
 _ORDER = "ORDER BY experiments.priority, experiments.queue_position, trials.id"
+_EXCLUDED = f"{_UNASSIGNED} AND trials.is_node_excluded = 2"
+_WAITING = f"{_UNASSIGNED} AND trials.is_node_excluded != 2 {_ORDER}"
+# In place of how many slots there are, where it is told why something waits.
+_AGENT_OFF = -1
 
 
 class Scheduler:
@@ -108,7 +112,7 @@ class Scheduler:
                     self._started(row, handle)
         self._remove_left_over({row["id"] for row in live})
         with self._database.read() as connection:
-            rows = connection.execute(f"{_WAITING} {_ORDER}").fetchall()
+            rows = connection.execute(_WAITING).fetchall()
             self._waiting(connection, rows, len(self._services.slots))
         self._janitor.start()
         self._thread.start()
@@ -170,6 +174,35 @@ class Scheduler:
             "(`dstrial up --slots`), or enable the slots that are off"
         )
         self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
+
+    def _tell_agent_is_off(self, row: sqlite3.Row, trial_id: int | None) -> None:
+        """Say in its log that a trial, or a command for None, waits for the agent."""
+        key = row["task_id"] if trial_id is None else trial_id
+        told = (row["run_id"], _AGENT_OFF)
+        if self._told.get(key) == told:
+            return
+        self._told[key] = told
+        text = f"the agent is disabled, and nothing starts; go on with `det agent enable {self._services.agent_id}`"
+        self._database.write(lambda tx: add_master_line(tx, row["task_id"], trial_id, text, level="WARNING"))
+
+    def _end_without_node(self, row: sqlite3.Row) -> None:
+        """End a trial that may not start on the only machine, unless what cannot run waits here.
+
+        Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
+        """
+        if not self._services.settings.launch_error:
+            return
+        why = (
+            f"a log policy (exclude_node) keeps it from {self._services.agent_id}, the only agent; nothing is left that it "
+            "could be started on again"
+        )
+
+        def end(tx: Transaction) -> None:
+            text = f"trial {row['id']} has failed: {why}"
+            add_master_line(tx, row["task_id"], row["id"], text, level="ERROR")
+            ending.close_trial(tx, row["id"], "ERROR", why=why)
+
+        self._database.write(end)
 
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
         """Free all slots and end; experiments stay as they are and go on at the next start.
@@ -307,7 +340,7 @@ class Scheduler:
             )
             if cursor.rowcount:
                 add_task_logs(tx, row["task_id"], row["trial_id"] or None, row["id"], lines)
-                _note_policies(tx, row, matched)
+                _note_policies(tx, row, matched, self._services.agent_id)
                 events.tell_lines(tx, row["task_id"], told)
 
         self._database.write(store)
@@ -341,14 +374,23 @@ class Scheduler:
 
     def _assign(self) -> list[sqlite3.Row]:
         with self._database.read() as connection:
-            rows = connection.execute(f"{_WAITING} {_ORDER}").fetchall()
+            excluded = connection.execute(_EXCLUDED).fetchall()
+            rows = connection.execute(_WAITING).fetchall()
             others = commands.waiting(connection)
-            if not rows and not others:
+            if not rows and not others and not excluded:
                 return []
             live = allocation_rows.all_live(connection)
             off = disabled(connection, {slot.id for slot in self._services.slots})
             enabled = {slot.id for slot in self._services.slots if slot.id not in off}
-            trials = self._waiting(connection, rows, len(enabled))
+            trials = [] if AGENT in off else self._waiting(connection, rows, len(enabled))
+        for row in excluded:
+            self._end_without_node(row)
+        if AGENT in off:
+            for row in rows:
+                self._tell_agent_is_off(row, row["id"])
+            for row in others:
+                self._tell_agent_is_off(row, None)
+            return []
         for row in others:
             self._tell_command_waits(row, len(enabled))
         waiting = _by_urgency(
@@ -461,8 +503,16 @@ class Scheduler:
         self._started(row, handle)
 
     def _started(self, row: sqlite3.Row, handle: SupervisorHandle) -> None:
-        started = life.started if _is_command(row) else allocations.started
-        self._database.write(lambda tx: started(tx, row["id"], handle))
+        def write(tx: Transaction) -> None:
+            if _is_command(row):
+                life.started(tx, row["id"], handle)
+                return
+            allocations.started(tx, row["id"], handle)
+            # In Determined the trial's own launcher says so (harness/determined/exec/launch.py), and scripts look for it.
+            text = f"New trial runner in (container {row['resources_id']}) on agent {self._services.agent_id}"
+            add_master_line(tx, row["task_id"], row["trial_id"], text, allocation_id=row["id"])
+
+        self._database.write(write)
 
     def _request(
         self, row: sqlite3.Row, slots: list[int], ports: dict[str, int], tokens: dict[str, str]
@@ -540,22 +590,31 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
 
 
-def _note_policies(tx: Transaction, row: sqlite3.Row, matched: list[LogPolicy]) -> None:
-    for policy in matched:
+def _note_policies(
+    tx: Transaction, row: sqlite3.Row, matched: list[tuple[LogPolicy, str]], agent_id: str
+) -> None:
+    """Store which policies a trial's output has matched, and say so once for those that have an action."""
+    for policy, line in matched:
         if policy.name is not None:
             tx.execute(
                 "UPDATE trials SET log_policy_matched = ? WHERE id = ?", (policy.name, row["trial_id"])
             )
-        if policy.cancels_retries:
-            changed = tx.execute(
-                "UPDATE trials SET retry_cancelled = 1 WHERE id = ? AND retry_cancelled = 0",
-                (row["trial_id"],),
+        if policy.action == "cancel_retries":
+            column, then = "retry_cancelled", "the trial will not be started again if it fails"
+        elif policy.action == "exclude_node":
+            # Source: Determined 0.38.1, master/internal/logpattern, addRetryOnDifferentNode.
+            column, then = "is_node_excluded", f"therefore will not schedule on {agent_id} again if it fails"
+        else:
+            continue
+        changed = tx.execute(
+            f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0",  # noqa: S608 - one of the two above
+            (row["trial_id"],),
+        )
+        if changed.rowcount:
+            text = f'(log {json.dumps(line, ensure_ascii=False)} matched regex "{policy.text}") {then}'
+            add_master_line(
+                tx, row["task_id"], row["trial_id"], text, level="WARNING", allocation_id=row["id"]
             )
-            if changed.rowcount:
-                text = f"the log matches {policy.text!r}: the trial will not be started again if it fails"
-                add_master_line(
-                    tx, row["task_id"], row["trial_id"], text, level="WARNING", allocation_id=row["id"]
-                )
 
 
 def _printed(directory: Path) -> Iterable[tuple[int | None, str]]:

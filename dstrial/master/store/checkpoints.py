@@ -212,14 +212,15 @@ def list_checkpoints(
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
     """Store which files of a checkpoint are left: none makes it DELETED, fewer PARTIALLY_DELETED.
 
+    A deleted one keeps its list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
+
     Raises:
         RequestError: 404.
     """
     row = require_checkpoint(tx.connection, uuid)
     before: dict[str, int] = json.loads(row["resources"])
     if not [path for path in resources if not path.endswith("/")]:
-        state = "DELETED"
-        resources = {}
+        state, resources = "DELETED", before
     elif set(before) - set(resources):
         state = "PARTIALLY_DELETED"
     else:

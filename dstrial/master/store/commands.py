@@ -6,7 +6,8 @@ import dataclasses
 import json
 import sqlite3
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from dstrial.config.command import NAMES, CommandConfig, CommandKind
 from dstrial.errors import RequestError
@@ -39,6 +40,7 @@ class NewCommand:
         is_pausable: whether it may be stopped and started again.
         parent_id: the generic task that makes it.
         forked_from: the generic task that it is a copy of.
+        original: the config as it was submitted; None where nobody asks for it.
     """
 
     kind: CommandKind
@@ -51,6 +53,7 @@ class NewCommand:
     is_pausable: bool = False
     parent_id: str | None = None
     forked_from: str | None = None
+    original: Mapping[str, Any] | None = None
 
 
 def insert(tx: Transaction, new: NewCommand) -> str:
@@ -58,8 +61,8 @@ def insert(tx: Transaction, new: NewCommand) -> str:
     task_id, now = str(uuid.uuid4()), now_us()
     tx.execute(
         "INSERT INTO commands (task_id, kind, job_id, state, description, config, owner_id, workspace_id, num_slots, "
-        "priority, queue_position, is_pausable, parent_id, forked_from, experiment_ids, trial_ids, start_us) "
-        "VALUES (?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "priority, queue_position, is_pausable, parent_id, forked_from, experiment_ids, trial_ids, start_us, original_config) "
+        "VALUES (?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             task_id,
             new.kind,
@@ -77,6 +80,7 @@ def insert(tx: Transaction, new: NewCommand) -> str:
             json.dumps(list(new.experiment_ids)),
             json.dumps(list(new.trial_ids)),
             now,
+            None if new.original is None else json.dumps(new.original, default=str),
         ),
     )
     tx.execute("INSERT INTO tasks (id, type, start_us) VALUES (?, ?, ?)", (task_id, new.kind, now))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 from dstrial.config.submission import Submission
 from dstrial.errors import RequestError
@@ -76,7 +78,7 @@ def insert(
 ) -> int:
     """Store a new experiment and return its id."""
     config = submission.config
-    searcher, resources = config["searcher"], config["resources"]
+    searcher, columns = config["searcher"], _columns(config)
     now = now_us()
     cursor = tx.execute(
         "INSERT INTO experiments (job_id, state, config, original_config, name, description, labels, owner_id, "
@@ -88,21 +90,21 @@ def insert(
             state,
             json.dumps(config),
             submission.original,
-            config["name"],
-            config.get("description") or "",
-            json.dumps(sorted(config.get("labels") or [])),
+            columns["name"],
+            columns["description"],
+            columns["labels"],
             owner_id,
             parent_id,
             searcher["name"],
             searcher["metric"],
             searcher["smaller_is_better"],
-            resources.get("priority") or 42,
-            resources.get("weight") or 1,
-            resources.get("max_slots"),
-            resources["slots_per_trial"],
+            columns["priority"],
+            columns["weight"],
+            columns["max_slots"],
+            config["resources"]["slots_per_trial"],
             float(now),
             now,
-            (config.get("retention_policy") or {}).get("log_retention_days"),
+            columns["log_retention_days"],
             submission.interpreter,
             project_id,
             None if submission.template is None else json.dumps(submission.template),
@@ -111,19 +113,41 @@ def insert(
     return int(cursor.lastrowid or 0)
 
 
-def replace_config(tx: Transaction, experiment_id: int, submission: Submission) -> None:
-    """Give an experiment another config; its searcher stays of the same type."""
-    config = submission.config
+def replace_config(
+    tx: Transaction, experiment_id: int, config: Mapping[str, Any], interpreter: str | None
+) -> None:
+    """Give an experiment another config; its searcher stays of the same type, and what was submitted is kept.
+
+    Columns that a person may have set beside the config follow it only where the config changes.
+    """
+    row = require(tx.connection, experiment_id)
     tx.execute(
-        "UPDATE experiments SET config = ?, original_config = ?, searcher_metric = ?, smaller_is_better = ?, "
-        "slots_per_trial = ?, interpreter = ? WHERE id = ?",
+        "UPDATE experiments SET config = ?, searcher_metric = ?, smaller_is_better = ?, slots_per_trial = ?, "
+        "interpreter = ? WHERE id = ?",
         (
             json.dumps(config),
-            submission.original,
             config["searcher"]["metric"],
             config["searcher"]["smaller_is_better"],
             config["resources"]["slots_per_trial"],
-            submission.interpreter,
+            interpreter,
             experiment_id,
         ),
     )
+    before, after = _columns(json.loads(row["config"])), _columns(config)
+    for name, value in after.items():
+        if value != before[name]:
+            tx.execute(f"UPDATE experiments SET {name} = ? WHERE id = ?", (value, experiment_id))  # noqa: S608 - a name of _columns
+
+
+def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that a config and a person set."""
+    resources = config["resources"]
+    return {
+        "name": config["name"],
+        "description": config.get("description") or "",
+        "labels": json.dumps(sorted(config.get("labels") or [])),
+        "priority": resources.get("priority") or 42,
+        "weight": resources.get("weight") or 1,
+        "max_slots": resources.get("max_slots"),
+        "log_retention_days": (config.get("retention_policy") or {}).get("log_retention_days"),
+    }

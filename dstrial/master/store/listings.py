@@ -49,6 +49,10 @@ SELECT e.*, u.username, u.display_name, p.name AS project_name, p.workspace_id, 
 FROM experiments e JOIN users u ON u.id = e.owner_id
 JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
 """
+_IS_PARENT_ARCHIVED = (
+    "EXISTS (SELECT 1 FROM projects p JOIN workspaces w ON w.id = p.workspace_id "
+    "WHERE p.id = e.project_id AND (p.is_archived OR w.is_archived))"
+)
 _TRIAL_SELECT = """
 SELECT t.*, e.config AS experiment_config, e.searcher_metric,
     b.steps AS best_steps, b.end_us AS best_us, b.metrics AS best_metrics,
@@ -75,6 +79,7 @@ class ExperimentFilter:
 
     Attributes:
         archived: only archived ones, or only others.
+        with_parents: whether one whose project or workspace is archived counts as archived.
         name: a part of the name, whatever the case.
         description: a part of the description.
         users: names of their owners.
@@ -89,6 +94,7 @@ class ExperimentFilter:
     """
 
     archived: bool | None = None
+    with_parents: bool = False
     name: str | None = None
     description: str | None = None
     users: Sequence[str] = ()
@@ -111,7 +117,10 @@ def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
         values.extend(given)
 
     if wanted.archived is not None:
-        need("e.archived = ?", wanted.archived)
+        own = "e.archived"
+        need(
+            f"({own} OR {_IS_PARENT_ARCHIVED}) = ?" if wanted.with_parents else f"{own} = ?", wanted.archived
+        )
     for column, part in (("e.name", wanted.name), ("e.description", wanted.description)):
         if part:
             need(f"instr(lower({column}), lower(?)) > 0", part)

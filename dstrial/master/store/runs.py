@@ -9,7 +9,8 @@ from dstrial.errors import RequestError
 _SELECT = (
     "SELECT t.*, e.name AS experiment_name, e.description AS experiment_description, e.state AS experiment_state, "
     "e.archived AS experiment_archived, e.labels, e.parent_id, e.progress AS experiment_progress, e.searcher_type, "
-    "e.searcher_metric, e.unmanaged, e.owner_id, u.username, e.project_id, p.name AS project_name, p.key AS project_key, "
+    "e.searcher_metric, e.unmanaged, e.external_id AS external_experiment_id, "
+    "e.owner_id, u.username, e.project_id, p.name AS project_name, p.key AS project_key, "
     "p.workspace_id, w.name AS workspace_name, p.is_archived OR w.is_archived AS is_parent_archived, "
     "(SELECT COUNT(*) FROM trials o WHERE o.experiment_id = e.id) AS num_trials, "
     "CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END "

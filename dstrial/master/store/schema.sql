@@ -107,6 +107,7 @@ CREATE TABLE trials (
     external_id            TEXT,                  -- by which a detached run finds it again
     heartbeat_us           INTEGER,               -- when a detached run was last heard of, NULL for every other trial
     is_lost                INTEGER NOT NULL DEFAULT 0,   -- ended in ERROR because nothing was heard of it for too long
+    is_node_excluded       INTEGER NOT NULL DEFAULT 0,   -- 1: an exclude_node policy matched; 2: and it has failed, and does not start on this machine again
     UNIQUE (experiment_id, request_id)
 );
 CREATE INDEX trials_by_state ON trials (state, experiment_id);
@@ -148,7 +149,8 @@ CREATE TABLE allocations (
     start_us          INTEGER NOT NULL,
     end_us            INTEGER,
     exit_code         INTEGER,                    -- as a shell sees it
-    exit_reason       TEXT
+    exit_reason       TEXT,
+    workspace_name    TEXT                        -- where its experiment or command was when it began
 ) WITHOUT ROWID;
 CREATE INDEX allocations_by_state ON allocations (state);
 CREATE INDEX allocations_by_trial ON allocations (trial_id, run_id);
@@ -238,7 +240,8 @@ CREATE TABLE work (
     kind          TEXT    NOT NULL,               -- as store/work.py lists them
     experiment_id INTEGER NOT NULL,               -- 0 for projects and workspaces
     payload       TEXT    NOT NULL DEFAULT '{}',
-    created_us    INTEGER NOT NULL
+    created_us    INTEGER NOT NULL,
+    ended_us      INTEGER                         -- when it was done; the row goes soon after
 );
 
 -- Workspace 1 and project 1 hold what was submitted without a project.
@@ -354,7 +357,8 @@ CREATE TABLE commands (
     stop_reason    TEXT,                          -- why it was stopped, NULL if nobody has
     exit_status    TEXT,                          -- how its last allocation ended, one sentence
     start_us       INTEGER NOT NULL,
-    end_us         INTEGER
+    end_us         INTEGER,
+    original_config TEXT                          -- JSON as submitted; NULL for those of an older release
 ) WITHOUT ROWID;
 CREATE INDEX commands_by_state ON commands (state);
 CREATE INDEX commands_by_parent ON commands (parent_id);

@@ -123,7 +123,8 @@ def reopen(tx: Transaction, trial: sqlite3.Row) -> None:
     task_id = f"{trial['experiment_id']}.{trial['request_id']}-{number}"
     tx.execute(
         "UPDATE trials SET state = 'ACTIVE', end_us = NULL, restarts = 0, progress = 0, is_closed = 0, task_id = ?, "
-        "is_stopped_by_searcher = 0, retry_cancelled = 0, last_failure = NULL, early_exit = NULL WHERE id = ?",
+        "is_stopped_by_searcher = 0, retry_cancelled = 0, is_node_excluded = 0, last_failure = NULL, early_exit = NULL "
+        "WHERE id = ?",
         (task_id, trial["id"]),
     )
     _insert_task(tx, task_id, trial["experiment_id"], trial["id"], now)

@@ -11,7 +11,8 @@ from dstrial.master.store.database import Transaction
 
 _LIVING = (
     "SELECT a.id AS allocation_id, k.type AS kind, e.owner_id AS user_id, u.username, a.experiment_id, "
-    "w.name AS workspace_name, e.labels, json_array_length(a.slots) AS num_slots, a.start_us, a.end_us, a.trial_id "
+    "COALESCE(a.workspace_name, w.name) AS workspace_name, "
+    "e.labels, json_array_length(a.slots) AS num_slots, a.start_us, a.end_us, a.trial_id "
     "FROM allocations a JOIN tasks k ON k.id = a.task_id JOIN experiments e ON e.id = a.experiment_id "
     "JOIN users u ON u.id = e.owner_id JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id"
 )
@@ -21,7 +22,7 @@ _PAST = (
 )
 _COMMANDS = (
     "SELECT a.id AS allocation_id, c.kind, c.owner_id AS user_id, u.username, 0 AS experiment_id, "
-    "COALESCE(w.name, '') AS workspace_name, "
+    "COALESCE(a.workspace_name, w.name, '') AS workspace_name, "
     "'[]' AS labels, json_array_length(a.slots) AS num_slots, a.start_us, a.end_us, NULL AS trial_id "
     "FROM allocations a JOIN commands c ON c.task_id = a.task_id JOIN users u ON u.id = c.owner_id "
     "LEFT JOIN workspaces w ON w.id = c.workspace_id"
@@ -43,7 +44,7 @@ class Use:
         user_id: whose.
         username: whose.
         experiment_id: of which experiment, which may be deleted; 0 for a command.
-        workspace_name: where the experiment is, or was.
+        workspace_name: where its experiment or command was when it began.
         labels: of the experiment.
         num_slots: how many it had.
         start_us: when it began.

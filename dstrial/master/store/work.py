@@ -9,6 +9,10 @@ from typing import Any
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
 
+# Scripts wait for a collection to appear among the tasks and to disappear, and look twice a second
+# (Determined 0.38.1, e2e_tests/tests/experiment, wait_for_gc_to_finish); most take milliseconds here.
+_SHOWN_US = 2_000_000
+
 
 def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, Any] | None = None) -> None:
     """Ask for a piece of work.
@@ -30,10 +34,22 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 def next_pending(connection: sqlite3.Connection) -> sqlite3.Row | None:
     """Return the oldest piece of work, None if there is none."""
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM work ORDER BY id LIMIT 1").fetchone()
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT * FROM work WHERE ended_us IS NULL ORDER BY id LIMIT 1"
+    ).fetchone()
     return row
 
 
 def done(tx: Transaction, work_id: int) -> None:
-    """Remove a piece of work that is done."""
-    tx.execute("DELETE FROM work WHERE id = ?", (work_id,))
+    """Mark a piece of work as done, and remove those that nobody sees any more."""
+    now = now_us()
+    tx.execute("UPDATE work SET ended_us = ? WHERE id = ?", (now, work_id))
+    tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))
+
+
+def collections(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return the work on files of experiments that waits, is being done, or was done within the last two seconds."""
+    return connection.execute(
+        "SELECT * FROM work WHERE experiment_id > 0 AND (ended_us IS NULL OR ended_us > ?) ORDER BY id",
+        (now_us() - _SHOWN_US,),
+    ).fetchall()

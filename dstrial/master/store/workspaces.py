@@ -101,7 +101,7 @@ def create(
     checkpoint_storage: Mapping[str, Any] | None,
     agent_user_group: Mapping[str, Any] | None,
 ) -> int:
-    """Store a workspace and return its number.
+    """Store a workspace, pinned for its owner, and return its number.
 
     Raises:
         RequestError: 400 or 409, see :func:`check_name`.
@@ -111,7 +111,9 @@ def create(
         "INSERT INTO workspaces (name, owner_id, created_us, checkpoint_storage, agent_user_group) VALUES (?, ?, ?, ?, ?)",
         (name, owner_id, now_us(), _json(checkpoint_storage), _json(agent_user_group)),
     )
-    return int(cursor.lastrowid or 0)
+    workspace_id = int(cursor.lastrowid or 0)
+    pin(tx, workspace_id, owner_id, is_pinned=True)
+    return workspace_id
 
 
 def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:

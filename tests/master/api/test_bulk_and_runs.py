@@ -146,8 +146,8 @@ def test_runs_are_found_by_filter(session: api.Session, fresh_master: Master) ->
 
 
 def test_runs_are_ordered_paged_and_of_a_project(session: api.Session) -> None:
-    assert search(session, sort="state=desc,id=asc") == [1, 2, 3, 4]
-    assert search(session, sort="state=asc,id=asc") == [3, 4, 1, 2]
+    assert search(session, sort="state=asc,id=asc") == [1, 2, 3, 4]
+    assert search(session, sort="state=desc,id=asc") == [3, 4, 1, 2]
     assert search(session, sort="hp.lr=desc,id=asc") == [1, 2, 3, 4]
     assert search(session, sort="id=desc", offset=1, limit=2) == [3, 2]
     assert search(session, projectId=2) == [4]

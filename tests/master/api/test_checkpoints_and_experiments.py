@@ -8,6 +8,7 @@ import io
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from determined.common import api
@@ -174,3 +175,31 @@ def test_a_download_ends_when_its_client_leaves(fresh_master: Master, tmp_path: 
     connection.close()
 
     assert fresh_master.get("/api/v1/me").status == 200
+
+
+def test_experiments_of_archived_projects_and_workspaces_count_as_archived(fresh_master: Master) -> None:
+    """As Determined 0.38.1, e2e_tests/tests/experiment, asks of ``archived=false``."""
+
+    def post(path: str, body: object = None) -> Any:
+        answer = fresh_master.send("POST", f"/api/v1/{path}", body, token="determined")
+        assert answer.status == 200, answer.content
+        return answer.json
+
+    def listed(query: str) -> set[int]:
+        answer = fresh_master.get(f"/api/v1/experiments?{query}").json
+        assert answer["pagination"]["total"] == len(answer["experiments"])
+        return {one["id"] for one in answer["experiments"]}
+
+    workspace = post("workspaces", {"name": "w"})["workspace"]["id"]
+    project = post(f"workspaces/{workspace}/projects", {"name": "p"})["project"]["id"]
+    fresh_master.change("UPDATE experiments SET project_id = ? WHERE id = 2", project)
+    assert listed("archived=false") == {1, 2}
+
+    for kind, number in (("projects", project), ("workspaces", workspace)):
+        post(f"{kind}/{number}/archive")
+        assert listed("archived=false") == {1}
+        assert listed("archived=true") == {2}
+        assert listed("") == {1, 2}
+        assert listed(f"archived=false&projectId={project}") == {2}
+        post(f"{kind}/{number}/unarchive")
+    assert listed("archived=false") == {1, 2}

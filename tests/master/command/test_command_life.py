@@ -31,7 +31,7 @@ class Store:
         self, kind: CommandKind = "GENERIC", *, config: dict[str, Any] | None = None, **fields: Any
     ) -> str:
         given = {"entrypoint": ["true"], **(config or {})}
-        spec = check_command(given, kind, num_slots=NUM_SLOTS, launch_error=False)
+        spec = check_command(given, kind, num_slots=NUM_SLOTS)
         new = NewCommand(kind, spec, 1, 1, b"files", **{"is_pausable": kind == "GENERIC", **fields})
         return self.database.write(lambda tx: life.create(tx, new))
 
@@ -239,6 +239,6 @@ def test_logs_of_commands_are_kept_as_long_as_those_of_trials(store: Store) -> N
         assert commands.context(connection, old) == b"files"
     assert store.do(logs.forget_old, 2) > 0
 
-    assert (store.text(old), "exited with code 0" in store.text(new)) == ("", True)
+    assert (store.text(old), "resources exited successfully" in store.text(new)) == ("", True)
     with store.database.read() as connection:
         assert [commands.context(connection, one) for one in (old, new, living)] == [b"", b"files", b"files"]

@@ -17,7 +17,8 @@ def test_policies_match_line_by_line() -> None:
     policies = compile_policies(config)
 
     assert [policy.name for policy in policies] == ["oom", None]
-    assert [policy.cancels_retries for policy in policies] == [False, True]
-    assert matches(policies, ["fine\n", "RuntimeError: CUDA out of memory. Tried\n"]) == [policies[0]]
+    assert [policy.action for policy in policies] == [None, "cancel_retries"]
+    line = "RuntimeError: CUDA out of memory. Tried"
+    assert matches(policies, ["fine\n", f"{line}\n"]) == [(policies[0], line)]
     assert matches(policies, ["not fatal\n"]) == []
-    assert matches(policies, ["fatal\n", "x\n"]) == [policies[1]]
+    assert matches(policies, ["fatal\n", "x\n"]) == [(policies[1], "fatal")]

@@ -1,0 +1,140 @@
+"""``det experiment continue``: what goes on is the config as it is now, whatever was submitted once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from det_here import DetHere
+from serving import Master
+
+SEARCHERS = {
+    "single": {"name": "single", "metric": "loss"},
+    "random": {"name": "random", "metric": "loss", "max_trials": 2},
+    "grid": {"name": "grid", "metric": "loss"},
+}
+SUBMITTED = """\
+# mine
+name: first
+entrypoint: "true"
+labels: [submitted]
+hyperparameters: {lr: {type: categorical, vals: [0.1, 0.2]}}
+environment: {environment_variables: [COLOUR=red]}
+log_policies: [{name: CUDA OOM, pattern: null}]
+checkpoint_storage: {save_trial_latest: 1}
+max_restarts: 3
+"""
+
+
+def ended(det: DetHere, master: Master, directory: Path, searcher: str) -> tuple[int, str]:
+    """Return an experiment that was killed before it ran, with its config changed meanwhile, and what was submitted."""
+    text = SUBMITTED + yaml.safe_dump({"searcher": SEARCHERS[searcher]})
+    path = directory / "submitted.yaml"
+    path.write_text(text)
+    det.ok("e", "create", str(path), "--paused")
+    (row,) = master.rows("SELECT max(id) AS id FROM experiments")
+    number = str(row["id"])
+    det.ok("e", "label", "add", number, "later")
+    det.ok("e", "set", "name", number, "second")
+    det.ok("e", "set", "priority", number, "7")
+    det.ok("e", "set", "gc-policy", number, "--yes", *_policy(5, 6, 7))
+    det.ok("e", "kill", number)
+    return int(number), text
+
+
+def _policy(experiment_best: int, trial_best: int, trial_latest: int) -> list[str]:
+    names = ("--save-experiment-best", "--save-trial-best", "--save-trial-latest")
+    values = (experiment_best, trial_best, trial_latest)
+    return [str(word) for pair in zip(names, values, strict=True) for word in pair]
+
+
+def stored(master: Master, experiment_id: int) -> dict[str, Any]:
+    (row,) = master.rows("SELECT * FROM experiments WHERE id = ?", experiment_id)
+    return {**row, "config": json.loads(row["config"]), "labels": json.loads(row["labels"])}
+
+
+@pytest.mark.parametrize("searcher", SEARCHERS)
+def test_an_experiment_goes_on_with_the_config_that_it_has(
+    det: DetHere, fresh_master: Master, tmp_path: Path, searcher: str
+) -> None:
+    experiment_id, submitted = ended(det, fresh_master, tmp_path, searcher)
+    before = stored(fresh_master, experiment_id)
+
+    det.ok("e", "continue", str(experiment_id))
+
+    after = stored(fresh_master, experiment_id)
+    assert after["state"] == "ACTIVE"
+    assert after["config"] == before["config"]
+    assert after["original_config"] == submitted
+    assert (after["name"], after["labels"], after["priority"]) == ("second", ["later", "submitted"], 7)
+    storage = after["config"]["checkpoint_storage"]
+    assert [storage[f"save_{kind}"] for kind in ("experiment_best", "trial_best", "trial_latest")] == [
+        5,
+        6,
+        7,
+    ]
+
+
+def test_a_changed_config_is_laid_over_the_one_that_it_has(
+    det: DetHere, fresh_master: Master, tmp_path: Path
+) -> None:
+    experiment_id, submitted = ended(det, fresh_master, tmp_path, "single")
+    before = stored(fresh_master, experiment_id)["config"]
+    changes = {
+        "max_restarts": 1,
+        "labels": ["third"],
+        "environment": {"environment_variables": ["SHAPE=round"]},
+        "description": "again",
+    }
+    (tmp_path / "changes.yaml").write_text(yaml.safe_dump(changes))
+
+    det.ok("e", "continue", str(experiment_id), "--config-file", str(tmp_path / "changes.yaml"))
+
+    after = stored(fresh_master, experiment_id)
+    config = after["config"]
+    assert config["max_restarts"] == 1
+    assert config["labels"] == after["labels"] == ["later", "submitted", "third"]
+    assert config["description"] == after["description"] == "again"
+    assert config["environment"]["environment_variables"]["cpu"] == ["COLOUR=red", "SHAPE=round"]
+    for name in ("name", "checkpoint_storage", "log_policies", "reproducibility", "resources"):
+        assert config[name] == before[name], name
+    assert after["original_config"] == submitted
+    shown = fresh_master.get(f"/api/v1/experiments/{experiment_id}").json["experiment"]
+    assert shown["originalConfig"] == submitted
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "null", "# nothing\n"])
+def test_an_override_without_a_field_changes_nothing(
+    det: DetHere, fresh_master: Master, tmp_path: Path, text: str
+) -> None:
+    experiment_id, _ = ended(det, fresh_master, tmp_path, "grid")
+
+    body = {"id": experiment_id, "overrideConfig": text}
+    answer = fresh_master.send("POST", "/api/v1/experiments/continue", body, token="determined")
+
+    assert answer.status == 200, answer.content
+
+
+def test_a_search_of_several_trials_takes_no_other_config(
+    det: DetHere, fresh_master: Master, tmp_path: Path
+) -> None:
+    experiment_id, _ = ended(det, fresh_master, tmp_path, "random")
+
+    text = det.refused("e", "continue", str(experiment_id), "--config", "max_restarts=9")
+
+    assert "has the searcher random; expected single to continue with another config" in text
+    assert stored(fresh_master, experiment_id)["state"] == "CANCELED"
+
+
+def test_an_override_moves_no_experiment(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
+    experiment_id, _ = ended(det, fresh_master, tmp_path, "single")
+
+    text = det.refused(
+        "e", "continue", str(experiment_id), "--config", "workspace=w", "--config", "project=p"
+    )
+
+    assert "det experiment move" in text
+    assert stored(fresh_master, experiment_id)["state"] == "CANCELED"

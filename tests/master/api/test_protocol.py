@@ -1,0 +1,269 @@
+"""Answers that Determined's own end-to-end tests look at, in the form that its master of release 0.38.1 gives them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from det_here import DetHere
+from determined.common import api
+from determined.common.api import bindings
+from serving import Master
+
+from dstrial.master.store import checkpoints, usage, work
+from dstrial.master.store.database import Transaction
+
+CONFIG = {
+    "name": "c",
+    "entrypoint": "python3 train.py",
+    "searcher": {"name": "single", "metric": "loss"},
+    "hyperparameters": {},
+}
+
+
+@pytest.fixture
+def session(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+
+
+@pytest.fixture
+def admin(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "admin", fresh_master.tokens["admin"], None)
+
+
+def test_the_tasks_at_the_root_are_what_runs_now_by_allocation(
+    fresh_master: Master, session: api.Session
+) -> None:
+    found = session.get("tasks").json()
+
+    assert set(found) == {"1.request.1", "2.request.1"}
+    one = found["1.request.1"]
+    assert one["name"] == "Trial 1 (Experiment 1)"
+    assert (one["task_id"], one["allocation_id"], one["slots_needed"]) == ("1.request", "1.request.1", 1)
+    assert {"registered_time", "resource_pool", "scheduler_type", "priority"} <= set(one)
+    (resources,) = one["resources"]
+    assert {"container_id", "resources_id", "agent_devices"} <= set(resources)
+
+
+def test_checkpoint_collection_is_a_task_while_it_lasts_and_long_enough_to_be_seen(
+    fresh_master: Master, session: api.Session
+) -> None:
+    name = "Checkpoint GC (Experiment 1)"
+
+    def names() -> set[str]:
+        legacy = {task["name"] for task in session.get("tasks").json().values()}
+        summaries = bindings.get_GetTasks(session).allocationIdToSummary or {}
+        assert {one.name for one in summaries.values()} == legacy
+        return legacy
+
+    database = fresh_master.services.database
+    database.write(lambda tx: work.request(tx, "gc", 1))
+    assert name in names()
+    with database.read() as connection:
+        row = work.next_pending(connection)
+    assert row is not None
+    database.write(lambda tx: work.done(tx, row["id"]))
+    with database.read() as connection:
+        assert work.next_pending(connection) is None
+    # Clients wait for it to appear and to disappear, and look twice a second.
+    assert name in names()
+    fresh_master.change("UPDATE work SET ended_us = ended_us - 3000000")
+    assert name not in names()
+
+
+def test_feature_switches_are_kept_and_shown(fresh_master: Master, admin: api.Session) -> None:
+    assert bindings.get_GetMasterConfig(admin).config["feature_switches"] == []
+    assert list(bindings.get_GetMaster(admin).featureSwitches or []) == []
+
+
+@pytest.mark.parametrize("choice", [{"experimentIds": [1, 2, 9]}, {"experimentIds": [], "filters": {}}])
+def test_project_minus_one_is_all_projects(
+    fresh_master: Master, session: api.Session, choice: dict[str, Any]
+) -> None:
+    workspace = bindings.post_PostWorkspace(session, body=bindings.v1PostWorkspaceRequest(name="w")).workspace
+    project = bindings.post_PostProject(
+        session,
+        workspaceId=workspace.id,
+        body=bindings.v1PostProjectRequest(name="p", workspaceId=workspace.id),
+    ).project
+    fresh_master.change("UPDATE experiments SET project_id = ? WHERE id = 2", project.id)
+
+    answer = fresh_master.send("POST", "/api/v1/projects/-1/experiments/pause", choice, token="determined")
+
+    assert answer.status == 200, answer.content
+    results = {one["id"]: one["error"] for one in answer.json["results"]}
+    assert (results[1], results[2]) == ("", "")
+    if "filters" not in choice:
+        assert "not found" in results[9]
+    states = fresh_master.rows("SELECT state FROM experiments ORDER BY id")
+    assert [one["state"] for one in states] == ["PAUSED", "PAUSED"]
+
+
+def test_runs_are_found_with_their_stored_states(session: api.Session) -> None:
+    runs = bindings.post_SearchRuns(session, body=bindings.v1SearchRunsRequest()).runs
+
+    assert {run.state for run in runs} == {bindings.trialv1State.ACTIVE}
+    where = {"filterGroup": {"kind": "group", "conjunction": "and", "children": []}, "showArchived": False}
+    where["filterGroup"]["children"].append(  # type: ignore[index]
+        {
+            "kind": "field",
+            "columnName": "state",
+            "location": "LOCATION_TYPE_RUN",
+            "operator": "=",
+            "type": "COLUMN_TYPE_TEXT",
+            "value": "ACTIVE",
+        }
+    )
+    body = bindings.v1SearchRunsRequest(filter=json.dumps(where))
+    assert len(bindings.post_SearchRuns(session, body=body).runs) == 2
+
+
+def test_experiments_tell_their_trials_and_by_which_names_others_know_them(
+    fresh_master: Master, session: api.Session
+) -> None:
+    fresh_master.change("UPDATE experiments SET external_id = 'mine' WHERE id = 1")
+    fresh_master.change("UPDATE trials SET external_id = 'first' WHERE id = 1")
+
+    found = bindings.get_GetExperiment(session, experimentId=1).experiment
+
+    assert list(found.trialIds or []) == [1]
+    assert (found.externalExperimentId, found.externalTrialId) == ("mine", "first")
+    assert found.displayName == found.username == "determined"
+    listed = bindings.get_GetExperiments(session).experiments
+    assert {one.displayName for one in listed} == {"determined"}
+    runs = bindings.post_SearchRuns(session, body=bindings.v1SearchRunsRequest()).runs
+    of_first = next(run for run in runs if run.id == 1)
+    assert of_first.externalRunId == "first"
+    assert of_first.experiment is not None
+    assert of_first.experiment.externalExperimentId == "mine"
+
+
+def test_an_experiment_needs_no_model_definition(det: DetHere, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
+
+    assert "Created experiment 3" in det.ok("e", "create", str(tmp_path / "c.yaml"), "--paused")
+
+    # One that is sent has to have what the entrypoint names.
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context" / "other.py").touch()
+    text = det.refused("e", "create", str(tmp_path / "c.yaml"), str(tmp_path / "context"))
+    assert "train.py, which is not in the model definition" in text
+
+
+def test_a_command_needs_no_entrypoint(session: api.Session) -> None:
+    body = bindings.v1LaunchCommandRequest(config={"resources": {"slots": 0}})
+
+    command = bindings.post_LaunchCommand(session, body=body).command
+
+    assert command.state == bindings.taskv1State.QUEUED
+
+
+def test_allocations_are_told_with_their_workspace_of_then_and_without_an_experiment_for_tasks(
+    fresh_master: Master, session: api.Session
+) -> None:
+    """The trials' allocations began in Uncategorized, and their experiment has been moved since."""
+    fresh_master.change("UPDATE allocations SET workspace_name = 'Uncategorized' WHERE trial_id > 0")
+    workspace = bindings.post_PostWorkspace(
+        session, body=bindings.v1PostWorkspaceRequest(name="later")
+    ).workspace
+    project = bindings.post_PostProject(
+        session,
+        workspaceId=workspace.id,
+        body=bindings.v1PostProjectRequest(name="p", workspaceId=workspace.id),
+    ).project
+    fresh_master.change("UPDATE experiments SET project_id = ? WHERE id = 1", project.id)
+    body = bindings.v1LaunchCommandRequest(config={"entrypoint": ["true"]}, workspaceId=workspace.id)
+    command = bindings.post_LaunchCommand(session, body=body).command
+    fresh_master.change(
+        "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
+        "directory, start_us, workspace_name) VALUES ('c.1', ?, 0, 0, 1, 'RUNNING', '[]', '{}', 'r', '/x', 5, 'later')",
+        command.id,
+    )
+    query = "timestampAfter=1970-01-01T00:00:00Z&timestampBefore=2100-01-01T00:00:00Z"
+
+    text = session.get(f"resources/allocation/allocations-csv?{query}").text
+
+    rows = {row["allocation_id"]: row for row in csv.DictReader(io.StringIO(text))}
+    assert (rows["1.request.1"]["workspace_name"], rows["1.request.1"]["experiment_id"]) == (
+        "Uncategorized",
+        "1",
+    )
+    assert (rows["c.1"]["workspace_name"], rows["c.1"]["experiment_id"]) == ("later", "")
+
+    def forget(tx: Transaction) -> None:
+        tx.execute("UPDATE allocations SET end_us = 9, state = 'TERMINATED' WHERE experiment_id = 1")
+        usage.remember(tx, 1)
+
+    fresh_master.services.database.write(forget)
+    (past,) = fresh_master.rows("SELECT workspace_name FROM past_usage")
+    assert past["workspace_name"] == "Uncategorized"
+
+
+def test_a_new_workspace_is_pinned_for_who_made_it(session: api.Session, admin: api.Session) -> None:
+    made = bindings.post_PostWorkspace(session, body=bindings.v1PostWorkspaceRequest(name="w")).workspace
+
+    assert made.pinned
+    assert not bindings.get_GetWorkspace(admin, id=made.id).workspace.pinned
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PATCH", "workspaces/1", {"name": "x"}),
+        ("PATCH", "workspaces/1", {"checkpointStorageConfig": {"type": "nonsense"}}),
+        ("POST", "workspaces/1/archive", {}),
+        ("DELETE", "workspaces/1", None),
+        ("PATCH", "projects/1", {"name": 3}),
+        ("POST", "projects/1/archive", {}),
+        ("POST", "projects/1/move", {}),
+        ("DELETE", "projects/1", None),
+        ("PATCH", "users/1", {"agentUserGroup": {"agentUid": 1}}),
+        ("POST", "users/1/password", {"password": ""}),
+        ("PATCH", "users", {}),
+        ("POST", "users", {}),
+        ("PATCH", "master/config", {}),
+        ("DELETE", "experiments/1", None),
+    ],
+)
+def test_who_may_not_is_told_so_before_anything_else(
+    fresh_master: Master, method: str, path: str, body: Any
+) -> None:
+    assert fresh_master.send(method, f"/api/v1/{path}", body, token="other").status == 403
+
+
+def test_the_config_of_a_task_is_what_was_submitted(det: DetHere, tmp_path: Path) -> None:
+    given = {"entrypoint": ["echo", "hi"], "resources": {"slots": 0}, "environment": {"image": "some/image"}}
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(given))
+    made = det.ok("task", "create", str(tmp_path / "task.yaml")).split()
+    task_id = made[made.index("task") + 1]
+
+    assert yaml.safe_load(det.ok("task", "config", task_id)) == given
+
+    forked = det.ok("task", "fork", task_id).split()
+    assert yaml.safe_load(det.ok("task", "config", forked[forked.index("task") + 1])) == given
+
+
+def test_a_task_that_has_ended_cannot_be_killed(det: DetHere, tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("entrypoint: [sleep, '9']\nresources: {slots: 0}\n")
+    made = det.ok("task", "create", str(tmp_path / "task.yaml")).split()
+    task_id = made[made.index("task") + 1]
+    det.ok("task", "kill", task_id)
+
+    assert "is CANCELED; expected one that has not ended" in det.refused("task", "kill", task_id)
+
+
+def test_a_deleted_checkpoint_keeps_its_list_of_files(fresh_master: Master, session: api.Session) -> None:
+    uuid = fresh_master.checkpoints[1]
+
+    fresh_master.services.database.write(lambda tx: checkpoints.set_resources(tx, uuid, {}))
+
+    found = bindings.get_GetCheckpoint(session, checkpointUuid=uuid).checkpoint
+    assert found.state == bindings.checkpointv1State.DELETED
+    assert found.resources == {"a": "1"}
+    trial = bindings.get_GetTrial(session, trialId=1).trial
+    assert (trial.checkpointCount, trial.totalCheckpointSize) == (0, "0")

@@ -1,0 +1,44 @@
+"""Lines of the master that scripts of Determined's users look for in logs, by the real ``det`` command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from submitting import config, log_of, submit, trials, wait_until
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+ENDED_WELL = "resources exited successfully with a zero exit code"
+FAILED = "resources failed with non-zero exit code: container failed with non-zero exit code: 3 (exit code 3)"
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path_factory.mktemp("master"), num_slots=1) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "state", "text"), [("true", "COMPLETED", ENDED_WELL), ("exit 3", "ERROR", FAILED)]
+)
+def test_what_a_trial_s_log_says(master: MasterForTest, entrypoint: str, state: str, text: str) -> None:
+    experiment_id = submit(master, config(entrypoint), "")
+    wait_until(master, experiment_id, state)
+
+    log = log_of(master, experiment_id)
+
+    agent = master.client().get("/api/v1/agents")["agents"][0]["id"]
+    (line,) = [line for line in log.splitlines() if "New trial runner in (container " in line]
+    assert line.endswith(f") on agent {agent}")
+    assert text in log
+    assert len(trials(master, experiment_id)) == 1
+
+
+@pytest.mark.parametrize(("script", "text"), [("exit 0", ENDED_WELL), ("exit 3", FAILED)])
+def test_what_a_command_s_log_says(master: MasterForTest, script: str, text: str) -> None:
+    done = master.det("command", "run", "--config", "resources.slots=0", "sh", "-c", script)
+
+    assert text in done.stdout, done.stdout + done.stderr
