@@ -175,5 +175,5 @@ def failure_text(outcome: LaunchOutcome) -> str:
         names = ", ".join(map(str, outcome.killed_ranks))
         text += f"rank(s) {names} did not end in time and were killed\n"
     if outcome.first_failure is not None:
-        text += f"\n{outcome.first_failure.describe()}\n"
+        text += f"{outcome.first_failure.describe()}\n"
     return text

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from dstrial.errors import LaunchError
 from dstrial.launch.abandoned_locks import remove_abandoned_locks, watched_builds
-from dstrial.launch.failures import ERROR_FILE_VARIABLE
+from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE
 from dstrial.launch.outcome import LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
@@ -68,6 +68,7 @@ def run_ranks(
     on_stop: Callable[[str], None] | None = None,
     placement: Placement | None = None,
     serves_store: bool = True,
+    tracebacks_dir: Path | None = None,
 ) -> LaunchOutcome:
     """Run one command on ``num_ranks`` ranks of this machine and wait until all have ended.
 
@@ -92,6 +93,8 @@ def run_ranks(
         placement: for a job on several machines; None for this one alone.
         serves_store: whether the ranks may make a process group without us, and so need a store at ``MASTER_ADDR`` and
             ``MASTER_PORT`` (on one machine: on loopback). A trial's do not.
+        tracebacks_dir: where a rank that fails leaves its whole traceback, as ``rank_<n>.txt``, and so shows it shortened; made
+            when needed. None for ``rank_<n>/traceback.txt`` below ``log_dir``, or for none.
 
     Returns:
         How it ended; a failing rank is no exception here.
@@ -125,7 +128,7 @@ def run_ranks(
         variables = _rank_variables(env or {}, num_ranks, where, is_redirected=is_redirected)
         if where.num_nodes == 1:
             variables |= _private_variables(env or {}, work_dir, rendezvous.master_port, num_ranks)
-        files = _RankFiles(work_dir, log_dir, on_line, variables, supervisor)
+        files = _RankFiles(work_dir, log_dir, on_line, variables, supervisor, tracebacks_dir)
         stack.callback(files.close)
         stack.enter_context(_quiet_torchelastic())
         stack.enter_context(_stop_on_signals(supervisor))
@@ -212,6 +215,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         on_line: OnLine | None,
         variables: Mapping[str, str],
         supervisor: Supervisor,
+        tracebacks_dir: Path | None,
     ) -> None:
         super().__init__(log_dir=str(log_dir) if log_dir is not None else None)
         self._work_dir = work_dir
@@ -219,6 +223,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         self._on_line = on_line
         self._variables = variables
         self._supervisor = supervisor
+        self._tracebacks_dir = tracebacks_dir
         self._reader: LineReader | None = None
 
     @property
@@ -251,6 +256,10 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
             destinations.error_files[local_rank] = str(error_file)
             env.update(self._variables)
             env[ERROR_FILE_VARIABLE] = str(error_file)
+            if self._tracebacks_dir is not None:
+                env[TRACEBACK_FILE_VARIABLE] = str(self._tracebacks_dir / f"rank_{rank}.txt")
+            elif self._log_dir is not None:
+                env[TRACEBACK_FILE_VARIABLE] = str(rank_dir / "traceback.txt")
             self._supervisor.set_files(
                 local_rank,
                 error_file=error_file,

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
-from dstrial.launch.failures import record_exception
-from dstrial.launch.trial_import import import_trial, is_determined_trial, user_traceback
+from dstrial.launch.failures import keep_whole, record_exception
+from dstrial.launch.memory_shortage import memory_advice
+from dstrial.launch.tracebacks import short_traceback, whole_traceback
+from dstrial.launch.trial_import import import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
-from dstrial.ranks.stop import LAUNCHER_PID_VARIABLE
+from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 
 _MODULE = "dstrial.launch.rank_main"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -121,13 +123,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     except (TrialImportError, ConfigError) as error:
         text = f"{type(error).__name__}: {error}"
+        whole = keep_whole(whole_traceback(error)) if isinstance(error, TrialImportError) else ""
         # It is the same on every rank; the launcher shows it once.
-        sys.exit(1 if record_exception(error, text) else text)
+        sys.exit(1 if record_exception(error, text, whole=whole) else text)
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
-        text = user_traceback(error, below=__file__)
-        record_exception(error, text)
-        print(text, file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
+        _tell(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _tell(error: BaseException) -> None:
+    """Leave the exception that ends this rank to our launcher, which shows the first one; show it where there is none."""
+    advice = memory_advice(error)
+    short = short_traceback(error)
+    whole = "" if short.is_whole else keep_whole(whole_traceback(error))
+    text = short.text if short.is_whole or whole else whole_traceback(error).rstrip("\n")
+    is_recorded = record_exception(error, text, line=short.summary, advice=advice, whole=whole)
+    if not (is_recorded and os.environ.get(LAUNCHED_VARIABLE)):
+        told = [text, *([advice] if advice else [])]
+        print("\n".join(told), file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
 
 
 def _parse_trial(words: Sequence[str]) -> argparse.Namespace:

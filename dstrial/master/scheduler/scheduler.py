@@ -26,7 +26,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.command import life
 from dstrial.master.experiment import allocations, ending
 from dstrial.master.launcher import AllocationExit, AllocationRequest, SupervisorHandle
-from dstrial.master.launcher.failures import explain_rank, first_traceback, is_of_launcher
+from dstrial.master.launcher.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
 from dstrial.master.launcher.log_file import read_lines
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
@@ -325,6 +325,9 @@ class Scheduler:
                 explanation = explain_rank(_printed(Path(row["directory"])))
                 if explanation is not None:
                     exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
+            if exit_.explanation is None:
+                failure = explain_failure(_printed(Path(row["directory"])), traceback)
+                exit_ = dataclasses.replace(exit_, explanation=failure)
         exited = life.exited if _is_command(row) else allocations.allocation_exited
         self._database.write(lambda tx: exited(tx, row["id"], exit_, traceback))
         self._commands.forget(row)
