@@ -46,6 +46,9 @@ class LogTail:
         master: whose database holds the log.
         show: called with rank, stream and line.
         after: trial -> number of the last line that is known already.
+
+    Attributes:
+        has_task_lines: whether a line of the trial's own processes has come.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class LogTail:
         self._show = show
         self._after = dict(after)
         self._report: list[str] = []
+        self.has_task_lines = False
 
     def poll(self, trial_id: int) -> None:
         """Show what is new."""
@@ -71,7 +75,10 @@ class LogTail:
                 self._report = []
             if row.level == "WARNING" or (row.level == "ERROR" and not self._report):
                 self._show(None, "stderr", row.text)
+            elif row.text.startswith("waiting for "):
+                self._show(None, "stdout", row.text)
             return
+        self.has_task_lines = True
         if row.rank is None and row.stdtype == "stderr":
             if self._report or _REPORT_BEGINS.match(row.text):
                 self._report.append(row.text)

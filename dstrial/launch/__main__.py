@@ -114,6 +114,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
                 experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
             ),
             on_stop=_tell_stopping,
+            on_start=_warn,
             serves_store=not options.trial,
             tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
         )
@@ -182,6 +183,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             shutdown_timeout_s=float(timeout_s),
             on_line=_print_for_cluster,
             on_stop=_tell_stopping,
+            on_start=_warn,
             placement=placement,
             serves_store=not options.trial,
             tracebacks_dir=None if run is not None else _tracebacks_directory(),

@@ -27,6 +27,7 @@ from dstrial.launch.tracebacks import short_traceback, whole_traceback
 from dstrial.launch.trial_import import import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
+from dstrial.ranks.phases import begin_phase, end_phases
 from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 
 _MODULE = "dstrial.launch.rank_main"
@@ -111,6 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Whole lines at once, so that those of several ranks do not mix where they share an output.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
+        if words[:1] in (["--script"], ["--module"]):
+            # How long a script prepares itself is its own affair, until it asks dstrial for something.
+            end_phases()
         if words[:1] == ["--script"]:
             _run_script(words[1], words[2:])
         elif words[:1] == ["--module"]:
@@ -156,6 +160,7 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_trial(options: argparse.Namespace) -> None:
+    begin_phase("importing torch and DeepSpeed")
     from dstrial.ranks.meeting import meet_privately
     from dstrial.ranks.process_group import prepare_accelerator
 
@@ -163,8 +168,10 @@ def _run_trial(options: argparse.Namespace) -> None:
     # The launcher serves no store for a trial, whose module may make the process group while it is imported.
     meet_privately(identify(os.environ))
     os.chdir(options.context_dir)
+    begin_phase(f"importing {options.trial.partition(':')[0]}")
     trial_class = import_trial(options.trial, options.context_dir)
     if is_determined_trial(trial_class):
+        end_phases()
         _run_determined_trial(trial_class, options.trial)
         return
     from dstrial.config import load_experiment

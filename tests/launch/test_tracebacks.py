@@ -91,7 +91,7 @@ def test_an_error_in_a_loaders_worker_is_one_traceback_that_ends_in_the_users_li
         pytest.param(
             "try: {}['a']\nexcept KeyError: raise RuntimeError('later') from None\n",
             "RuntimeError: later",
-            "KeyError",
+            "KeyError: 'a'",
             id="hidden by the user",
         ),
         pytest.param(

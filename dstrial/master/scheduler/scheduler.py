@@ -34,6 +34,7 @@ from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
 from dstrial.master.scheduler.queue import Waiting, assignments
 from dstrial.master.scheduler.silence import Silence
+from dstrial.master.scheduler.waiting import Holder, waiting_text
 from dstrial.master.slots import disabled
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands
@@ -87,6 +88,7 @@ class Scheduler:
         self._commands = CommandWatch(services)
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int | str, tuple[int, int]] = {}
+        self._told_waiting: set[tuple[int, int]] = set()
         self._fitting: dict[int, tuple[tuple[int, int, int], int | None]] = {}
         self._is_draining = False
         self._is_stopping = False
@@ -372,7 +374,41 @@ class Scheduler:
             if allocation is not None:
                 ports |= set(json.loads(allocation["ports"]).values())
                 begun.append(allocation)
+        self._tell_waiting([*zip(rows, trials, strict=True)], [*live, *begun], len(enabled))
         return begun
+
+    def _tell_waiting(
+        self, waiting: list[tuple[sqlite3.Row, Waiting]], live: list[sqlite3.Row], num_enabled: int
+    ) -> None:
+        """Say once per run, in a trial's log, for which slots it waits and who holds them."""
+        is_begun = {row["trial_id"] for row in live}
+        left = [pair for pair in waiting if pair[0]["id"] not in is_begun]
+        told = [
+            pair
+            for pair in left
+            if pair[1].num_slots <= num_enabled
+            and (pair[0]["id"], pair[0]["run_id"]) not in self._told_waiting
+        ]
+        if not told or self._is_draining:
+            return
+        with self._database.read() as connection:
+            holders = [_holder(connection, row) for row in live if json.loads(row["slots"])]
+        first = left[0][0]["id"]
+
+        def say(tx: Transaction) -> None:
+            for row, one in told:
+                text = waiting_text(
+                    one.num_slots,
+                    num_enabled,
+                    holders,
+                    experiment_id=one.experiment_id,
+                    max_slots=one.max_slots,
+                    before=f"trial {first}" if first != row["id"] else None,
+                )
+                add_master_line(tx, row["task_id"], row["id"], text)
+
+        self._database.write(say)
+        self._told_waiting.update((row["id"], row["run_id"]) for row, _ in told)
 
     def _begin_trial(
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
@@ -513,6 +549,16 @@ class Scheduler:
                 launcher.kill(launcher.find(directory), directory)
                 launcher.remove(directory)
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _holder(connection: sqlite3.Connection, allocation: sqlite3.Row) -> Holder:
+    num_slots = len(json.loads(allocation["slots"]))
+    if _is_command(allocation):
+        return Holder(f"task {allocation['task_id']}", 0, num_slots)
+    experiment_id = allocation["experiment_id"]
+    config = json.loads(experiment_rows.require(connection, experiment_id)["config"])
+    name = f"trial {allocation['trial_id']} of experiment {experiment_id} ({config.get('name')})"
+    return Holder(name, experiment_id, num_slots)
 
 
 def _is_command(allocation: sqlite3.Row) -> bool:
