@@ -167,7 +167,8 @@ class _Watch:
             self._next_cleaning_s = time.monotonic() + 5.0
             remove_abandoned_locks(self._root)
         found = activity([read_phase(path) for path in self._phase_files()], self._began_s)
-        builds = builds_under_way(self._root)
+        # A lock that is held for a moment is that of an operator which is only loaded.
+        builds = [one for one in builds_under_way(self._root) if time.time() - one.since_s >= _SILENCE_S]
         if builds:
             build = builds[0]
             found = build_activity(build.operator, build.since_s, build.folder, build.holder)

@@ -91,7 +91,9 @@ def run_directory(tmp_path: Path) -> RunDirectory:
 def add_checkpoint(run_directory: RunDirectory, steps_completed: int) -> Path:
     checkpoint = run_directory.checkpoints_path / f"u{steps_completed}"
     checkpoint.mkdir()
-    (checkpoint / "COMPLETE").write_text(f'{{"steps_completed": {steps_completed}, "time": "2026"}}')
+    (checkpoint / "COMPLETE").write_text(
+        f'{{"steps_completed": {steps_completed}, "time": "2026-{steps_completed:04}"}}'
+    )
     return checkpoint
 
 
