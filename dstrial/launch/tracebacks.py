@@ -27,6 +27,7 @@ _MEANWHILE = "During handling of the above exception, another exception occurred
 _OF_WORKER = re.compile(
     r"\A[\w.]*: ?['\"]?Caught \w+ in (?P<where>[^\n]+)\.\nOriginal (?P<text>Traceback .*)", re.DOTALL
 )
+_LINE = re.compile(r'", line (\d+), in ')
 _FRAME = re.compile(r'  File "(?P<file>[^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n?)*')
 
 
@@ -179,17 +180,27 @@ def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> li
         lines += _count(pending)
         pending = []
         lines.append(frame.text.replace(f'File "{base}', 'File "'))
-    return [*lines, *_count([*frames[:first], *pending])]
+    place = _place(pending[-1]) if pending and keeps_innermost else ""
+    return [*lines, *_count([*frames[:first], *pending], place)]
 
 
-def _count(frames: Sequence[_Frame]) -> list[str]:
+def _count(frames: Sequence[_Frame], place: str = "") -> list[str]:
     if not frames:
         return []
     counts = Counter(_package(frame.file) or "your code" for frame in frames)
     word = f"{len(frames)} more frame{'s' if len(frames) > 1 else ''}"
+    raised = f"; raised in {place}" if place else ""
     if len(counts) == 1:
-        return [f"  [{word} of {next(iter(counts))}]"]
-    return [f"  [{word}: {', '.join(f'{count} of {name}' for name, count in counts.items())}]"]
+        return [f"  [{word} of {next(iter(counts))}{raised}]"]
+    return [f"  [{word}: {', '.join(f'{count} of {name}' for name, count in counts.items())}{raised}]"]
+
+
+def _place(frame: _Frame) -> str:
+    """Return where a frame of a package is, for example ``torch/nn/modules/linear.py:134``."""
+    installed = _INSTALLED.search(frame.file)
+    name = frame.file[installed.start(1) :] if installed is not None else Path(frame.file).name
+    found = _LINE.search(frame.text)
+    return f"{name}:{found[1]}" if found is not None else name
 
 
 def _package(file: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 import traceback
@@ -45,7 +46,7 @@ def test_the_users_frames_stay_and_those_of_packages_become_a_count(tmp_path: Pa
         'File "users.py", line 6, in <module>',
         'File "users.py", line 3, in f',
     ]
-    assert lines[-2] == "  [3 more frames of torch]"
+    assert re.fullmatch(r"  \[3 more frames of torch; raised in torch/nn/modules/linear\.py:\d+\]", lines[-2])
     assert lines[-1] == found.summary
     assert found.summary.startswith("RuntimeError: mat1 and mat2")
     assert not found.is_whole
