@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,10 +181,14 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
     ]
     for row in live:
         # Written by dstrial.launch.start_watch.
+        path = Path(row["directory"]) / "starting.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            fields = json.loads((Path(row["directory"]) / "starting.json").read_text(encoding="utf-8"))
+            if not path.is_file():
+                continue
+            fields = json.loads(path.read_text(encoding="utf-8"))
             text, since_s = visible_line(str(fields["phase"])), float(fields["since_s"])
-            found.append(Start(row["trial_id"], row["experiment_id"], text, since_s))
+            if math.isfinite(since_s):
+                found.append(Start(row["trial_id"], row["experiment_id"], text, since_s))
     return [one for one in found if experiment_id in (None, one.experiment_id)]
 
 

@@ -42,6 +42,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line, add_task_logs
+from dstrial.visible_text import visible_line
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -557,7 +558,8 @@ def _holder(connection: sqlite3.Connection, allocation: sqlite3.Row) -> Holder:
         return Holder(f"task {allocation['task_id']}", 0, num_slots)
     experiment_id = allocation["experiment_id"]
     config = json.loads(experiment_rows.require(connection, experiment_id)["config"])
-    name = f"trial {allocation['trial_id']} of experiment {experiment_id} ({config.get('name')})"
+    called = visible_line(str(config.get("name")))
+    name = f"trial {allocation['trial_id']} of experiment {experiment_id} ({called})"
     return Holder(name, experiment_id, num_slots)
 
 
