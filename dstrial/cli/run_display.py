@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -82,6 +83,12 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
     return "  ".join(parts)
 
 
+def _phase_of(line: str) -> str | None:
+    """Return the phase that the launcher tells of in a line, see ``dstrial.launch.start_watch``; None for any other line."""
+    told = line.removeprefix(_OF_LAUNCHER)
+    return None if told == line else re.split(", for | since ", told)[0].removeprefix("still ")
+
+
 class PlainDisplay:
     """One line per report, and the ranks' lines on the stream they were written to.
 
@@ -110,12 +117,13 @@ class PlainDisplay:
 
     def message(self, text: str) -> None:
         """Write the text to the standard output; not where it says of a start what has been said already."""
-        started = text.removeprefix(_OF_LAUNCHER)
-        if started != text and started.partition(", for ")[0] in self._told:
+        phase = _phase_of(text)
+        if phase is not None and phase in self._told and " since " not in text and "still " not in text:
             return
+        if phase is not None or text.startswith("waiting for "):
+            self._told.add(phase or text)
         with self._lock:
             self._written_s = time.monotonic()
-            self._told.add(text)
             self._out.write(visible(text) + "\n")
 
     def starting(self, text: str, age_s: float) -> None:

@@ -69,12 +69,14 @@ class Build:
         folder: where the result is kept.
         since_s: when it began, seconds since the epoch.
         holder: ``" by process 12"``; empty where that cannot be seen.
+        is_kept: whether a result is there already: then it is mostly being loaded, which takes the lock, too.
     """
 
     operator: str
     folder: Path
     since_s: float
     holder: str
+    is_kept: bool
 
 
 def builds_under_way(root: Path | None = None) -> list[Build]:
@@ -88,8 +90,9 @@ def builds_under_way(root: Path | None = None) -> list[Build]:
         for lock in _locks(root or extensions_root()):
             with contextlib.suppress(OSError):
                 status = lock.stat()
-                since_s = status.st_mtime
-                found.append(Build(lock.parent.name, lock.parent, since_s, _holder(status.st_ino, lock)))
+                folder, holder = lock.parent, _holder(status.st_ino, lock)
+                is_kept = any(folder.glob("*.so"))
+                found.append(Build(folder.name, folder, status.st_mtime, holder, is_kept))
     return sorted(found, key=lambda build: build.since_s)
 
 

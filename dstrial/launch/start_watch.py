@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
-from dstrial.launch.abandoned_locks import builds_under_way, extensions_root, remove_abandoned_locks
+from dstrial.launch.abandoned_locks import Build, builds_under_way, extensions_root, remove_abandoned_locks
 from dstrial.ranks.phases import read_phase
 
 STARTING_NAME = "starting.json"
 _LOOK_EVERY_S = 0.5
 # A new phase is told once nothing has been told for so long: several short ones in a row are a long silence, too.
 _SILENCE_S = 4.0
+_LOADING_S = 30.0
 # When one that goes on is told again, seconds after it began; later every five minutes.
 _TOLD_AGAIN_AT_S = (30.0, 120.0)
 _THEN_EVERY_S = 300.0
@@ -147,6 +148,11 @@ def watched_start(
         thread.join()
 
 
+def _worth_s(build: Build) -> float:
+    """For how long a lock is held before it is told, seconds: for a moment an operator that is only loaded has it, too."""
+    return _LOADING_S if build.is_kept else _SILENCE_S
+
+
 class _Watch:
     def __init__(
         self, phase_files: Callable[[], Sequence[Path]], tell: Callable[[str], None], root: Path | None
@@ -167,8 +173,8 @@ class _Watch:
             self._next_cleaning_s = time.monotonic() + 5.0
             remove_abandoned_locks(self._root)
         found = activity([read_phase(path) for path in self._phase_files()], self._began_s)
-        # A lock that is held for a moment is that of an operator which is only loaded.
-        builds = [one for one in builds_under_way(self._root) if time.time() - one.since_s >= _SILENCE_S]
+        now_s = time.time()
+        builds = [one for one in builds_under_way(self._root) if now_s - one.since_s >= _worth_s(one)]
         if builds:
             build = builds[0]
             found = build_activity(build.operator, build.since_s, build.folder, build.holder)

@@ -84,6 +84,20 @@ def test_the_first_failing_rank_is_named_with_its_traceback_last(tmp_path: Path)
     assert "rank_main" not in last
 
 
+def test_a_traceback_that_is_shown_shortened_lies_as_a_whole_in_a_file_of_this_account(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "wrong.py").write_text("import torch\n\ntorch.nn.Linear(3, 4)(torch.zeros(2, 2))\n")
+    result = launch("--slots", "1", "wrong.py", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback (most recent call last):") == 1
+    assert "/nn/modules/module.py" not in result.stderr
+    (whole,) = (tmp_path / "runs" / "tracebacks").glob("*/rank_0.txt")
+    assert f"whole traceback in {whole.relative_to(tmp_path)}:" in result.stderr
+    assert "/nn/modules/module.py" in whole.read_text()
+    assert whole.stat().st_mode & 0o077 == whole.parent.stat().st_mode & 0o077 == 0
+
+
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), "kill_rank_1", cwd=tmp_path)
     assert result.returncode == 128 + signal.SIGKILL
