@@ -22,13 +22,13 @@ from determined import core
 from dstrial import local
 from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local.context import LocalContext
-from dstrial.local.json_files import read_json
 from dstrial.local.measuring import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror, tidy
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
 from dstrial.ranks import process_group
 from dstrial.ranks.control import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify
+from dstrial.ranks.library_logs import quieten_libraries
 from dstrial.ranks.stop import StopSignals
 
 logger = logging.getLogger("dstrial.trainer")
@@ -112,6 +112,7 @@ def surroundings(
 
     Arguments, errors and ranks as there.
     """
+    quieten_libraries()
     info = cluster_info()
     identity = identify(os.environ)
     if info is not None and distributed is None:
@@ -150,9 +151,8 @@ def surroundings(
 def _mirror(
     core_context: core.Context, directory: RunDirectory, exp_conf: Mapping[str, Any]
 ) -> MirroredTrainContext:
-    """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of its own config."""
+    """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of the experiment."""
     searcher = exp_conf.get("searcher") or {}
-    asked = read_json(directory.submission_path) or {}
     # Whoever follows reads each report from the run directory, and need not read it again in the log.
     logging.getLogger("determined.core").setLevel(logging.WARNING)
     return mirror(
@@ -160,7 +160,8 @@ def _mirror(
         directory,
         metric=searcher.get("metric"),
         smaller_is_better=bool(searcher.get("smaller_is_better", True)),
-        keep=local.retention.KeepPolicy.from_config(asked.get("checkpoint_storage")),
+        # With the master's defaults filled in: what it keeps at the end is what is kept meanwhile.
+        keep=local.retention.KeepPolicy.from_config(exp_conf.get("checkpoint_storage")),
     )
 
 

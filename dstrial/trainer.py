@@ -32,6 +32,7 @@ from dstrial.loop.loop import TrainingLoop, require_engine
 from dstrial.loop.resumed_run import resumed_run, trial_id_of
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.ranks.identity import identify
+from dstrial.ranks.phases import begin_phase, end_phases
 from dstrial.surroundings import cluster_info, surroundings
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import DeepSpeedTrial
@@ -83,6 +84,8 @@ def init(
     Ranks: all, collectively.
     """
     with contextlib.ExitStack() as stack:
+        stack.callback(end_phases)
+        begin_phase("connecting the ranks")
         found = stack.enter_context(surroundings(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed))
         info, core_context = found.info, found.core_context
         exp_conf = found.exp_conf
@@ -113,6 +116,7 @@ def init(
         context._stop_signals = found.signals
         context._own_run = found.own_run
         stack.callback(context._close_tensorboard_writer)
+        begin_phase("building the trial and its engines")
         try:
             yield context
         except AssertionError as error:
@@ -255,6 +259,9 @@ class Trainer:
             return self._run(settings)
 
     def _run(self, settings: LoopSettings) -> FitResult:
+        begin_phase(
+            "building data loaders" if settings.latest_checkpoint is None else "loading the checkpoint"
+        )
         loop = TrainingLoop(
             self._trial,
             self._context,

@@ -33,7 +33,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_experiment_arguments(parser, slots_help="check for N slots instead of slots_per_trial")
     parser.add_argument(
-        "--explain", action="store_true", help="print the effective DeepSpeed config with origins"
+        "--explain",
+        action="store_true",
+        help="print what the effective DeepSpeed config holds beside DeepSpeed's defaults, with origins",
+    )
+    parser.add_argument(
+        "--all", action="store_true", dest="with_defaults", help="with --explain: the defaults, too"
     )
     parser.add_argument(
         "--resume",
@@ -71,9 +76,9 @@ def main(args: argparse.Namespace) -> int:
             sys.stderr.write(f"{args.experiment}: {count} {'problem' if count == 1 else 'problems'}\n")
         return 1
     if args.as_json:
-        _print_json(_summary(config, with_values=args.explain))
+        _print_json(_summary(config, with_values=args.explain or args.with_defaults))
     else:
-        _print_text(config, with_values=args.explain)
+        _print_text(config, with_values=args.explain or args.with_defaults, with_defaults=args.with_defaults)
     return 0
 
 
@@ -108,11 +113,13 @@ def _summary(config: ExperimentConfig, *, with_values: bool) -> dict[str, Any]:
     }
 
 
-def _print_text(config: ExperimentConfig, *, with_values: bool) -> None:
+def _print_text(config: ExperimentConfig, *, with_values: bool, with_defaults: bool) -> None:
     checks = _checks(config)
     if with_values:
         for key, (source, checked) in checks.items():
-            _print_table(f"hyperparameters.{key} ({source.label})", source, checked)
+            _print_table(
+                f"hyperparameters.{key} ({source.label})", source, checked, with_defaults=with_defaults
+            )
         _print_training_checks(config)
     for warning in config.warnings:
         sys.stdout.write(f"warning: {warning}\n")
@@ -138,7 +145,7 @@ def _shown_value(row: ExplainedValue) -> str:
     return MASK if is_secret else visible_line(row.value)
 
 
-def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult) -> None:
+def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, with_defaults: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -147,12 +154,19 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult) -> N
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("key", "value", "from"):
         table.add_column(heading, overflow="fold")
+    num_hidden = 0
     for row in explain(source, checked):
+        # One that an "auto" of the config asked for has the place of that behind it, and was decided.
+        if row.origin == DEFAULT_ORIGIN and not with_defaults:
+            num_hidden += 1
+            continue
         is_default = row.origin.startswith(DEFAULT_ORIGIN)
         table.add_row(
             Text(row.key), Text(_shown_value(row)), Text(row.origin), style="dim" if is_default else None
         )
     console.print(table)
+    if num_hidden:
+        sys.stdout.write(f"and {num_hidden} of DeepSpeed's defaults, which --all shows\n")
 
 
 def _print_training_checks(config: ExperimentConfig) -> None:

@@ -79,7 +79,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert, write, check and print; return 0 if the result passes the check or waits for decisions, else 1."""
+    """Convert, write, check and print what is left to do before the result passes the check; returns 0."""
     label = str(args.config)
     config = read_yaml(args.config, label).value
     if not isinstance(config, Mapping):
@@ -223,9 +223,11 @@ def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
     try:
         checked = load_experiment(path, context_dir, require_concrete=False, require_entrypoint=True)
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.write(f"{path} does not pass `dstrial check` yet\n")
-        return 1
+        # The conversion is done; what its source cannot say is no failure of it.
+        for problem in error.problems:
+            sys.stdout.write(f"next: {problem}\n")
+        sys.stdout.write(f"next: then `dstrial check {path} {context_dir}`\n")
+        return 0
     for warning in checked.warnings:
         sys.stdout.write(f"warning: {warning}\n")
     for note in checked.notes:

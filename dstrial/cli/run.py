@@ -8,13 +8,22 @@ import dataclasses
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
-from dstrial.cli.run_outcome import Verdict, failure_text, judge, judge_experiment, outcome_of, summary
+from dstrial.cli.run_outcome import (
+    Verdict,
+    failure_text,
+    judge,
+    judge_experiment,
+    near,
+    outcome_of,
+    summary,
+)
 from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
 from dstrial.cli.streams import LastingStream
 from dstrial.config import ExperimentConfig, load_experiment
@@ -300,6 +309,7 @@ def _train(
 ) -> int:
     from dstrial.cli.run_display import Refresher, make_display
     from dstrial.cli.run_follow import LogTail, follow
+    from dstrial.master import observe
 
     experiment, args, point = request.experiment, request.args, request.point
     metric = experiment.metric
@@ -308,16 +318,27 @@ def _train(
     monitor = RunMonitor(run_directory, metric=metric, since=since)
     display = make_display(out, err, num_ranks=num_ranks, metric=metric, is_plain=args.no_progress)
     try:
-        display.message(f"run directory: {run_directory.path}")
+        display.message(f"run directory: {near(run_directory.path)}")
         if point is not None:
             display.message(f"resuming from checkpoint {point.checkpoint}")
         experiment_id, known = _start(request, master, run_directory, num_slots)
         display.message(f"experiment:    {experiment_id} (det experiment describe {experiment_id})")
         log = LogTail(master, _shower(display), known)
 
+        looked = {"waited_until_s": time.time()}
+
         def on_look(view: ExperimentView) -> None:
             for trial in view.trials:
                 log.poll(trial.id)
+            if monitor.has_begun or view.is_settled:
+                return
+            now_s = time.time()
+            for one in observe.starting(master.state, experiment_id)[:1]:
+                display.starting(one.text, now_s - one.since_s)
+                looked["waited_until_s"] = now_s
+                return
+            if not log.has_task_lines:
+                display.starting("starting the trial's processes", now_s - looked["waited_until_s"])
 
         def on_stop(_signal: signal.Signals) -> None:
             what = "stopping all ranks"
@@ -387,6 +408,7 @@ def _start(
         checkpoint=None if point is None else point.checkpoint,
         is_test=request.args.test,
         is_search=False,
+        shows_progress=not request.args.no_progress,
     )
     # Before the trial can start, which reads it.
     remembered = submission.Submission(0, master.record.cluster_id, mark, storage)

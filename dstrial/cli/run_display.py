@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, TextIO, cast
@@ -16,6 +18,8 @@ from dstrial.local.run_monitor import Report, RunView, named_metric
 from dstrial.visible_text import visible
 
 _POLL_PERIOD_S = 0.2
+_SILENCE_S = 4.0
+_OF_LAUNCHER = "dstrial.launch: "
 
 
 class Display(Protocol):
@@ -26,6 +30,9 @@ class Display(Protocol):
 
     def message(self, text: str) -> None:
         """Show a line of our own."""
+
+    def starting(self, text: str, age_s: float) -> None:
+        """Show what is done before the first batch, and for how long already, in seconds."""
 
     def view(self, view: RunView) -> None:
         """Show how far the run is and what was reported since the last look."""
@@ -76,6 +83,12 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
     return "  ".join(parts)
 
 
+def _phase_of(line: str) -> str | None:
+    """Return the phase that the launcher tells of in a line, see ``dstrial.launch.start_watch``; None for any other line."""
+    told = line.removeprefix(_OF_LAUNCHER)
+    return None if told == line else re.split(", for | since ", told)[0].removeprefix("still ")
+
+
 class PlainDisplay:
     """One line per report, and the ranks' lines on the stream they were written to.
 
@@ -92,17 +105,32 @@ class PlainDisplay:
         self._num_ranks = num_ranks
         self._metric = metric
         self._lock = threading.Lock()
+        self._told: set[str] = set()
+        self._written_s = time.monotonic()
 
     def rank_line(self, rank: int, stream: str, line: str) -> None:
         """Write the line to the same stream of this process."""
         target = self._err if stream == "stderr" else self._out
         with self._lock:
+            self._written_s = time.monotonic()
             target.write(_prefixed(rank, self._num_ranks, visible(line)) + "\n")
 
     def message(self, text: str) -> None:
-        """Write the text to the standard output."""
+        """Write the text to the standard output; not where it says of a start what has been said already."""
+        phase = _phase_of(text)
+        if phase is not None and phase in self._told and " since " not in text and "still " not in text:
+            return
+        if phase is not None or text.startswith("waiting for "):
+            self._told.add(phase or text)
         with self._lock:
+            self._written_s = time.monotonic()
             self._out.write(visible(text) + "\n")
+
+    def starting(self, text: str, age_s: float) -> None:
+        """Write a line about it, once, when nothing else has been written for long."""
+        if text not in self._told and time.monotonic() - self._written_s >= _SILENCE_S:
+            self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
+            self._told.add(text)
 
     def view(self, view: RunView) -> None:
         """Write one line per training or validation report."""
@@ -146,6 +174,11 @@ class BarDisplay:
     def message(self, text: str) -> None:
         """Print the text above the bar, without reading markup in it."""
         self._progress.console.print(Text(visible(text)), soft_wrap=True)
+
+    def starting(self, text: str, age_s: float) -> None:
+        """Show it in place of the bar's name."""
+        if not self._has_begun:
+            self._progress.update(self._task, description=f"{text[:60]}, {age_s:.0f} s")
 
     def view(self, view: RunView) -> None:
         """Move the bar."""

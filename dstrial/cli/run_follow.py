@@ -39,12 +39,16 @@ class Followed:
 class LogTail:
     """Hands new lines of a trial's log to a display, each rank's own and those of no rank.
 
-    What the launcher says at the end about the first failing rank is left out; ``dstrial run`` says it last.
+    What the launcher says at the end about the first failing rank, and what the master concludes from it, is left out where
+    it is the end: ``dstrial run`` says it last. Where the trial is started again it is shown.
 
     Args:
         master: whose database holds the log.
         show: called with rank, stream and line.
         after: trial -> number of the last line that is known already.
+
+    Attributes:
+        has_task_lines: whether a line of the trial's own processes has come.
     """
 
     def __init__(
@@ -53,7 +57,8 @@ class LogTail:
         self._master = master
         self._show = show
         self._after = dict(after)
-        self._is_in_report = False
+        self._report: list[str] = []
+        self.has_task_lines = False
 
     def poll(self, trial_id: int) -> None:
         """Show what is new."""
@@ -64,15 +69,22 @@ class LogTail:
 
     def _show_row(self, row: LogRow) -> None:
         if row.source != "task":
-            if row.level == "ERROR":
+            if row.level == "WARNING":
+                for line in self._report:
+                    self._show(None, "stderr", line)
+                self._report = []
+            if row.level == "WARNING" or (row.level == "ERROR" and not self._report):
                 self._show(None, "stderr", row.text)
+            elif row.text.startswith("waiting for "):
+                self._show(None, "stdout", row.text)
             return
+        self.has_task_lines = True
         if row.rank is None and row.stdtype == "stderr":
-            self._is_in_report = self._is_in_report or _REPORT_BEGINS.match(row.text) is not None
-            if self._is_in_report:
+            if self._report or _REPORT_BEGINS.match(row.text):
+                self._report.append(row.text)
                 return
         elif row.rank is not None:
-            self._is_in_report = False
+            self._report = []
         self._show(row.rank, row.stdtype or "stdout", row.text)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError
 from dstrial.launch.outcome import LaunchOutcome
-from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.local.run_monitor import RunView, read_validations
@@ -126,6 +128,7 @@ def summary(
         resume_command: the command that goes on, shown unless the run completed.
         steps_before: batches that were trained at the checkpoint from which the attempt went on; None if from none.
     """
+    stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     place = ""
     if view.batches_trained is not None and view.batches_total is not None:
@@ -135,24 +138,32 @@ def summary(
     described = "; ".join(detail for detail in details if detail is not None)
     rows = [("state", f"{verdict.state.value}{place}" + (f" ({described})" if described else ""))]
     validations = read_validations(run_directory, metric)
+    measured = {step: value for step, value in validations.items() if not math.isnan(value)}
+    choose = min if smaller_is_better else max
     if validations:
         last = max(validations)
-        measured = {step: value for step, value in validations.items() if value == value}
         text = f"{metric} {validations[last]:.6g} at batch {last}"
         if measured:
-            choose = min if smaller_is_better else max
-            best = choose(measured, key=lambda step: measured[step])
+            best = choose(sorted(measured), key=lambda step: measured[step])
             text += f", best {measured[best]:.6g} at batch {best}"
         rows.append(("validation", text))
     skipped = skipped_steps(run_directory)
     if skipped is not None:
         rows.append(("skipped steps", skipped))
-    rows.append(("run directory", str(run_directory.path)))
+    rows.append(("run directory", f"{near(run_directory.path)}, with"))
     if checkpoint is not None:
-        rows.append(("checkpoint", f"{checkpoint.path} (batch {checkpoint.steps_completed})"))
-    rows.append(("metrics", str(run_directory.metrics_path)))
-    rows.append(("tensorboard", str(run_directory.tensorboard_path)))
-    rows.append(("logs", str(run_directory.attempt_logs_path(run_directory.read_record().num_attempts))))
+        of_best = [found for found in stored if found.steps_completed in measured]
+        best_stored = choose(of_best, key=lambda found: measured[found.steps_completed], default=None)
+        if best_stored is not None:
+            value = measured[best_stored.steps_completed]
+            where = (
+                "the last" if best_stored.uuid == checkpoint.uuid else f"checkpoints/{best_stored.path.name}"
+            )
+            rows.append(("  best", f"{where} (batch {best_stored.steps_completed}, {metric} {value:.6g})"))
+        rows.append(("  last", f"checkpoints/{checkpoint.path.name} (batch {checkpoint.steps_completed})"))
+    attempt = run_directory.attempt_logs_path(run_directory.read_record().num_attempts)
+    parts = [run_directory.metrics_path, run_directory.tensorboard_path, attempt]
+    rows.append(("  files", ", ".join(str(part.relative_to(run_directory.path)) for part in parts)))
     if verdict.state is not RunState.COMPLETED and checkpoint is not None:
         rows.append(("resume with", shlex.join(resume_command)))
     return [f"{name + ':':<15}{value}" for name, value in rows]
@@ -166,6 +177,13 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
     if not status.get("skipped_steps"):
         return None
     return f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
+
+
+def near(path: Path) -> str:
+    """Return a path as it is typed from the working directory: relative if it lies below it."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 def _what_remains(
@@ -188,5 +206,5 @@ def failure_text(outcome: LaunchOutcome) -> str:
         names = ", ".join(map(str, outcome.killed_ranks))
         text += f"rank(s) {names} did not end in time and were killed\n"
     if outcome.first_failure is not None:
-        text += f"\n{outcome.first_failure.describe()}\n"
+        text += f"{outcome.first_failure.describe()}\n"
     return text

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from typing import TYPE_CHECKING
 
 from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import Followed, follow
+from dstrial.cli.run_outcome import near
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.local.run_directory import RunDirectory, RunState
-from dstrial.master.observe import ExperimentView, TrialView
+from dstrial.master import observe
+from dstrial.master.observe import ExperimentView, Start, TrialView
 
 if TYPE_CHECKING:
     from dstrial.cli.run_entrypoint import Entrypoint
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from dstrial.config import ExperimentConfig
 
 _MOST_TRIALS_SHOWN = 50
+_SILENCE_S = 4.0
 
 
 def search(
@@ -37,13 +41,14 @@ def search(
     files = read_context(experiment.context_dir)
     config = config_of(experiment, entrypoint, num_slots=num_slots, max_restarts=max_restarts)
     whole = config_of_run(config, experiment, run_directory, checkpoint=None, is_test=False, is_search=True)
-    out.write(f"run directory: {run_directory.path}\n")
+    out.write(f"run directory: {near(run_directory.path)}\n")
     experiment_id = submit(master, whole, files)
     storage = dict(config.get("checkpoint_storage") or {})
     mark = fingerprint(config, files)
     Submission(experiment_id, master.record.cluster_id, mark, storage).write(run_directory)
     out.write(f"experiment:    {experiment_id} (det experiment describe {experiment_id})\n")
     told = ""
+    told_starts: set[str] = set()
 
     def on_look(view: ExperimentView) -> None:
         nonlocal told
@@ -51,12 +56,23 @@ def search(
         if line != told:
             told = line
             out.write(line + "\n")
+        if not any(trial.total_batches for trial in view.trials):
+            _tell_start(observe.starting(master.state, experiment_id), told_starts, out)
 
     def on_stop(_signal: signal.Signals) -> None:
         out.write("pausing all trials with a checkpoint (Ctrl-C again to leave that to the master)\n")
 
     followed = follow(master, experiment_id, signals, on_look=on_look, on_stop=on_stop)
     return _end(experiment, run_directory, followed, out)
+
+
+def _tell_start(starts: list[Start], told: set[str], out: LastingStream) -> None:
+    """Say what holds up the first trial of a search, each thing once; the others' logs say it of them."""
+    for start in starts[:1]:
+        age_s = time.time() - start.since_s
+        if age_s >= _SILENCE_S and start.text not in told:
+            told.add(start.text)
+            out.write(f"trial {start.trial_id}: {start.text}, for {age_s:.0f} s\n")
 
 
 def best_trial(view: ExperimentView, *, smaller_is_better: bool) -> TrialView | None:
@@ -92,7 +108,7 @@ def _end(
     best = best_trial(view, smaller_is_better=experiment.smaller_is_better)
     if best is not None and best.best_metric is not None:
         rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
-    rows.append(("run directory", str(run_directory.path)))
+    rows.append(("run directory", near(run_directory.path)))
     if view.state == "PAUSED":
         rows.append(("resume with", f"det experiment activate {view.id}"))
     out.write("".join(f"{name + ':':<15}{value}\n" for name, value in rows))

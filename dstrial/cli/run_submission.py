@@ -28,7 +28,12 @@ from dstrial.master.state_directory import MasterRecord, StateDirectory
 if TYPE_CHECKING:
     from determined.common.api.bindings import v1File
 
-_KEEP_ALL = 1_000_000
+# tqdm 4.66 takes its defaults from TQDM_…; the libraries of Hugging Face set them themselves, and have variables of their own.
+_NO_BARS = {
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
 _RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
 
 
@@ -163,6 +168,7 @@ def config_of_run(
     checkpoint: Path | None,
     is_test: bool,
     is_search: bool,
+    shows_progress: bool = True,
 ) -> dict[str, Any]:
     """Return a config whose trial keeps its files in a run directory.
 
@@ -173,9 +179,11 @@ def config_of_run(
         checkpoint: directory of the checkpoint to go on from; None for none.
         is_test: whether two batches are enough.
         is_search: whether there are several trials, whose reports only the master keeps.
+        shows_progress: whether libraries may draw progress bars of their own.
     """
     result = copy.deepcopy(dict(config))
-    variables = {**experiment.environment_variables, "DET_PYTHON_EXECUTABLE": sys.executable}
+    quiet = {} if shows_progress else _NO_BARS
+    variables = {**quiet, **experiment.environment_variables, "DET_PYTHON_EXECUTABLE": sys.executable}
     if not is_search:
         variables[RUN_DIR_VARIABLE] = str(run_directory.path)
     if checkpoint is not None:
@@ -192,7 +200,7 @@ def config_of_run(
     result["checkpoint_storage"] = {
         "type": "shared_fs",
         "host_path": str(run_directory.checkpoints_path),
-        **(given or {"save_trial_latest": _KEEP_ALL}),
+        **given,
     }
     return result
 

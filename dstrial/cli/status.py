@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError
-from dstrial.master import daemon
+from dstrial.master import daemon, observe
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 
@@ -45,6 +46,7 @@ def main(args: argparse.Namespace) -> int:
         "slots": None if record is None else _slots(record, usage.num_slots_used),
         "experiments": usage.experiments,
         "trials": usage.trials,
+        "starting": _starting(state, record),
         "state_dir": str(state.path),
         "disk_bytes": _disk_bytes(state.path),
     }
@@ -53,6 +55,21 @@ def main(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_text(record, fields))
     return 0 if record is not None else 1
+
+
+def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
+    """What holds up trials that have not begun to train: slots, imports, operators that are compiled."""
+    if record is None:
+        return []
+    return [
+        {
+            "trial": one.trial_id,
+            "experiment": one.experiment_id,
+            "phase": one.text,
+            "seconds": round(max(time.time() - one.since_s, 0.0), 1),
+        }
+        for one in observe.starting(state)
+    ]
 
 
 def _answers(record: MasterRecord) -> bool:
@@ -80,6 +97,9 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         if not fields["answers"]:
             rows.append(("answers", f"no, not in {_ANSWER_TIMEOUT_S:g} s; see why with `dstrial logs`"))
     rows += [(name, _counts(fields[name])) for name in ("experiments", "trials")]
+    for one in fields["starting"]:
+        what = f"trial {one['trial']} of experiment {one['experiment']} is {one['phase']}"
+        rows.append(("starting", f"{what}, for {one['seconds']:.0f} s"))
     rows.append(("state", f"{fields['state_dir']} ({_size(fields['disk_bytes'])})"))
     return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
 

@@ -42,6 +42,10 @@ _MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
 _FAILED_FIRST = re.compile(r"rank \d+ failed first \(")
 _NO_ROOM = re.compile(r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]")
 _DEEPSPEED_FRAME = re.compile(r'File "[^"]*/deepspeed/[^"]*"')
+# How dstrial.launch.tracebacks names the innermost frame that it counts only.
+_RAISED_IN_DEEPSPEED = re.compile(r"^  \[.*; raised in deepspeed/[^\]]*\]$", re.MULTILINE)
+# Retells what stands above it, on a line of its own.
+_MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
 
 
 class FailureKind(str, enum.Enum):
@@ -181,8 +185,9 @@ def classify(text: str, *, phase: str = "") -> Failure:
         ):
             if pattern.search(where):
                 return Failure(kind, message, phase)
-    raised_in_deepspeed = bool(frames := re.findall(r'File "[^"]*"', text)) and bool(
-        _DEEPSPEED_FRAME.fullmatch(frames[-1])
+    frames = re.findall(r'File "[^"]*"', text)
+    raised_in_deepspeed = bool(frames and _DEEPSPEED_FRAME.fullmatch(frames[-1])) or bool(
+        _RAISED_IN_DEEPSPEED.search(text)
     )
     refused = message.startswith(("AssertionError", "ValueError", "NotImplementedError"))
     if raised_in_deepspeed and refused and phase in ("", "init"):
@@ -222,7 +227,7 @@ def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> F
         return Failure(
             FailureKind.HOST_OOM, "a rank was killed by SIGKILL, as the kernel does when memory runs out"
         )
-    return classify(text)
+    return classify("\n".join(line for line in lines[-200:] if not _MASTERS_VERDICT.match(line)))
 
 
 def _names_an_error(line: str) -> bool:

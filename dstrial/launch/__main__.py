@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.arguments import slots_argument
+from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
 from dstrial.launch.resume_check import resumption_problems, saved_run_of_trial
@@ -23,6 +24,7 @@ from dstrial.local.run_directory import (
     RUNS_DIR_VARIABLE,
     RunDirectory,
     default_runs_dir,
+    utc_stamp,
 )
 from dstrial.scratch import scratch_directory
 
@@ -112,7 +114,9 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
                 experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
             ),
             on_stop=_tell_stopping,
+            on_start=_warn,
             serves_store=not options.trial,
+            tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
         )
 
 
@@ -179,8 +183,10 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             shutdown_timeout_s=float(timeout_s),
             on_line=_print_for_cluster,
             on_stop=_tell_stopping,
+            on_start=_warn,
             placement=placement,
             serves_store=not options.trial,
+            tracebacks_dir=None if run is not None else _tracebacks_directory(),
         )
     if run is not None:
         write_json_atomically(run.outcome_path, outcome.to_json())
@@ -204,6 +210,12 @@ def _require_resumable(info: ClusterInfo) -> None:
         raise ConfigError(problems)
 
 
+def _tracebacks_directory() -> Path | None:
+    """Where a master keeps whole tracebacks of a run without a run directory; None on other clusters: the log then has them."""
+    path = os.environ.get(TRACEBACKS_DIR_VARIABLE)
+    return Path(path) if path else None
+
+
 def _run_directory() -> RunDirectory | None:
     """The run directory of ``dstrial run``, whose files are kept beside what the master knows."""
     path = os.environ.get(RUN_DIR_VARIABLE)
@@ -225,7 +237,7 @@ def _report(outcome: LaunchOutcome) -> None:
         names = ", ".join(map(str, outcome.killed_ranks))
         _warn(f"rank(s) {names} did not end in time and were killed")
     if outcome.first_failure is not None:
-        print(f"\n{outcome.first_failure.describe()}", file=sys.stderr, flush=True)  # noqa: T201  # a command prints
+        print(outcome.first_failure.describe(), file=sys.stderr, flush=True)  # noqa: T201  # a command prints
 
 
 def _print_for_cluster(rank: int, stream: Stream, line: str) -> None:

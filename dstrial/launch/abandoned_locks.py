@@ -8,9 +8,9 @@ killed meanwhile leaves the file, and every later one waits for it without end a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +49,7 @@ def abandoned_locks(root: Path | None = None) -> list[Path]:
     Args:
         root: the folder; that of torch if None.
     """
-    folder = root or _default_root()
+    folder = root or extensions_root()
     try:
         locks = _locks(folder)
     except OSError:
@@ -60,63 +60,45 @@ def abandoned_locks(root: Path | None = None) -> list[Path]:
     return [lock for lock in locks if _is_abandoned(lock, held)]
 
 
-@contextlib.contextmanager
-def watched_builds(
-    *, every_s: float = 5.0, quiet_s: float = 20.0, root: Path | None = None
-) -> Iterator[None]:
-    """Look after builds of extensions while ranks run.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Build:
+    """An extension that is being compiled.
 
-    FusedAdam, CPUAdam and others compile when they are first used, which takes minutes, and all ranks and all trials of a user
-    wait for the same lock without a word (torch 2.13 ``cpp_extension._jit_compile``, ``FileBaton.wait``). A build that takes
-    longer than ``quiet_s`` is logged once with the process that holds it; the lock of one that has died is removed.
+    Attributes:
+        operator: its name.
+        folder: where the result is kept.
+        since_s: when it began, seconds since the epoch.
+        holder: ``" by process 12"``; empty where that cannot be seen.
+        is_kept: whether a result is there already: then it is mostly being loaded, which takes the lock, too.
+    """
+
+    operator: str
+    folder: Path
+    since_s: float
+    holder: str
+    is_kept: bool
+
+
+def builds_under_way(root: Path | None = None) -> list[Build]:
+    """Return what is being compiled now, the one that began first in front.
 
     Args:
-        every_s: how often to look, seconds.
-        quiet_s: what is not worth a line, seconds.
         root: as for :func:`remove_abandoned_locks`.
-
-    Ranks: none; for the launcher, around its ranks.
     """
-    is_over = threading.Event()
-    told: set[tuple[Path, int]] = set()
-
-    def look() -> None:
-        while not is_over.wait(every_s):
-            remove_abandoned_locks(root)
-            for lock, inode, age_s in _locks_with_age(root or _default_root()):
-                if age_s >= quiet_s and (lock, inode) not in told:
-                    told.add((lock, inode))
-                    _log.warning(
-                        "%s is being compiled since %.0f s%s; ranks that use it wait. It happens once: the result is kept in %s. "
-                        "`DS_BUILD_OPS=1 pip install deepspeed` compiles before, and TORCH_EXTENSIONS_DIR keeps it elsewhere.",
-                        lock.parent.name,
-                        age_s,
-                        _holder(inode, lock),
-                        lock.parent,
-                    )
-
-    thread = threading.Thread(target=look, name="dstrial-builds", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+    found = []
+    with contextlib.suppress(OSError):
+        for lock in _locks(root or extensions_root()):
+            with contextlib.suppress(OSError):
+                status = lock.stat()
+                folder, holder = lock.parent, _holder(status.st_ino, lock)
+                is_kept = any(folder.glob("*.so"))
+                found.append(Build(folder.name, folder, status.st_mtime, holder, is_kept))
+    return sorted(found, key=lambda build: build.since_s)
 
 
 def _locks(folder: Path) -> list[Path]:
     # <folder>/<operator>/lock, or <folder>/<python and device>/<operator>/lock below the default one.
     return [*folder.glob(f"*/{_LOCK_NAME}"), *folder.glob(f"*/*/{_LOCK_NAME}")]
-
-
-def _locks_with_age(folder: Path) -> list[tuple[Path, int, float]]:
-    found = []
-    with contextlib.suppress(OSError):
-        for lock in _locks(folder):
-            with contextlib.suppress(OSError):
-                status = lock.stat()
-                found.append((lock, status.st_ino, time.time() - status.st_mtime))
-    return found
 
 
 def _holder(inode: int, lock: Path) -> str:
@@ -125,17 +107,12 @@ def _holder(inode: int, lock: Path) -> str:
         device = lock.stat().st_dev
         for process, (opened_on, opened) in _open_files_by_process():
             if (opened_on, opened) == (device, inode):
-                command = (
-                    (_PROCESSES / process / "cmdline")
-                    .read_bytes()
-                    .replace(b"\0", b" ")
-                    .decode(errors="replace")
-                )
-                return f" by process {process} ({command.strip()[:120]})"
+                return f" by process {process}"
     return ""
 
 
-def _default_root() -> Path:
+def extensions_root() -> Path:
+    """Return the folder of compiled extensions: ``TORCH_EXTENSIONS_DIR``, else torch's in the user's cache."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)

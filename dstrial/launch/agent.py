@@ -19,19 +19,23 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from dstrial.errors import LaunchError
-from dstrial.launch.abandoned_locks import remove_abandoned_locks, watched_builds
-from dstrial.launch.failures import ERROR_FILE_VARIABLE
+from dstrial.launch.abandoned_locks import remove_abandoned_locks
+from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE
 from dstrial.launch.outcome import LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
+from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.ranks.phases import PHASE_FILE_VARIABLE
 from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
 from dstrial.ranks.secret import SECRET_VARIABLE, new_secret
 from dstrial.ranks.sockets import loopback_only
 from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable
 from dstrial.scratch import compile_cache, scratch_directory
+
+logger = logging.getLogger("dstrial.launch")
 
 _MONITOR_INTERVAL_S = 0.05
 
@@ -68,6 +72,8 @@ def run_ranks(
     on_stop: Callable[[str], None] | None = None,
     placement: Placement | None = None,
     serves_store: bool = True,
+    tracebacks_dir: Path | None = None,
+    on_start: Callable[[str], None] | None = None,
 ) -> LaunchOutcome:
     """Run one command on ``num_ranks`` ranks of this machine and wait until all have ended.
 
@@ -92,6 +98,10 @@ def run_ranks(
         placement: for a job on several machines; None for this one alone.
         serves_store: whether the ranks may make a process group without us, and so need a store at ``MASTER_ADDR`` and
             ``MASTER_PORT`` (on one machine: on loopback). A trial's do not.
+        tracebacks_dir: where a rank that fails leaves its whole traceback, as ``rank_<n>.txt``, and so shows it shortened; made
+            when needed. None for ``rank_<n>/traceback.txt`` below ``log_dir``, or for none.
+        on_start: called from another thread with what the ranks do before their first batch, a line now and then where it
+            takes long; None to log it.
 
     Returns:
         How it ended; a failing rank is no exception here.
@@ -125,12 +135,15 @@ def run_ranks(
         variables = _rank_variables(env or {}, num_ranks, where, is_redirected=is_redirected)
         if where.num_nodes == 1:
             variables |= _private_variables(env or {}, work_dir, rendezvous.master_port, num_ranks)
-        files = _RankFiles(work_dir, log_dir, on_line, variables, supervisor)
+        files = _RankFiles(work_dir, log_dir, on_line, variables, supervisor, tracebacks_dir)
         stack.callback(files.close)
         stack.enter_context(_quiet_torchelastic())
         stack.enter_context(_stop_on_signals(supervisor))
         extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
-        stack.enter_context(watched_builds(root=Path(extensions) if extensions else None))
+        root = Path(extensions) if extensions else None
+        # What is no rank of ours says nothing of itself, and is watched for builds only.
+        phase_files = files.phase_files if "dstrial.launch.rank_main" in command else list
+        stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
         _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
         failure = supervisor.first_failure()
     exit_codes = supervisor.exit_codes()
@@ -212,6 +225,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         on_line: OnLine | None,
         variables: Mapping[str, str],
         supervisor: Supervisor,
+        tracebacks_dir: Path | None,
     ) -> None:
         super().__init__(log_dir=str(log_dir) if log_dir is not None else None)
         self._work_dir = work_dir
@@ -219,7 +233,13 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         self._on_line = on_line
         self._variables = variables
         self._supervisor = supervisor
+        self._tracebacks_dir = tracebacks_dir
         self._reader: LineReader | None = None
+        self._phase_files: dict[int, Path] = {}
+
+    def phase_files(self) -> list[Path]:
+        """Where the ranks of this machine say what they do before their first batch; empty before they are known."""
+        return list(self._phase_files.values())
 
     @property
     def root_log_dir(self) -> str:
@@ -251,6 +271,12 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
             destinations.error_files[local_rank] = str(error_file)
             env.update(self._variables)
             env[ERROR_FILE_VARIABLE] = str(error_file)
+            env[PHASE_FILE_VARIABLE] = str(self._work_dir / f"rank_{rank}.phase.json")
+            self._phase_files[rank] = self._work_dir / f"rank_{rank}.phase.json"
+            if self._tracebacks_dir is not None:
+                env[TRACEBACK_FILE_VARIABLE] = str(self._tracebacks_dir / f"rank_{rank}.txt")
+            elif self._log_dir is not None:
+                env[TRACEBACK_FILE_VARIABLE] = str(rank_dir / "traceback.txt")
             self._supervisor.set_files(
                 local_rank,
                 error_file=error_file,

@@ -20,6 +20,12 @@ from dstrial.ranks.peer_loss import is_peer_loss
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
+TRACEBACKS_DIR_VARIABLE = "DSTRIAL_TRACEBACKS_DIR"
+"""Environment variable by which a master names the directory for the traceback files of a run that keeps no others."""
+
+TRACEBACK_FILE_VARIABLE = "DSTRIAL_TRACEBACK_FILE"
+"""Environment variable that names the file in which a rank leaves the whole of a traceback that is shown shortened."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankFailure:
@@ -33,6 +39,9 @@ class RankFailure:
         signal_name: for example ``SIGKILL``; None for a rank that exited by itself.
         host: the machine's name.
         error: the traceback it recorded, else the end of its standard error; may be empty.
+        summary: type and message of the exception, one line; empty without a record.
+        advice: what was held and what to change, where that is known; else empty.
+        whole: path of the whole traceback where ``error`` is a part of it; else empty.
     """
 
     rank: int
@@ -42,6 +51,9 @@ class RankFailure:
     signal_name: str | None
     host: str
     error: str
+    summary: str = ""
+    advice: str = ""
+    whole: str = ""
 
     @property
     def headline(self) -> str:
@@ -51,21 +63,23 @@ class RankFailure:
 
     @property
     def in_one_line(self) -> str:
-        """The headline and the last line of the error, which names it."""
+        """The headline and the line of the error that names it."""
         lines = self.error.rstrip().splitlines()
-        return f"{self.headline} {lines[-1]}" if lines else self.headline.rstrip(":")
+        named = self.summary or (lines[-1] if lines else "")
+        return f"{self.headline} {named}" if named else self.headline.rstrip(":")
 
     def describe(self) -> str:
-        """The headline and below it the error, or what to do where there is none."""
+        """The headline, with the file of the whole traceback, and below it the error and what to do."""
+        parts = [self.headline]
+        if self.whole:
+            parts = [f"{self.headline.rstrip(':')}, whole traceback in {_near(self.whole)}:"]
         if self.error:
-            return f"{self.headline}\n{self.error.rstrip()}"
-        if self.signal_name == "SIGKILL":
-            hint = (
-                "It left no traceback. The kernel kills a process like this when memory runs out: see dmesg."
-            )
-        else:
-            hint = "It left no traceback. Look at what it printed above."
-        return f"{self.headline}\n{hint}"
+            parts.append(self.error.rstrip())
+        elif not self.advice and self.signal_name == "SIGKILL":
+            parts.append("It left no traceback. The kernel kills a process like this when memory runs out.")
+        elif not self.advice:
+            parts.append("It left no traceback. Look at what it printed above.")
+        return "\n".join([*parts, self.advice] if self.advice else parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,11 +90,17 @@ class ErrorRecord:
         summary: type and message of the exception.
         text: its traceback.
         time_s: when it was recorded, seconds since the epoch.
+        line: type and message on one line, as they are shown; empty in records of others.
+        advice: what was held and what to change; may be empty.
+        whole: path of the whole traceback; empty where ``text`` is all of it.
     """
 
     summary: str
     text: str
     time_s: float
+    line: str = ""
+    advice: str = ""
+    whole: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,12 +128,17 @@ def first_failure(endings: Iterable[Ending]) -> RankFailure | None:
     return ordered[0].failure if ordered else None
 
 
-def record_exception(error: BaseException, text: str | None = None) -> bool:
+def record_exception(
+    error: BaseException, text: str | None = None, *, line: str = "", advice: str = "", whole: str = ""
+) -> bool:
     """Write this rank's error record if a launcher asked for one and there is none yet.
 
     Args:
         error: the exception that ends the rank.
         text: the traceback to show; that of ``error`` if None.
+        line: type and message on one line, as they are to be shown.
+        advice: what was held and what to change.
+        whole: path of the whole traceback, where ``text`` is a part of it.
 
     Returns:
         Whether a launcher asked for one, which then shows that of the rank that failed first.
@@ -132,6 +157,9 @@ def record_exception(error: BaseException, text: str | None = None) -> bool:
                 "py_callstack": text if text is not None else "".join(traceback.format_exception(error)),
                 "timestamp": str(int(now_s)),
                 "time_s": now_s,
+                "line": line,
+                "advice": advice,
+                "whole": whole,
             },
         }
     }
@@ -145,6 +173,36 @@ def record_exception(error: BaseException, text: str | None = None) -> bool:
     return True
 
 
+def keep_whole(text: str) -> str:
+    """Write a whole traceback, for this account only, into the file that the launcher has named.
+
+    Returns:
+        The file's path; empty if none is named or it cannot be written: the whole is then to be shown.
+
+    Ranks: each its own; no communication.
+    """
+    named = os.environ.get(TRACEBACK_FILE_VARIABLE)
+    if not named:
+        return ""
+    path = Path(named)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w", errors="replace"
+        ) as file:
+            file.write(text)
+    except OSError:
+        return ""
+    return named
+
+
+def _near(path: str) -> str:
+    """Return a path as it is typed from here: relative if it lies below the working directory."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
+
+
 def read_record(path: Path) -> ErrorRecord | None:
     """Read an error record of ours or of torchrun; None if there is none, or it is not readable as one."""
     try:
@@ -153,7 +211,8 @@ def read_record(path: Path) -> ErrorRecord | None:
             return ErrorRecord(message, message, path.stat().st_mtime)
         extra = message["extraInfo"]
         time_s = float(extra["time_s"] if "time_s" in extra else extra["timestamp"])
-        return ErrorRecord(str(message["message"]), str(extra["py_callstack"]), time_s)
+        ours = {name: str(extra.get(name) or "") for name in ("line", "advice", "whole")}
+        return ErrorRecord(str(message["message"]), str(extra["py_callstack"]), time_s, **ours)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

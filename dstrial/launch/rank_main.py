@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
-from dstrial.launch.failures import record_exception
-from dstrial.launch.trial_import import import_trial, is_determined_trial, user_traceback
+from dstrial.launch.failures import keep_whole, record_exception
+from dstrial.launch.memory_shortage import memory_advice
+from dstrial.launch.tracebacks import short_traceback, whole_traceback
+from dstrial.launch.trial_import import import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
-from dstrial.ranks.stop import LAUNCHER_PID_VARIABLE
+from dstrial.ranks.phases import begin_phase, end_phases
+from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 
 _MODULE = "dstrial.launch.rank_main"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -109,6 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Whole lines at once, so that those of several ranks do not mix where they share an output.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
+        if words[:1] in (["--script"], ["--module"]):
+            # How long a script prepares itself is its own affair, until it asks dstrial for something.
+            end_phases()
         if words[:1] == ["--script"]:
             _run_script(words[1], words[2:])
         elif words[:1] == ["--module"]:
@@ -121,13 +127,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     except (TrialImportError, ConfigError) as error:
         text = f"{type(error).__name__}: {error}"
+        whole = keep_whole(whole_traceback(error)) if isinstance(error, TrialImportError) else ""
         # It is the same on every rank; the launcher shows it once.
-        sys.exit(1 if record_exception(error, text) else text)
+        sys.exit(1 if record_exception(error, text, whole=whole) else text)
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
-        text = user_traceback(error, below=__file__)
-        record_exception(error, text)
-        print(text, file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
+        _tell(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _tell(error: BaseException) -> None:
+    """Leave the exception that ends this rank to our launcher, which shows the first one; show it where there is none."""
+    advice = memory_advice(error)
+    short = short_traceback(error)
+    whole = "" if short.is_whole else keep_whole(whole_traceback(error))
+    text = short.text if short.is_whole or whole else whole_traceback(error).rstrip("\n")
+    is_recorded = record_exception(error, text, line=short.summary, advice=advice, whole=whole)
+    if not (is_recorded and os.environ.get(LAUNCHED_VARIABLE)):
+        told = [text, *([advice] if advice else [])]
+        print("\n".join(told), file=sys.stderr, flush=True)  # noqa: T201  # in place of Python's own traceback
 
 
 def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
@@ -143,6 +160,7 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_trial(options: argparse.Namespace) -> None:
+    begin_phase("importing torch and DeepSpeed")
     from dstrial.ranks.meeting import meet_privately
     from dstrial.ranks.process_group import prepare_accelerator
 
@@ -150,8 +168,10 @@ def _run_trial(options: argparse.Namespace) -> None:
     # The launcher serves no store for a trial, whose module may make the process group while it is imported.
     meet_privately(identify(os.environ))
     os.chdir(options.context_dir)
+    begin_phase(f"importing {options.trial.partition(':')[0]}")
     trial_class = import_trial(options.trial, options.context_dir)
     if is_determined_trial(trial_class):
+        end_phases()
         _run_determined_trial(trial_class, options.trial)
         return
     from dstrial.config import load_experiment

@@ -25,6 +25,7 @@ from dstrial.launch.failures import (
     shell_exit_code,
     signal_name,
 )
+from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
 from dstrial.ranks.peer_loss import is_watchdogs_end
 
@@ -63,6 +64,7 @@ class Supervisor:
         self._stop_passed_on_s: float | None = None
         self._kill_requested = False
         self._failing_since_s: float | None = None
+        self._oom_kills_before = oom_kills()
 
     def set_files(self, local_rank: int, *, error_file: Path, stderr_file: Path | None) -> None:
         """Say where a rank records its error and, if not to a terminal, prints its standard error."""
@@ -136,7 +138,10 @@ class Supervisor:
         if status == 0 or (ours and record is None):
             return None
         is_caused = is_consequence(record)
+        told: dict[str, str] = {}
         if record is None:
+            if status == -signal.SIGKILL:
+                told["advice"] = killed_text(self._oom_kills_before)
             stderr_file = self._stderr_files.get(local_rank)
             error = tail(stderr_file) if stderr_file is not None else ""
             # Below the message stands a C++ stack of dozens of frames.
@@ -144,6 +149,7 @@ class Supervisor:
             is_caused = is_watchdogs_end(signal_name(status), printed)
         else:
             error = record.text
+            told = {"summary": record.line, "advice": record.advice, "whole": record.whole}
         if ours:
             status = 1
         failure = RankFailure(
@@ -154,6 +160,7 @@ class Supervisor:
             signal_name=signal_name(status),
             host=socket.gethostname(),
             error=error,
+            **told,
         )
         return Ending(failure, ended_s if record is None else record.time_s, is_caused)
 

@@ -6,12 +6,12 @@ import difflib
 import importlib
 import inspect
 import sys
-import traceback
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from dstrial.errors import TrialImportError
+from dstrial.launch.tracebacks import short_traceback
 
 
 def import_trial(spec: str, context_dir: Path) -> type[Any]:
@@ -61,22 +61,6 @@ def is_determined_trial(trial_class: type[Any]) -> bool:
     return "determined" in packages and "dstrial" not in packages
 
 
-def user_traceback(error: BaseException, *, below: str) -> str:
-    """Format an exception without the frames of the machinery that called the user's code.
-
-    Args:
-        error: the exception, with its traceback.
-        below: frames up to the last of this file, and the import system's after it, are left out; all are
-            kept if nothing would remain.
-    """
-    frames = _frames(error.__traceback__)
-    last_of_ours = max((i for i, frame in enumerate(frames) if _file(frame) == below), default=-1)
-    kept = frames[last_of_ours + 1 :]
-    while kept and _is_import_machinery(_file(kept[0])):
-        kept.pop(0)
-    return "".join(traceback.format_exception(type(error), error, kept[0] if kept else error.__traceback__))
-
-
 def _import_module(module_name: str, spec: str, context_dir: Path) -> ModuleType:
     try:
         return importlib.import_module(module_name)
@@ -86,29 +70,13 @@ def _import_module(module_name: str, spec: str, context_dir: Path) -> ModuleType
                 f"--trial is {spec!r}, and {context_dir} has no module {module_name}; expected an importable "
                 "module. Correct the name, or pass its directory as --context-dir."
             ) from None
-        raise _import_error(error, spec) from error
+        raise _import_error(error, spec, context_dir) from error
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise _import_error(error, spec) from error
+        raise _import_error(error, spec, context_dir) from error
 
 
-def _import_error(error: BaseException, spec: str) -> TrialImportError:
+def _import_error(error: BaseException, spec: str, context_dir: Path) -> TrialImportError:
     return TrialImportError(
         f"--trial is {spec!r}, and importing it fails with {type(error).__name__}; expected it to import. "
-        f"Correct the line shown last.\n{user_traceback(error, below=__file__).rstrip()}"
+        f"Correct the line shown last.\n{short_traceback(error, context_dir).text}"
     )
-
-
-def _frames(innermost: TracebackType | None) -> list[TracebackType]:
-    frames = []
-    while innermost is not None:
-        frames.append(innermost)
-        innermost = innermost.tb_next
-    return frames
-
-
-def _file(frame: TracebackType) -> str:
-    return frame.tb_frame.f_code.co_filename
-
-
-def _is_import_machinery(file: str) -> bool:
-    return file.startswith("<frozen") or file == importlib.__file__

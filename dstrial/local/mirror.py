@@ -184,7 +184,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         for storage_id in superfluous:
             remove_mark(self._run_directory.checkpoints_path / storage_id)
             self.delete(storage_id)
-            logger.info("deleted checkpoint %s, which the keep policy does not keep", storage_id)
+            logger.debug("deleted checkpoint %s, which the keep policy does not keep", storage_id)
 
     @contextlib.contextmanager
     def restore_path(

@@ -100,6 +100,11 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
+def utc_stamp(moment: str | None = None) -> str:
+    """Return a moment in UTC, the present one if None, for the name of a directory: ``20260131T235959Z``."""
+    return f"{re.sub(r'[-:]', '', (moment or utc_now())[:19])}Z"
+
+
 def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
     """Choose the directory of all runs.
 
@@ -230,8 +235,7 @@ class RunDirectory:
             LaunchError: the directory cannot be made.
         """
         started = utc_now()
-        stamp = re.sub(r"[-:]", "", started[:19])
-        path = runs_dir.absolute() / experiment_slug(name) / f"{stamp}Z-{secrets.token_hex(3)}"
+        path = runs_dir.absolute() / experiment_slug(name) / f"{utc_stamp(started)}-{secrets.token_hex(3)}"
         run_directory = cls(path)
         record = RunRecord(
             name=name,

@@ -69,6 +69,11 @@ class RunMonitor:
         self._tail = JsonLinesTail(run_directory.metrics_path)
         self._view = RunView()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch of this attempt is known to be trained."""
+        return bool(self._view.batches_trained)
+
     def poll(self) -> RunView:
         """Read what was written since the last call."""
         _, rows = self._tail.poll()

@@ -33,6 +33,7 @@ from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.validation import Validation
 from dstrial.loop.validation_data import ValidationStream
+from dstrial.ranks.phases import begin_phase, end_phases
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.det_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
@@ -122,6 +123,7 @@ class TrainingLoop:
         self._batches_total = 0
         self._checkpoint_uuid: str | None = None
         self._reports_metrics = context._mpu.should_report_metrics
+        self._is_first_batch = True
 
     # ---- the run -------------------------------------------------------------------------------------
 
@@ -158,6 +160,7 @@ class TrainingLoop:
             self._checkpointing.restore_random_states()
             is_fresh = progress.batches_trained == 0 and progress.last_validation is None
             if settings.step_zero_validation and is_fresh:
+                begin_phase("validating before the first batch")
                 self._validate()
             stack.callback(self._tell_steps)
             stopped = self._train()
@@ -268,6 +271,7 @@ class TrainingLoop:
             self._on_progress(progress.batches_trained, self._batches_total)
         stepped_before = self._adapter.micro_batches_stepped
         is_unproven = self._context._manual_grad_accumulation
+        begin_phase("training the first batch")
         while progress.batches_trained < self._batches_total:
             self._train_until(progress.batches_trained + 1 if is_unproven else self._next_event())
             if is_unproven:
@@ -340,6 +344,7 @@ class TrainingLoop:
         )
         is_alone, is_wished = self._agreements.is_alone, self._agreements.is_wished
         epoch_idx = progress.epoch_idx
+        is_first, self._is_first_batch = self._is_first_batch, False
         calls = range(1 if context._manual_grad_accumulation else self._adapter.train_calls_per_batch)
         if progress.is_epoch_start:
             self._callbacks.epoch_start(epoch_idx)
@@ -350,6 +355,9 @@ class TrainingLoop:
                 if reports_metrics:
                     window.add(as_mapping(returned, "train_batch"))
             progress.batches_trained = batch_idx + 1
+            if is_first:
+                is_first = False
+                end_phases()
             if context.profiler is not None:
                 context.profiler.step()
             if is_alone and is_wished():

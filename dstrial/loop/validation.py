@@ -146,7 +146,7 @@ class Validation:
         self._callbacks.call("on_validation_end", results)
         if context.distributed.rank == 0:
             elapsed_s = time.monotonic() - start_s
-            logger.info("validated %s records in %.1f s", num_records if num_records else "all", elapsed_s)
+            logger.debug("validated %s records in %.1f s", num_records if num_records else "all", elapsed_s)
         return results
 
     def _full_dataset(self) -> tuple[dict[str, Any], int]:

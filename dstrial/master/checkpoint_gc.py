@@ -59,11 +59,12 @@ def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: 
     """Return the uuids of the checkpoints to delete.
 
     One is kept if it is among the best of the experiment or of its trial, or among the newest of its trial; only those
-    with a validation at the same batch can be among the best. Source: Determined 0.38.1, checkpoint garbage collection.
+    with a validation at the same batch can be among the best; of equals the earlier is better. Source: Determined 0.38.1,
+    checkpoint garbage collection (ranks by the metric, then by the validation's number).
     """
     sign = 1.0 if smaller_is_better else -1.0
     validated = [item for item in candidates if item.metric is not None and not math.isnan(item.metric)]
-    ranked = sorted(validated, key=lambda item: (sign * (item.metric or 0.0), -item.steps))
+    ranked = sorted(validated, key=lambda item: (sign * (item.metric or 0.0), item.steps))
     kept = {item.uuid for item in ranked[: policy.save_experiment_best]}
     for trial_id in {item.trial_id for item in candidates}:
         best = [item for item in ranked if item.trial_id == trial_id]

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 
 from dstrial.master.state_directory import StateDirectory
+from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
@@ -92,6 +96,23 @@ class LogRow:
     text: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """What holds up a trial that has not begun to train.
+
+    Attributes:
+        trial_id: the trial.
+        experiment_id: its experiment.
+        text: in a few words, for example ``compiling operator cpu_adam``, or for which slots it waits.
+        since_s: when that began, seconds since the epoch.
+    """
+
+    trial_id: int
+    experiment_id: int
+    text: str
+    since_s: float
+
+
 @contextlib.contextmanager
 def _connection(state: StateDirectory) -> Iterator[sqlite3.Connection]:
     with contextlib.closing(sqlite3.connect(state.database_path, timeout=30.0)) as connection:
@@ -136,6 +157,39 @@ def look(state: StateDirectory, experiment_id: int) -> ExperimentView | None:
     return ExperimentView(
         experiment_id, experiment["state"], experiment["progress"], experiment["end_reason"], trials
     )
+
+
+_LIVE = "SELECT trial_id, experiment_id, directory FROM allocations WHERE state != 'TERMINATED' AND trial_id > 0 ORDER BY id"
+_WAITING = """
+SELECT trials.id, trials.experiment_id, logs.log, logs.time_us FROM trials
+JOIN experiments ON experiments.id = trials.experiment_id
+JOIN logs ON logs.id = (SELECT MAX(id) FROM logs WHERE trial_id = trials.id AND source = 'master')
+WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND logs.log LIKE 'waiting for %'
+    AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')
+ORDER BY trials.id
+"""
+
+
+def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
+    """Return what holds up the trials that wait for slots or are being started, of one experiment or of all."""
+    with _connection(state) as connection:
+        waiting = connection.execute(_WAITING).fetchall()
+        live = connection.execute(_LIVE).fetchall()
+    found = [
+        Start(row["id"], row["experiment_id"], row["log"].rstrip("\n"), row["time_us"] / 1e6)
+        for row in waiting
+    ]
+    for row in live:
+        # Written by dstrial.launch.start_watch.
+        path = Path(row["directory"]) / "starting.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if not path.is_file():
+                continue
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            text, since_s = visible_line(str(fields["phase"])), float(fields["since_s"])
+            if math.isfinite(since_s):
+                found.append(Start(row["trial_id"], row["experiment_id"], text, since_s))
+    return [one for one in found if experiment_id in (None, one.experiment_id)]
 
 
 def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:

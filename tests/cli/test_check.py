@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -70,8 +71,20 @@ def test_a_bad_config_exits_1_with_every_problem_on_a_line_of_its_own(context):
     ]
 
 
-def test_explain_shows_where_every_value_comes_from(context):
+def test_explain_shows_what_was_decided_and_counts_the_defaults(context):
     result = check(context, "exp.yaml", ".", "--explain")
+    rows = {words[0]: words[1:] for line in result.stdout.splitlines() if (words := line.split())}
+
+    assert rows["gradient_accumulation_steps"] == ["4", "solved"]
+    assert rows["train_batch_size"] == ["32", "ds.json:2"]
+    assert rows["zero_optimization.stage"] == ["2", "overwrite_deepspeed_args", "(exp.yaml:6)"]
+    assert "gradient_clipping" not in rows
+    assert len(result.stdout.splitlines()) < 15
+    assert re.search(r"^and \d{2,} of DeepSpeed's defaults, which --all shows$", result.stdout, re.MULTILINE)
+
+
+def test_all_shows_where_every_value_comes_from(context):
+    result = check(context, "exp.yaml", ".", "--explain", "--all")
     rows = {words[0]: words[1:] for line in result.stdout.splitlines() if (words := line.split())}
 
     assert rows["gradient_accumulation_steps"] == ["4", "solved"]

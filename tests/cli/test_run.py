@@ -132,13 +132,12 @@ class TestScripts:
         assert (record.name, record.state, record.num_attempts) == ("my experiment", RunState.COMPLETED, 1)
         assert "state:         completed at batch 10 of 10" in ended.stdout
         (checkpoint,) = list_checkpoints(run_directory.checkpoints_path)
-        for path in (
-            run_directory.path,
-            checkpoint.path,
-            run_directory.metrics_path,
-            run_directory.tensorboard_path,
+        for part in (
+            str(run_directory.path),
+            f"checkpoints/{checkpoint.path.name} (batch 10)",
+            "metrics.jsonl, tensorboard, logs/attempt_1",
         ):
-            assert str(path) in ended.stdout
+            assert part in ended.stdout
         log = run_directory.attempt_logs_path(1) / "rank_0" / "stdout.log"
         assert "variables yes" in log.read_text()
 

@@ -91,7 +91,9 @@ def run_directory(tmp_path: Path) -> RunDirectory:
 def add_checkpoint(run_directory: RunDirectory, steps_completed: int) -> Path:
     checkpoint = run_directory.checkpoints_path / f"u{steps_completed}"
     checkpoint.mkdir()
-    (checkpoint / "COMPLETE").write_text(f'{{"steps_completed": {steps_completed}, "time": "2026"}}')
+    (checkpoint / "COMPLETE").write_text(
+        f'{{"steps_completed": {steps_completed}, "time": "2026-{steps_completed:04}"}}'
+    )
     return checkpoint
 
 
@@ -103,9 +105,40 @@ def test_the_summary_says_where_everything_lies_and_how_to_go_on(run_directory: 
     text = summary_of(run_directory, Verdict(RunState.STOPPED, 130, "SIGINT"), RunView(30, 100))
     assert "state:         stopped at batch 30 of 100 (SIGINT)\n" in text
     assert "accuracy nan at batch 30, best 0.75 at batch 20" in text
-    for path in (run_directory.path, checkpoint, run_directory.metrics_path, run_directory.tensorboard_path):
-        assert str(path) in text
+    assert text.count(str(run_directory.path)) == 1, "the path of the run is told more than once"
+    assert f"last:        checkpoints/{checkpoint.name} (batch 30)" in text
+    assert "files:       metrics.jsonl, tensorboard, logs/attempt_1" in text
     assert "resume with:   dstrial run 'my exp.yaml' --resume latest" in text
+
+
+def test_the_best_checkpoint_stands_beside_the_last(run_directory: RunDirectory) -> None:
+    for steps, value in ((10, 0.9), (20, 0.75), (30, 0.95), (40, 0.5)):
+        row = {"group": "validation", "steps_completed": steps, "metrics": {"accuracy": value}}
+        append_json_line(run_directory.metrics_path, row)
+    add_checkpoint(run_directory, 20)
+    best = add_checkpoint(run_directory, 10)  # 30 was better, and is not kept
+    last = add_checkpoint(run_directory, 40)
+    lines = summary_of(run_directory, COMPLETED, RunView(40, 40)).splitlines()
+    assert f"  best:        checkpoints/{best.name} (batch 10, accuracy 0.9)" in lines
+    assert f"  last:        checkpoints/{last.name} (batch 40)" in lines
+
+
+def test_a_last_checkpoint_that_is_the_best_is_named_once(run_directory: RunDirectory) -> None:
+    row = {"group": "validation", "steps_completed": 10, "metrics": {"accuracy": 0.9}}
+    append_json_line(run_directory.metrics_path, row)
+    checkpoint = add_checkpoint(run_directory, 10)
+    text = summary_of(run_directory, COMPLETED, RunView(10, 10))
+    assert "  best:        the last (batch 10, accuracy 0.9)" in text
+    assert text.count(checkpoint.name) == 1
+
+
+def test_paths_below_the_working_directory_are_relative(
+    run_directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = summary_of(run_directory, COMPLETED)
+    assert f"run directory: {run_directory.path.relative_to(tmp_path)}, with" in text
+    assert str(tmp_path) not in text
 
 
 def test_a_run_without_a_checkpoint_does_not_offer_to_resume(run_directory: RunDirectory) -> None:

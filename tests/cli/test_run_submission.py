@@ -87,11 +87,11 @@ def test_the_trial_is_told_its_run_directory_and_keeps_its_checkpoints_there(
 @pytest.mark.parametrize(
     ("more", "kept"),
     [
-        ("", {"save_trial_latest": 1_000_000}),
+        ("", {}),
         ("checkpoint_storage: {save_trial_best: 2}", {"save_trial_best": 2}),
     ],
 )
-def test_checkpoints_are_deleted_only_where_the_config_asks(
+def test_the_master_is_told_which_checkpoints_to_keep_only_where_the_config_says_so(
     tmp_path: Path, run_directory: RunDirectory, more: str, kept: dict[str, int]
 ) -> None:
     experiment = experiment_of(tmp_path, more=more)

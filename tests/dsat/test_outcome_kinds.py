@@ -114,6 +114,25 @@ def test_a_masters_log_is_read_without_what_the_master_puts_before_and_behind_ea
     assert failure_from_log(native).message == "rank 0 failed first (killed by SIGABRT, host vm):"
 
 
+def test_a_traceback_that_counts_deepspeeds_frames_still_tells_that_deepspeed_has_refused() -> None:
+    log = [
+        "rank 0 failed first (exit code 1, host vm), whole traceback in /state/rank_0.txt:",
+        "Traceback (most recent call last):",
+        '  File "model_def.py", line 9, in __init__',
+        "    engine, *_ = deepspeed.initialize(model=model, config=config)",
+        "  [6 more frames: 1 of dstrial, 5 of deepspeed; raised in deepspeed/runtime/engine.py:901]",
+        "AssertionError: DeepSpeed refuses this pair; expected another",
+        "ERROR: Trial 1 (Experiment 1) crashed: resources failed with non-zero exit code: rank 0: AssertionError: x; expected y",
+        "ERROR: trial 1 has failed: max_restarts is 0",
+    ]
+
+    found = failure_from_log(log, exit_code=1)
+
+    assert found == Failure(
+        FailureKind.BAD_CONFIG, "AssertionError: DeepSpeed refuses this pair; expected another"
+    )
+
+
 def test_a_killed_rank_means_that_the_hosts_memory_ran_out() -> None:
     assert failure_from_log(["nothing"], exit_code=137).kind is FailureKind.HOST_OOM
 

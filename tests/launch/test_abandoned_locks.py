@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.launch.abandoned_locks import remove_abandoned_locks, watched_builds
+from dstrial.launch.abandoned_locks import remove_abandoned_locks
+from dstrial.launch.start_watch import watched_start
 
 pytestmark = [
     pytest.mark.process,
@@ -110,22 +111,25 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_build_that_ranks_wait_for_is_told_once_with_its_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_build_that_ranks_wait_for_is_told_once_with_its_process_and_the_way_round_it(
+    tmp_path: Path,
 ) -> None:
     lock = tmp_path / "py312_cu130" / "fused_adam" / "lock"
     holder = _hold(lock)
     try:
-        with watched_builds(every_s=0.05, quiet_s=30.0, root=tmp_path):
+        told: list[str] = []
+        with watched_start(list, told.append, every_s=0.05, root=tmp_path):
             time.sleep(0.3)
-            assert caplog.text == ""
+            assert told == []
             _make_older(lock)
-            _wait_until(lambda: bool(caplog.records))
+            _wait_until(lambda: bool(told))
             time.sleep(0.3)
         assert lock.exists()
-        (record,) = caplog.records
-        assert "fused_adam is being compiled since 6" in record.message
-        assert f"by process {holder.pid} (" in record.message
+        (line,) = told
+        assert line.startswith("compiling operator fused_adam since ")
+        assert f"by process {holder.pid};" in line
+        assert f"the result is kept in {lock.parent} for the next start" in line
+        assert 'set "torch_adam": true in optimizer.params' in line
     finally:
         holder.kill()
         holder.communicate()
@@ -135,7 +139,7 @@ def test_a_build_that_dies_while_ranks_wait_for_it_holds_nobody_up(tmp_path: Pat
     lock = tmp_path / "cpu_adam" / "lock"
     holder = _hold(lock)
     _make_older(lock)
-    with watched_builds(every_s=0.05, root=tmp_path):
+    with watched_start(list, print, every_s=0.05, root=tmp_path):
         waiter = subprocess.Popen([sys.executable, "-c", WAITER, str(lock)])
         try:
             holder.kill()
@@ -148,6 +152,6 @@ def test_a_build_that_dies_while_ranks_wait_for_it_holds_nobody_up(tmp_path: Pat
 
 def test_nothing_of_the_watch_is_left() -> None:
     before = threading.active_count()
-    with watched_builds(every_s=60.0):
+    with watched_start(list, print, every_s=60.0):
         assert threading.active_count() == before + 1
     assert threading.active_count() == before

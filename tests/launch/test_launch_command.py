@@ -76,11 +76,26 @@ def test_two_ranks_talk_and_the_exit_code_is_0(tmp_path: Path) -> None:
 def test_the_first_failing_rank_is_named_with_its_traceback_last(tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), "raise_on_rank_1", cwd=tmp_path)
     assert result.returncode == 1
-    assert "Connection closed by peer" in result.stderr
+    assert "Connection closed by peer" not in result.stderr, "a consequence is told beside its cause"
     last = result.stderr.rpartition("rank 1 failed first (exit code 1, host ")[2]
+    assert result.stderr.count("Traceback") == 1
     assert last.splitlines()[1] == "Traceback (most recent call last):"
     assert last.rstrip().endswith("ValueError: the second rank is broken")
     assert "rank_main" not in last
+
+
+def test_a_traceback_that_is_shown_shortened_lies_as_a_whole_in_a_file_of_this_account(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "wrong.py").write_text("import torch\n\ntorch.nn.Linear(3, 4)(torch.zeros(2, 2))\n")
+    result = launch("--slots", "1", "wrong.py", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback (most recent call last):") == 1
+    assert "/nn/modules/module.py" not in result.stderr
+    (whole,) = (tmp_path / "runs" / "tracebacks").glob("*/rank_0.txt")
+    assert f"whole traceback in {whole.relative_to(tmp_path)}:" in result.stderr
+    assert "/nn/modules/module.py" in whole.read_text()
+    assert whole.stat().st_mode & 0o077 == whole.parent.stat().st_mode & 0o077 == 0
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:

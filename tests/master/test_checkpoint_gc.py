@@ -34,6 +34,16 @@ def test_best_and_newest_are_kept(policy: Policy, smaller_is_better: bool, delet
     assert plan(CANDIDATES, policy, smaller_is_better=smaller_is_better) == deleted.split()
 
 
+def test_of_equals_the_earlier_is_better_as_in_a_run_directory() -> None:
+    equal = [
+        Candidate("later", 1, 20, 0.5),
+        Candidate("earlier", 1, 10, 0.5),
+        Candidate("newest", 1, 30, 0.7),
+    ]
+    assert plan(equal, Policy(0, 1, 1), smaller_is_better=True) == ["later"]
+    assert plan(equal, Policy(1, 0, 1), smaller_is_better=True) == ["later"]
+
+
 def test_files_are_deleted_by_pattern_and_links_are_not_followed(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

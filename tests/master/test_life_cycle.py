@@ -57,15 +57,18 @@ def test_a_failing_trial_is_started_again_from_its_checkpoint_as_often_as_allowe
     assert steps_of(master, trial["id"]) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_the_last_thing_in_a_failed_log_is_the_traceback(master: MasterForTest) -> None:
+def test_the_last_thing_in_a_failed_log_says_what_failed_and_the_traceback_stands_once_per_run(
+    master: MasterForTest,
+) -> None:
     experiment_id = submit(master, config(max_restarts=1, hyperparameters={"fails_at": 3}))
 
     ended = wait_until(master, experiment_id, "ERROR")
 
     assert ended["state"] == "STATE_ERROR"
     lines = log_of(master, experiment_id).splitlines()
+    assert "RuntimeError: step 3 went wrong (train.py:" in lines[-2]
     assert lines[-1].endswith("RuntimeError: step 3 went wrong")
-    assert any("Traceback (most recent call last):" in line for line in lines[-12:])
+    assert sum("Traceback (most recent call last):" in line for line in lines) == 2
     assert sum("crashed: resources failed" in line for line in lines) == 2
 
 

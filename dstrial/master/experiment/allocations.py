@@ -212,8 +212,6 @@ def _judge(
             _failed(tx, row, trial, reason, traceback)
     elif state in STOPPING:
         is_clean = exit_.exit_code == 0 or was_asked or exit_.was_lost or has_end
-        if not is_clean:
-            _say_traceback(tx, row, traceback)
         ending.close_trial(
             tx, trial_id, END_OF[state] if is_clean else "ERROR", why=None if is_clean else reason
         )
@@ -297,12 +295,5 @@ def _failed(
             say(f"trial failed and is started again {count}", "WARNING")
         return
     say(f"trial {trial['id']} has failed: {verdict}")
-    _say_traceback(tx, row, traceback)
     last = traceback.rpartition("\n")[2] if traceback else reason
     ending.close_trial(tx, trial["id"], "ERROR", why=f"{verdict}: {last}")
-
-
-def _say_traceback(tx: Transaction, row: sqlite3.Row, traceback: str | None) -> None:
-    if traceback is not None:
-        for line in traceback.splitlines():
-            add_master_line(tx, row["task_id"], row["trial_id"], line, level="ERROR", allocation_id=row["id"])

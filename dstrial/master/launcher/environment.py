@@ -18,6 +18,9 @@ from dstrial.ranks.devices import SHARE_VARIABLE
 from dstrial.scratch import compile_cache
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
+TRACEBACKS_DIR_VARIABLE = (
+    "DSTRIAL_TRACEBACKS_DIR"  # as in dstrial.launch.failures, which the master never imports
+)
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
 
 # One environment string may have 128 KiB; the cluster-info files have no such limit.
@@ -120,7 +123,15 @@ def trial_environment(
     env.update(_device_variables(request, env))
     env[ALLOCATION_DIR_VARIABLE] = str(request.directory)
     env[MARKER_VARIABLE] = marker
+    if request.task_type == TRIAL:
+        directory = tracebacks_directory(request.directory, request.trial_id) / f"run_{request.run_id}"
+        env[TRACEBACKS_DIR_VARIABLE] = str(directory)
     return env
+
+
+def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:
+    """Return where the ranks of a trial leave whole tracebacks, which outlive the allocation and go with the experiment."""
+    return allocation_directory.parent.parent / "tracebacks" / f"trial_{trial_id}"
 
 
 def _protocol_variables(request: AllocationRequest) -> dict[str, str]:

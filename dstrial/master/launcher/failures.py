@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -32,6 +32,11 @@ _CONSEQUENCES = (
     "DistNetworkError",
     "RankTimeoutError",
     "DistBackendError: NCCL error",
+)
+_REPORT = re.compile(r"rank (?P<rank>\d+) failed first \(")  # dstrial.launch.failures, RankFailure.headline
+_FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+_INSTALLED = re.compile(
+    r"/(?:site|dist)-packages/|/lib/python\d|^<|/dstrial/(?:loop|trainer|launch|trial)[/.]"
 )
 _TORCHRUN_FAILURE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
 _VARIABLE_PARTS = re.compile(
@@ -125,6 +130,46 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
         if chosen is not None:
             return chosen
     return None
+
+
+def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | None) -> str | None:
+    """Say in one line what failed: the exception and its place, as the launcher or a traceback tells.
+
+    Args:
+        lines: rank (None without a tag) and text, in the order in which they were printed.
+        traceback: what ``first_traceback`` found in them.
+
+    Returns:
+        For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None where nothing tells.
+    """
+    rank: str | None = None
+    report: list[str] = []
+    for tag, text in lines:
+        found = _REPORT.match(text) if tag is None else None
+        if found is not None:
+            rank, report = found["rank"], []
+        elif rank is not None and tag is None:
+            report.append(text.rstrip("\n"))
+    if rank is None:
+        return (
+            None if traceback is None or is_of_launcher(traceback) else _in_one_line(traceback.splitlines())
+        )
+    return f"rank {rank}: {_in_one_line(report)}" if any(report) else None
+
+
+def _in_one_line(lines: Sequence[str]) -> str:
+    """Return the message of a traceback with its innermost place; the first line of any other text."""
+    start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), None)
+    if start is None:
+        return next(line for line in lines if line)
+    block = lines[start + 1 :]
+    message = next((line for line in block if line and not line.startswith(" ")), "")
+    frames = [found for found in map(_FRAME.match, block) if found is not None]
+    if not frames:
+        return message
+    own = [frame for frame in frames if not _INSTALLED.search(frame["file"])] or frames
+    name = own[-1]["file"].rpartition("/")[2]
+    return f"{message} ({name}:{own[-1]['line']}, in {own[-1]['function']})"
 
 
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:

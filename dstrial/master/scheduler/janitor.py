@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sqlite3
 import threading
 import time
@@ -15,6 +16,7 @@ from dstrial.master import checkpoint_gc
 from dstrial.master.changes import Changes
 from dstrial.master.experiment import holders
 from dstrial.master.launcher import remove
+from dstrial.master.launcher.environment import tracebacks_directory
 from dstrial.master.store import checkpoints, experiments, logs, models, usage, work
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.metrics import as_number
@@ -155,17 +157,18 @@ class Janitor:
                 )
             rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id)
             directories = [
-                Path(row["directory"])
+                (Path(row["directory"]), int(row["trial_id"] or 0))
                 for row in connection.execute(
-                    "SELECT directory FROM allocations WHERE experiment_id = ?", (experiment_id,)
+                    "SELECT directory, trial_id FROM allocations WHERE experiment_id = ?", (experiment_id,)
                 )
             ]
         for row in rows:
             storage = json.loads(row["experiment_config"])["checkpoint_storage"]
             checkpoint_gc.delete_files(storage, row["uuid"])
         self._delete_tensorboard(experiment_id)
-        for directory in directories:
+        for directory, trial_id in directories:
             remove(directory)
+            shutil.rmtree(tracebacks_directory(directory, trial_id), ignore_errors=True)
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:

@@ -26,7 +26,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.command import life
 from dstrial.master.experiment import allocations, ending
 from dstrial.master.launcher import AllocationExit, AllocationRequest, SupervisorHandle
-from dstrial.master.launcher.failures import explain_rank, first_traceback, is_of_launcher
+from dstrial.master.launcher.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
 from dstrial.master.launcher.log_file import read_lines
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
@@ -34,6 +34,7 @@ from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
 from dstrial.master.scheduler.queue import Waiting, assignments
 from dstrial.master.scheduler.silence import Silence
+from dstrial.master.scheduler.waiting import Holder, waiting_text
 from dstrial.master.slots import AGENT, disabled
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands
@@ -42,6 +43,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line, add_task_logs
 from dstrial.master.webhooks import events
+from dstrial.visible_text import visible_line
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -92,6 +94,7 @@ class Scheduler:
         self._commands = CommandWatch(services)
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int | str, tuple[int, int]] = {}
+        self._told_waiting: set[tuple[int, int]] = set()
         self._fitting: dict[int, tuple[tuple[int, int, int], int | None]] = {}
         self._is_draining = False
         self._is_stopping = False
@@ -361,6 +364,9 @@ class Scheduler:
                 explanation = explain_rank(_printed(Path(row["directory"])))
                 if explanation is not None:
                     exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
+            if exit_.explanation is None:
+                failure = explain_failure(_printed(Path(row["directory"])), traceback)
+                exit_ = dataclasses.replace(exit_, explanation=failure)
         exited = life.exited if _is_command(row) else allocations.allocation_exited
         self._database.write(lambda tx: exited(tx, row["id"], exit_, traceback))
         self._commands.forget(row)
@@ -414,7 +420,41 @@ class Scheduler:
             if allocation is not None:
                 ports |= set(json.loads(allocation["ports"]).values())
                 begun.append(allocation)
+        self._tell_waiting([*zip(rows, trials, strict=True)], [*live, *begun], len(enabled))
         return begun
+
+    def _tell_waiting(
+        self, waiting: list[tuple[sqlite3.Row, Waiting]], live: list[sqlite3.Row], num_enabled: int
+    ) -> None:
+        """Say once per run, in a trial's log, for which slots it waits and who holds them."""
+        is_begun = {row["trial_id"] for row in live}
+        left = [pair for pair in waiting if pair[0]["id"] not in is_begun]
+        told = [
+            pair
+            for pair in left
+            if pair[1].num_slots <= num_enabled
+            and (pair[0]["id"], pair[0]["run_id"]) not in self._told_waiting
+        ]
+        if not told or self._is_draining:
+            return
+        with self._database.read() as connection:
+            holders = [_holder(connection, row) for row in live if json.loads(row["slots"])]
+        first = left[0][0]["id"]
+
+        def say(tx: Transaction) -> None:
+            for row, one in told:
+                text = waiting_text(
+                    one.num_slots,
+                    num_enabled,
+                    holders,
+                    experiment_id=one.experiment_id,
+                    max_slots=one.max_slots,
+                    before=f"trial {first}" if first != row["id"] else None,
+                )
+                add_master_line(tx, row["task_id"], row["id"], text)
+
+        self._database.write(say)
+        self._told_waiting.update((row["id"], row["run_id"]) for row, _ in told)
 
     def _begin_trial(
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
@@ -563,6 +603,17 @@ class Scheduler:
                 launcher.kill(launcher.find(directory), directory)
                 launcher.remove(directory)
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _holder(connection: sqlite3.Connection, allocation: sqlite3.Row) -> Holder:
+    num_slots = len(json.loads(allocation["slots"]))
+    if _is_command(allocation):
+        return Holder(f"task {allocation['task_id']}", 0, num_slots)
+    experiment_id = allocation["experiment_id"]
+    config = json.loads(experiment_rows.require(connection, experiment_id)["config"])
+    called = visible_line(str(config.get("name")))
+    name = f"trial {allocation['trial_id']} of experiment {experiment_id} ({called})"
+    return Holder(name, experiment_id, num_slots)
 
 
 def _is_command(allocation: sqlite3.Row) -> bool:

@@ -305,3 +305,30 @@ def test_an_entrypoint_that_cannot_run_is_refused_before_anything_is_written(
 
     assert message in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("script", ["train.py", "not_written_yet.py"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_what_the_check_still_misses_is_a_next_step_and_no_failure(
+    config: Path, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")  # of which nobody can see who fills in "auto"
+    command = ["convert", "accelerate", str(config), "--entrypoint", script, "-o", str(tmp_path)]
+    experiment = tmp_path / "experiment.yaml"
+
+    assert main(command) == 0
+
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "does not pass" not in printed.out
+    try:
+        load_experiment(experiment, tmp_path, require_concrete=False, require_entrypoint=True)
+    except ConfigError as error:
+        missing = [f"next: {problem}" for problem in error.problems]
+    else:
+        missing = []
+    told = [line for line in printed.out.splitlines() if line.startswith("next: ")]
+    assert told[:-1] == missing
+    (tmp_path / script).write_text(SCRIPT)
+    assert main([*command, "--micro-batch", "4", "--force"]) == 0
+    assert main(["check", str(experiment), str(tmp_path)]) == 0, capsys.readouterr()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.master.launcher.failures import explain_exit, fingerprint, first_traceback
+from dstrial.master.launcher.failures import explain_exit, explain_failure, fingerprint, first_traceback
 
 USER = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -50,6 +50,44 @@ def test_a_chained_traceback_is_one() -> None:
     assert found is not None
     assert found.endswith("ValueError: worse")
     assert "ValueError: wrong" in found
+
+
+def test_what_failed_is_told_with_its_rank_where_our_launcher_reports_it_and_with_its_place() -> None:
+    report = "rank 1 failed first (exit code 1, host here), whole traceback in /state/rank_1.txt:"
+    advice = "This rank held 3 GiB of host memory."
+    printed = lines((0, "all went well"), (None, f"{report}\n{USER}\n{advice}"))
+
+    assert explain_failure(printed, USER) == "rank 1: ValueError: wrong (train.py:3, in <module>)"
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        pytest.param([(0, USER)], "ValueError: wrong (train.py:3, in <module>)", id="a foreign launcher"),
+        pytest.param([(0, "nothing")], None, id="nothing is printed"),
+        pytest.param([(None, LAUNCHER)], None, id="a launcher's report tells nothing"),
+        pytest.param(
+            [(None, "rank 0 failed first (exit code 1, host h):\nConfigError: x is 1; expected 2.")],
+            "rank 0: ConfigError: x is 1; expected 2.",
+            id="an error without a traceback",
+        ),
+        pytest.param(
+            [
+                (
+                    None,
+                    "rank 0 failed first (exit code 1, host h):\nTraceback (most recent call last):\n"
+                    '  File "model_def.py", line 9, in f\n    g()\n'
+                    '  File "/venv/lib/python3.11/site-packages/torch/nn/x.py", line 1, in g\n    h()\nIndexError: x',
+                )
+            ],
+            "rank 0: IndexError: x (model_def.py:9, in f)",
+            id="the user's innermost line is the place",
+        ),
+    ],
+)
+def test_what_failed_is_one_line(printed: list[tuple[int | None, str]], told: str | None) -> None:
+    found = lines(*printed)
+    assert explain_failure(found, first_traceback(found)) == told
 
 
 def test_a_fingerprint_ignores_what_differs_between_runs() -> None:

@@ -1,0 +1,215 @@
+"""What a process held when its memory ran out, and what to change; measured while the exception is on its way out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import gc
+import resource
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.engine.host_memory import available_bytes
+
+_PHRASES = (
+    "can't allocate memory",  # torch 2.13 c10/core/impl/alloc_cpu.cpp
+    "cannot allocate memory",
+    "out of memory",  # CUDA's and HIP's, torch's of an accelerator
+    "unable to mmap",
+)
+_MEMINFO = Path("/proc/meminfo")
+_VMSTAT = Path("/proc/vmstat")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What a process held of one kind of memory.
+
+    Attributes:
+        place: ``host``, or a device's name as torch writes it.
+        total_bytes: all of it.
+        capacity_bytes: what the machine or the device has; None where that is not known.
+        free_bytes: what was left of that; None where that is not known.
+        parts: bytes of ``parameters``, ``gradients`` and so on.
+    """
+
+    place: str
+    total_bytes: int
+    capacity_bytes: int | None
+    free_bytes: int | None
+    parts: Mapping[str, int]
+
+    def __str__(self) -> str:
+        """Say it in one sentence."""
+        parts = [f"{gib(size)} {name}" for name, size in self.parts.items() if size]
+        of_it = f" ({', '.join(parts)})" if parts else ""
+        left = "" if self.free_bytes is None else f", {gib(self.free_bytes)} left"
+        capacity = "" if self.capacity_bytes is None else f"; there are {gib(self.capacity_bytes)}{left}"
+        name = "host memory" if self.place == "host" else f"memory of {self.place}"
+        return f"This rank held {gib(self.total_bytes)} of {name}{of_it}{capacity}."
+
+
+def is_memory_shortage(error: BaseException) -> bool:
+    """Say whether an exception, or what it is chained to, tells of too little memory of the host or a device."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        if isinstance(one, MemoryError) or (isinstance(one, OSError) and one.errno == errno.ENOMEM):
+            return True
+        if isinstance(one, RuntimeError) and any(phrase in str(one).lower() for phrase in _PHRASES):
+            return True
+        one = one.__cause__ or one.__context__
+    return False
+
+
+def memory_advice(error: BaseException) -> str:
+    """Return what was held and what to change, a few lines; empty if the exception is no shortage of memory.
+
+    Ranks: any; no communication.
+    """
+    if not is_memory_shortage(error):
+        return ""
+    torch = sys.modules.get("torch")
+    tensors: dict[str, dict[str, int]] = {}
+    engine: Any = None
+    if torch is not None:
+        # A shortage may strike again while it is looked at; what was found by then is told.
+        with contextlib.suppress(Exception):
+            engine = _engine()
+            tensors = _tensors(torch)
+    held = [_on_host(tensors.get("cpu", {}))]
+    if torch is not None and torch.cuda.is_initialized():
+        with contextlib.suppress(Exception):
+            held.append(_on_device(torch, tensors))
+    return "\n".join([*map(str, held), _remedy(engine, is_of_device=len(held) > 1)])
+
+
+def _remedy(engine: Any, *, is_of_device: bool) -> str:
+    micro_batch = stage = None
+    with contextlib.suppress(Exception):
+        micro_batch, stage = engine.train_micro_batch_size_per_gpu(), engine.zero_optimization_stage()
+    now = "" if micro_batch is None else f" ({micro_batch} now)"
+    changes = [
+        f"lower train_micro_batch_size_per_gpu{now} and raise gradient_accumulation_steps by as much, which trains the same batch"
+    ]
+    if stage is None or stage < 3:
+        now = "" if stage is None else f" ({stage} now)"
+        changes.append(f"raise zero_optimization.stage{now} where there are several slots")
+    if is_of_device:
+        changes.append("checkpoint activations, or set zero_optimization.offload_optimizer: {device: cpu}")
+    else:
+        changes.append("lower num_workers of the data loaders, or keep fewer records in memory at a time")
+    return f"To need less: {'; '.join(changes)}."
+
+
+def oom_kills() -> int | None:
+    """Return how many processes of this machine the kernel has killed for memory since it started; None if it does not say."""
+    return _number(_VMSTAT, "oom_kill")
+
+
+def killed_text(oom_kills_before: int | None) -> str:
+    """Say what is known of a rank that SIGKILL ended and that left nothing.
+
+    Args:
+        oom_kills_before: what ``oom_kills`` returned when the rank was started.
+    """
+    now = oom_kills()
+    largest = gib(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+    total = _number(_MEMINFO, "MemTotal:")
+    capacity = "" if total is None else f"; this machine has {gib(total * 1024)}"
+    if now is not None and oom_kills_before is not None and now > oom_kills_before:
+        return (
+            "It left no traceback: memory ran out, and the kernel killed it (see dmesg). "
+            f"The largest rank held {largest}{capacity}.\n{_remedy(None, is_of_device=False)}"
+        )
+    return (
+        "It left no traceback. Somebody killed it, or memory ran out in a control group: then the kernel does so, see dmesg. "
+        f"The largest rank held {largest}{capacity}."
+    )
+
+
+def gib(num_bytes: float) -> str:
+    """Write a number of bytes for people."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes / 1024:.0f} KiB"
+
+
+def _on_host(parts: Mapping[str, int]) -> Held:
+    resident = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        resident = pages * resource.getpagesize()
+    total = _number(_MEMINFO, "MemTotal:")
+    return Held(
+        "host", resident, None if total is None else total * 1024, available_bytes(), _named(parts, resident)
+    )
+
+
+def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> Held:
+    device = torch.cuda.current_device()
+    allocated = int(torch.cuda.memory_allocated(device))
+    free, capacity = torch.cuda.mem_get_info(device)
+    parts = _named(tensors.get(f"cuda:{device}", {}), allocated)
+    return Held(f"cuda:{device}", int(torch.cuda.memory_reserved(device)), int(capacity), int(free), parts)
+
+
+def _named(parts: Mapping[str, int], total: int) -> dict[str, int]:
+    rest = total - sum(parts.values())
+    return {**parts, **({"everything else": rest} if rest > 0 else {})}
+
+
+def _tensors(torch: Any) -> dict[str, dict[str, int]]:
+    """Bytes of the tensors that Python holds, by device and by what they are; each storage counts once."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    parameters = [one for one in found if issubclass(type(one), torch.nn.Parameter)]
+    groups: list[tuple[str, Iterable[Any]]] = [
+        ("parameters", parameters),
+        ("gradients", [one.grad for one in parameters if one.grad is not None]),
+        ("optimizer state", [value for one in optimizers for value in _states(one, torch)]),
+        ("other tensors", found),
+    ]
+    seen: set[tuple[str, int]] = set()
+    sizes: dict[str, dict[str, int]] = {}
+    for name, members in groups:
+        for one in members:
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                storage = one.untyped_storage()
+                key = (str(one.device), storage.data_ptr())
+                if key not in seen:
+                    seen.add(key)
+                    of_device = sizes.setdefault(key[0], {})
+                    of_device[name] = of_device.get(name, 0) + storage.nbytes()
+    return sizes
+
+
+def _states(optimizer: Any, torch: Any) -> list[Any]:
+    return [
+        value
+        for state in optimizer.state.values()
+        if isinstance(state, Mapping)
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _engine() -> Any:
+    """Return a DeepSpeed engine of this process; None if there is none."""
+    module = sys.modules.get("deepspeed.runtime.engine")
+    if module is None:
+        return None
+    return next((one for one in gc.get_objects() if issubclass(type(one), module.DeepSpeedEngine)), None)
+
+
+def _number(path: Path, name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in path.read_text(encoding="ascii").splitlines():
+            if line.split()[:1] == [name]:
+                return int(line.split()[1])
+    return None

@@ -1,0 +1,209 @@
+"""Tells people what ranks are doing while they start: no phase is silent for longer than five seconds.
+
+A line per phase that takes longer, again when it goes on for long; the present one in ``starting.json`` of the allocation's
+directory, which ``dstrial run`` and ``dstrial status`` read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
+from dstrial.launch.abandoned_locks import Build, builds_under_way, extensions_root, remove_abandoned_locks
+from dstrial.ranks.phases import read_phase
+
+STARTING_NAME = "starting.json"
+_LOOK_EVERY_S = 0.5
+# A new phase is told once nothing has been told for so long: several short ones in a row are a long silence, too.
+_SILENCE_S = 4.0
+_LOADING_S = 30.0
+# When one that goes on is told again, seconds after it began; later every five minutes.
+_TOLD_AGAIN_AT_S = (30.0, 120.0)
+_THEN_EVERY_S = 300.0
+_AT_FIRST = "starting the processes"
+
+# What trains without an operator. Source: DeepSpeed 0.19 runtime/engine.py, _configure_basic_optimizer.
+_WITHOUT = {
+    "fused_adam": 'set "torch_adam": true in optimizer.params',
+    "cpu_adam": 'set "torch_adam": true in optimizer.params and "zero_force_ds_cpu_optimizer": false',
+    "fused_lamb": "choose another optimizer.type",
+    "fused_lion": "choose another optimizer.type",
+    "cpu_lion": "choose another optimizer.type",
+    "cpu_adagrad": "choose another optimizer.type",
+    "async_io": 'offload to "cpu" instead of "nvme"',
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Activity:
+    """What holds the start up now.
+
+    Attributes:
+        text: in a few words, for example ``importing model_def``.
+        since_s: when it began, seconds since the epoch.
+        detail: what else is to be known, sentences; may be empty.
+    """
+
+    text: str
+    since_s: float
+    detail: str = ""
+
+
+def is_due(age_s: float, told_age_s: float | None, silence_s: float) -> bool:
+    """Say whether an activity is to be told (again).
+
+    Args:
+        age_s: how long it has lasted, seconds.
+        told_age_s: how long it had lasted when it was told last; None if it was not.
+        silence_s: how long nothing has been told, seconds.
+    """
+    if told_age_s is None:
+        return silence_s >= _SILENCE_S
+    if any(told_age_s < due_s <= age_s for due_s in _TOLD_AGAIN_AT_S):
+        return True
+    return age_s > _TOLD_AGAIN_AT_S[-1] and age_s - told_age_s >= _THEN_EVERY_S
+
+
+def lasting(age_s: float) -> str:
+    """Return how long something has lasted, to be put behind it; empty if that is less than a second."""
+    return f", for {age_s:.0f} s" if age_s >= 1 else ""
+
+
+def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
+    """Choose what to tell of several ranks: the phase that has lasted longest; None if every rank has started.
+
+    Args:
+        phases: what each rank says, and since when; None for one that has said nothing yet.
+        began_s: when the ranks were started.
+    """
+    under_way = [(_AT_FIRST, began_s) if phase is None else phase for phase in phases]
+    under_way = [phase for phase in under_way if phase[0]]
+    if not under_way:
+        return None
+    text, since_s = min(under_way, key=lambda phase: phase[1])
+    return Activity(text, since_s)
+
+
+def build_activity(operator: str, since_s: float, folder: Path, holder: str) -> Activity:
+    """Describe the build of an operator.
+
+    Args:
+        operator: its name, for example ``fused_adam``.
+        since_s: when it began, seconds since the epoch.
+        folder: where the result is kept.
+        holder: who builds it, with a leading space; may be empty.
+    """
+    clock = time.strftime("%H:%M:%S", time.localtime(since_s))
+    without = _WITHOUT.get(operator)
+    way = f"To do without, {without}; to compile before" if without else "To compile before"
+    detail = (
+        f"since {clock}{holder}; ranks that use it wait. It happens once and may take minutes: the result is kept in {folder} "
+        f"for the next start. {way}, `DS_BUILD_OPS=1 pip install deepspeed`."
+    )
+    return Activity(f"compiling operator {operator}", since_s, detail)
+
+
+@contextlib.contextmanager
+def watched_start(
+    phase_files: Callable[[], Sequence[Path]],
+    tell: Callable[[str], None],
+    *,
+    root: Path | None = None,
+    every_s: float = _LOOK_EVERY_S,
+) -> Iterator[None]:
+    """Tell what the ranks do until they have started, and look after builds of extensions as long as they run.
+
+    Builds hold all ranks and all trials of a user up at the same lock without a word (torch 2.13
+    ``cpp_extension._jit_compile``, ``FileBaton.wait``). The lock of one that has died is removed.
+
+    Args:
+        phase_files: returns the file of each rank.
+        tell: shows a line; called from another thread.
+        root: the folder of compiled extensions; that of torch if None.
+        every_s: how often to look, seconds.
+
+    Ranks: none; for the launcher, around its ranks.
+    """
+    watch = _Watch(phase_files, tell, root)
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(every_s):
+            watch.look()
+        watch.close()
+
+    thread = threading.Thread(target=look, name="dstrial-start-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _worth_s(build: Build) -> float:
+    """For how long a lock is held before it is told, seconds: for a moment an operator that is only loaded has it, too."""
+    return _LOADING_S if build.is_kept else _SILENCE_S
+
+
+class _Watch:
+    def __init__(
+        self, phase_files: Callable[[], Sequence[Path]], tell: Callable[[str], None], root: Path | None
+    ) -> None:
+        self._phase_files = phase_files
+        self._tell = tell
+        self._root = root or extensions_root()
+        self._began_s = time.time()
+        self._last_told_s = self._began_s
+        self._told: dict[tuple[str, float], float] = {}
+        directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
+        self._shown = Path(directory) / STARTING_NAME if directory else None
+        self._last_shown: Activity | None = None
+        self._next_cleaning_s = 0.0
+
+    def look(self) -> None:
+        if time.monotonic() >= self._next_cleaning_s:
+            self._next_cleaning_s = time.monotonic() + 5.0
+            remove_abandoned_locks(self._root)
+        found = activity([read_phase(path) for path in self._phase_files()], self._began_s)
+        now_s = time.time()
+        builds = [one for one in builds_under_way(self._root) if now_s - one.since_s >= _worth_s(one)]
+        if builds:
+            build = builds[0]
+            found = build_activity(build.operator, build.since_s, build.folder, build.holder)
+        self._show(found)
+        if found is None:
+            return
+        key = (found.text, found.since_s)
+        age_s = time.time() - found.since_s
+        if is_due(age_s, self._told.get(key), time.time() - self._last_told_s):
+            is_again = key in self._told
+            self._last_told_s = time.time()
+            self._told[key] = age_s
+            still = "still " if is_again else ""
+            detail = f" {found.detail}" if found.detail and not is_again else lasting(age_s)
+            self._tell(f"{still}{found.text}{detail}")
+
+    def close(self) -> None:
+        self._show(None)
+
+    def _show(self, found: Activity | None) -> None:
+        if self._shown is None or found == self._last_shown:
+            return
+        self._last_shown = found
+        with contextlib.suppress(OSError):
+            if found is None:
+                self._shown.unlink(missing_ok=True)
+                return
+            temporary = self._shown.with_suffix(".new")
+            temporary.write_text(
+                json.dumps({"phase": found.text, "since_s": found.since_s}), encoding="utf-8"
+            )
+            temporary.replace(self._shown)

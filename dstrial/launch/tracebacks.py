@@ -1,0 +1,215 @@
+"""Tracebacks for people: the user's frames, every other frame as part of a count, and no chain without a cause in it.
+
+Makes text of exceptions only; where the whole traceback is kept is for ``failures``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import dstrial
+from dstrial.errors import DstrialError
+
+_OURS = str(Path(dstrial.__file__).parent)
+_STANDARD_LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+_MAX_USER_FRAMES = 16
+_INNERMOST = 2
+_BECAUSE = "The above exception was the direct cause of the following exception:"
+_MEANWHILE = "During handling of the above exception, another exception occurred:"
+# torch 2.13 torch/_utils.py, ExceptionWrapper: how an exception of a DataLoader's worker (and of its pinning thread) arrives.
+_OF_WORKER = re.compile(
+    r"\A[\w.]*: ?['\"]?Caught \w+ in (?P<where>[^\n]+)\.\nOriginal (?P<text>Traceback .*)", re.DOTALL
+)
+_LINE = re.compile(r'", line (\d+), in ')
+_FRAME = re.compile(r'  File "(?P<file>[^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n?)*')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShortTraceback:
+    """An exception as it is shown.
+
+    Attributes:
+        text: traceback with the user's frames, without a final newline; only the message for an error of dstrial's own that
+            no frame of the user's leads to.
+        summary: type and message, one line.
+        is_whole: whether nothing was left out.
+    """
+
+    text: str
+    summary: str
+    is_whole: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Frame:
+    file: str
+    text: str
+
+
+def short_traceback(error: BaseException, directory: Path | None = None) -> ShortTraceback:
+    """Format an exception for whoever wrote the program.
+
+    A chained exception is shown if it is the stated cause and says something that the last one does not, or if it was raised
+    in the user's code.
+
+    Args:
+        error: the exception, with its traceback.
+        directory: the user's files in it are named relative to it; None for the working directory.
+    """
+    base = f"{(directory or Path.cwd()).resolve()}/"
+    described = traceback.TracebackException.from_exception(error, compact=True)
+    links = list(_chain(error, described))
+    blocks, is_whole = [], len(links) == _length(described)
+    for position, (described_one, one, joint) in enumerate(links):
+        text, is_all = _block(described_one, one, base)
+        is_whole = is_whole and is_all
+        blocks.append(text)
+        if position < len(links) - 1:
+            blocks.append(joint)
+    ending = "".join(described.format_exception_only())
+    worker = _OF_WORKER.match(ending)
+    if worker is not None:
+        ending = _FRAME.sub("", worker["text"]).partition("\n")[2].lstrip("\n")
+    summary = next((line.strip() for line in ending.splitlines() if not line.startswith("  ")), "")
+    return ShortTraceback("\n\n".join(blocks), summary, is_whole)
+
+
+def whole_traceback(error: BaseException) -> str:
+    """Format an exception as Python does, with everything that it is chained to."""
+    return "".join(traceback.format_exception(error))
+
+
+def _chain(
+    error: BaseException, described: traceback.TracebackException
+) -> Iterable[tuple[traceback.TracebackException, BaseException, str]]:
+    """Yield what is to be shown, the first cause first, each with the words that join it to what follows."""
+    found: list[tuple[traceback.TracebackException, BaseException, str]] = []
+    joint, seen = "", set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        found.append((described, error, joint))
+        cause = error.__cause__
+        before = cause if cause is not None else None if error.__suppress_context__ else error.__context__
+        described_before = described.__cause__ if cause is not None else described.__context__
+        if (
+            before is None
+            or described_before is None
+            or not _adds(before, error, is_stated=cause is not None)
+        ):
+            break
+        joint = _BECAUSE if cause is not None else _MEANWHILE
+        error, described = before, described_before
+    yield from reversed(found)
+
+
+def _adds(before: BaseException, error: BaseException, *, is_stated: bool) -> bool:
+    is_of_user = any(_package(frame.filename) is None for frame in traceback.extract_tb(before.__traceback__))
+    if not is_stated:
+        return is_of_user
+    message = str(before)
+    is_told = bool(message) and message in str(error)
+    return not is_told or (is_of_user and type(before).__name__ not in str(error))
+
+
+def _length(described: traceback.TracebackException | None) -> int:
+    count = 0
+    while described is not None:
+        count += 1
+        described = described.__cause__ or (None if described.__suppress_context__ else described.__context__)
+    return count
+
+
+def _block(described: traceback.TracebackException, error: BaseException, base: str) -> tuple[str, bool]:
+    """Return one exception of a chain as text, and whether that is all of it."""
+    frames = _frames_of(described.stack)
+    ending = "".join(described.format_exception_only()).rstrip("\n")
+    if getattr(described, "exceptions", None):
+        return "".join(described.format(chain=False)).rstrip("\n"), True
+    worker = _OF_WORKER.match(ending)
+    if worker is None and isinstance(error, DstrialError) and not _of_user(frames):
+        return ending.partition(": ")[0].rpartition(".")[2] + ending[ending.find(":") :], not frames
+    lines = ["Traceback (most recent call last):"]
+    lines += _folded(frames, base, keeps_innermost=worker is None)
+    num_shown, num_frames = len(_of_user(frames)), len(frames)
+    if worker is not None:
+        there = [_Frame(match["file"], match[0].rstrip("\n")) for match in _FRAME.finditer(worker["text"])]
+        ending = _FRAME.sub("", worker["text"]).partition("\n")[2].strip("\n")
+        lines += [f"  [in {worker['where']}]", *_folded(there, base, keeps_innermost=True)]
+        num_shown, num_frames = num_shown + len(_of_user(there)), num_frames + len(there)
+    return "\n".join([*lines, ending]), num_shown == num_frames and num_shown <= _MAX_USER_FRAMES
+
+
+def _frames_of(stack: traceback.StackSummary) -> list[_Frame]:
+    return [
+        _Frame(frame.filename, "".join(traceback.StackSummary.from_list([frame]).format()).rstrip("\n"))
+        for frame in stack
+    ]
+
+
+def _of_user(frames: Sequence[_Frame]) -> list[_Frame]:
+    return [frame for frame in frames if _package(frame.file) is None]
+
+
+def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> list[str]:
+    """Return the lines of the user's frames, and a count for every row of others between them.
+
+    What comes before the user's first frame is counted behind the last one, which leaves the user's on top. Without any of
+    the user's the innermost ones stay.
+    """
+    kept = {position for position, frame in enumerate(frames) if _package(frame.file) is None}
+    if not kept and keeps_innermost:
+        kept = set(range(len(frames))[-_INNERMOST:])
+    ordered = sorted(kept)
+    if len(ordered) > _MAX_USER_FRAMES:
+        half = _MAX_USER_FRAMES // 2
+        kept -= set(ordered[half:-half])
+    first = min(kept, default=0)
+    lines: list[str] = []
+    pending: list[_Frame] = []
+    for frame, is_kept in [(frames[i], i in kept) for i in range(first, len(frames))]:
+        if not is_kept:
+            pending.append(frame)
+            continue
+        lines += _count(pending)
+        pending = []
+        lines.append(frame.text.replace(f'File "{base}', 'File "'))
+    place = _place(pending[-1]) if pending and keeps_innermost else ""
+    return [*lines, *_count([*frames[:first], *pending], place)]
+
+
+def _count(frames: Sequence[_Frame], place: str = "") -> list[str]:
+    if not frames:
+        return []
+    counts = Counter(_package(frame.file) or "your code" for frame in frames)
+    word = f"{len(frames)} more frame{'s' if len(frames) > 1 else ''}"
+    raised = f"; raised in {place}" if place else ""
+    if len(counts) == 1:
+        return [f"  [{word} of {next(iter(counts))}{raised}]"]
+    return [f"  [{word}: {', '.join(f'{count} of {name}' for name, count in counts.items())}{raised}]"]
+
+
+def _place(frame: _Frame) -> str:
+    """Return where a frame of a package is, for example ``torch/nn/modules/linear.py:134``."""
+    installed = _INSTALLED.search(frame.file)
+    name = frame.file[installed.start(1) :] if installed is not None else Path(frame.file).name
+    found = _LINE.search(frame.text)
+    return f"{name}:{found[1]}" if found is not None else name
+
+
+def _package(file: str) -> str | None:
+    """Return whose a file is: an installed package, dstrial, Python; None for the user's own."""
+    installed = _INSTALLED.search(file)
+    if installed is not None:
+        return installed[1].removesuffix(".py")
+    if file.startswith(f"{_OURS}/"):
+        return "dstrial"
+    if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
+        return "Python" if file.startswith("<frozen") else "generated code"
+    return "Python" if file.startswith(tuple(f"{path}/" for path in _STANDARD_LIBRARY if path)) else None

@@ -1,0 +1,52 @@
+"""What a rank is doing before its first batch, told to its launcher through a file; the launcher tells people.
+
+Without a launcher of ours nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
+"""Environment variable that names the file in which a rank says what it is doing before its first batch."""
+
+
+def begin_phase(text: str) -> None:
+    """Say what this rank does from now on, for example ``importing model_def``.
+
+    Ranks: each its own; no communication.
+    """
+    _write({"phase": text, "since_s": time.time()})
+
+
+def end_phases() -> None:
+    """Say that this rank has started: it trains, or does what nothing is known of.
+
+    Ranks: each its own; no communication.
+    """
+    _write({"phase": "", "since_s": time.time()})
+
+
+def read_phase(path: Path) -> tuple[str, float] | None:
+    """Return what a rank does and since when, seconds since the epoch; None before it has said anything."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return str(fields["phase"]), float(fields["since_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(fields: dict[str, object]) -> None:
+    named = os.environ.get(PHASE_FILE_VARIABLE)
+    if not named:
+        return
+    path = Path(named)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    # The launcher's directory goes first where it is killed; nobody reads it then.
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps(fields), encoding="utf-8")
+        temporary.replace(path)

@@ -1,0 +1,101 @@
+"""``dstrial run`` and ``det experiment create`` keep the same checkpoints for the same YAML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_for
+
+from dstrial.cli.run_submission import Submission
+from dstrial.local.checkpoint_directory import list_checkpoints
+from dstrial.local.run_directory import RunDirectory
+from dstrial.testing.master import MasterForTest
+
+DEADLINE_S = 240
+
+# The best of the seven are 2 and 3, which are equal; 7 is the newest.
+SCRIPT = """
+import dstrial
+
+VALUES = [3.0, 1.0, 1.0, 2.0, 5.0, 4.0, 6.0]
+with dstrial.core_context() as context:
+    for batch, value in enumerate(VALUES, start=1):
+        context.train.report_validation_metrics(batch, {"loss": value})
+        with context.checkpoint.store_path({"steps_completed": batch}) as (path, _):
+            (path / "state").write_text(str(batch))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("section", "kept"),
+    [
+        pytest.param("", [2, 7], id="Determined's defaults"),
+        pytest.param(
+            "{save_trial_best: 1, save_trial_latest: 0}", [2], id="the best alone, the earlier of equals"
+        ),
+        pytest.param(
+            "{save_experiment_best: 2, save_trial_best: 0, save_trial_latest: 2}",
+            [2, 3, 6, 7],
+            id="all three",
+        ),
+    ],
+)
+def test_the_same_yaml_keeps_the_same_checkpoints(
+    section: str, kept: list[int], tmp_path: Path, shared_master: MasterForTest
+) -> None:
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "train.py").write_text(SCRIPT)
+    storage = {"type: shared_fs", f"host_path: {tmp_path / 'storage'}"}
+    given = ", ".join([*sorted(storage, reverse=True), *([section.strip("{}")] if section else [])])
+    (tmp_path / "exp.yaml").write_text(
+        "name: keeps\nentrypoint: python3 -m dstrial.launch train.py\nmax_restarts: 0\n"
+        "resources: {slots_per_trial: 1}\nsearcher: {name: single, metric: loss, max_length: {batches: 7}}\n"
+        f"checkpoint_storage: {{{given}}}\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", "context", "--no-progress"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=dict(shared_master.env),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (record,) = (tmp_path / "runs").glob("*/*/run.json")
+    run_directory = RunDirectory(record.parent)
+    submitted = Submission.read(run_directory)
+    assert submitted is not None
+    created = shared_master.det(
+        "e", "create", "exp.yaml", "context", "-f", cwd=tmp_path, deadline_s=DEADLINE_S
+    )
+    assert created.returncode == 0, created.stdout + created.stderr
+    client = shared_master.client()
+    of_det = max(
+        row["id"] for row in client.get("/api/v1/experiments")["experiments"] if row["name"] == "keeps"
+    )
+    assert of_det != submitted.experiment_id
+
+    def completed(experiment_id: int) -> list[int]:
+        found: list[dict[str, Any]] = client.get(f"/api/v1/experiments/{experiment_id}/checkpoints")[
+            "checkpoints"
+        ]
+        return sorted(
+            row["metadata"]["steps_completed"] for row in found if row["state"] == "STATE_COMPLETED"
+        )
+
+    # Collection follows the end of an experiment.
+    wait_for(lambda: len(completed(of_det)) == len(kept), f"{completed(of_det)} are kept by det")
+    wait_for(
+        lambda: len(completed(submitted.experiment_id)) == len(kept),
+        f"{completed(submitted.experiment_id)} are kept by dstrial run",
+    )
+    assert completed(of_det) == kept
+    assert completed(submitted.experiment_id) == kept
+    stored = list_checkpoints(run_directory.checkpoints_path)
+    assert sorted(checkpoint.steps_completed for checkpoint in stored) == kept

@@ -1,0 +1,154 @@
+"""A start is never silent: who holds the slots, and which operator is compiled, on the screen, in the log and in the status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_for
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+DEADLINE_S = 300
+
+HOLDS = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
+# Some ten seconds of the compiler's work, through the function by which DeepSpeed builds its operators.
+SOURCE = """
+constexpr long work(long n) { long s = 0; for (long i = 0; i < n; ++i) s += i % 7; return s; }
+static_assert(work(5000000) > 0, "");
+"""
+COMPILES = """
+import torch
+from torch.utils.cpp_extension import load
+
+limits = ["-fconstexpr-loop-limit=2000000000", "-fconstexpr-ops-limit=2000000000"]
+load(name="cpu_adam", sources=["slow.cpp"], extra_cflags=limits, is_python_module=False)
+print("compiled", flush=True)
+"""
+CONFIG = """
+name: {name}
+entrypoint: {entrypoint}
+max_restarts: 0
+resources: {{slots_per_trial: {slots}}}
+searcher: {{name: single, metric: loss, max_length: {{batches: 1}}}}
+environment: {{environment_variables: ["TORCH_EXTENSIONS_DIR={extensions}"]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path_factory.mktemp("starting"), num_slots=2) as running:
+        yield running
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "holds.py").write_text(HOLDS)
+    (context / "compiles.py").write_text(COMPILES)
+    (context / "slow.cpp").write_text(SOURCE)
+    return tmp_path
+
+
+def write_config(project: Path, name: str, entrypoint: str, slots: int) -> str:
+    text = CONFIG.format(name=name, entrypoint=entrypoint, slots=slots, extensions=project / "operators")
+    (project / f"{name}.yaml").write_text(text)
+    return f"{name}.yaml"
+
+
+def starting(master: MasterForTest) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(master.dstrial("status", "--json").stdout)["starting"]
+    return found
+
+
+@pytest.mark.ranks
+def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: MasterForTest) -> None:
+    done = project / "done"
+    holding = write_config(project, "holding", f"python3 holds.py {done}", 1)
+    created = master.det("e", "create", holding, "context", cwd=project)
+    assert created.returncode == 0, created.stderr
+    client = master.client()
+    (holder,) = client.get("/api/v1/experiments")["experiments"]
+    done_already = project / "done already"
+    done_already.touch()
+    waits = write_config(project, "waits", f"python3 holds.py '{done_already}'", 2)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dstrial.cli", "run", waits, "context", "--no-progress"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(master.env),
+        cwd=project,
+    )
+    try:
+        wait_for(lambda: starting(master), "the status tells of nobody who waits")
+        (waiting,) = starting(master)
+        text = (
+            f"waiting for 2 slots: 1 of 2 is in use, by trial 1 of experiment {holder['id']} (holding) on 1"
+        )
+        assert waiting["phase"] == text
+        shown = master.dstrial("status").stdout
+        assert f"trial {waiting['trial']} of experiment {waiting['experiment']} is {text}" in shown
+        logged = master.det("trial", "logs", str(waiting["trial"])).stdout
+        assert logged.count(text) == 1
+    finally:
+        done.touch()
+        printed, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, printed
+    assert printed.count(text) == 1
+    assert starting(master) == []
+
+
+@pytest.mark.ranks
+def test_an_operator_that_is_compiled_is_named_on_the_screen_in_the_log_and_in_the_status(
+    project: Path, master: MasterForTest
+) -> None:
+    config = write_config(project, "compiling", "python3 -m dstrial.launch compiles.py", 1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dstrial.cli", "run", config, "context", "--no-progress"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(master.env),
+        cwd=project,
+    )
+    try:
+        wait_for(
+            lambda: (
+                process.poll() is not None
+                or any(one["phase"] == "compiling operator cpu_adam" for one in starting(master))
+            ),
+            "the status tells of no operator",
+            deadline_s=DEADLINE_S,
+        )
+        assert process.poll() is None, process.communicate()[0]
+        (compiling,) = starting(master)
+    finally:
+        printed, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, printed
+    assert "compiled" in printed
+    lines = [line for line in printed.splitlines() if "compiling operator cpu_adam" in line]
+    assert 1 <= len(lines) <= 3, printed
+    told = next(line for line in lines if "since " in line)
+    for part in (
+        "by process ",
+        f"the result is kept in {project / 'operators' / 'cpu_adam'} for the next start",
+        '"torch_adam": true',
+        "`DS_BUILD_OPS=1 pip install deepspeed`",
+    ):
+        assert part in told
+    logged = master.det("trial", "logs", str(compiling["trial"])).stdout
+    assert "compiling operator cpu_adam since " in logged
+    assert starting(master) == []
+    again = subprocess.run(
+        process.args, capture_output=True, text=True, env=dict(master.env), cwd=project, timeout=DEADLINE_S
+    )
+    assert again.returncode == 0
+    assert "compiling operator" not in again.stdout + again.stderr
+    assert [path.name for path in (project / "operators").iterdir()] == ["cpu_adam"]

@@ -1,0 +1,70 @@
+"""Starting is told: which phase, for how long, which operator is compiled; rarely enough to be read."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from dstrial.launch.start_watch import Activity, activity, is_due, watched_start
+from dstrial.ranks.phases import PHASE_FILE_VARIABLE, begin_phase, end_phases, read_phase
+
+
+def test_nothing_is_silent_for_five_seconds_and_what_goes_on_is_told_ever_more_rarely() -> None:
+    told: list[float] = []
+    for tenth in range(12_000):
+        age_s = tenth / 10
+        if is_due(age_s, told[-1] if told else None, age_s - (told[-1] if told else 0)):
+            told.append(age_s)
+    assert told[0] < 5
+    assert told[1:3] == [30.0, 120.0]
+    assert len(told) == 6  # in 20 minutes
+
+
+def test_phases_that_are_short_one_by_one_are_no_long_silence_together() -> None:
+    assert is_due(1.0, None, 4.5)
+    assert not is_due(1.0, None, 2.0)
+
+
+def test_the_phase_that_has_lasted_longest_is_told_until_every_rank_trains() -> None:
+    assert activity([None, ("building", 20.0)], 10.0) == Activity("starting the processes", 10.0)
+    assert activity([("building", 20.0), ("importing", 15.0)], 10.0) == Activity("importing", 15.0)
+    assert activity([("", 30.0), ("building", 20.0)], 10.0) == Activity("building", 20.0)
+    assert activity([("", 30.0), ("", 31.0)], 10.0) is None
+
+
+def test_what_a_rank_says_reaches_the_one_who_reads_and_needs_no_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_phase("importing model_def")
+    path = tmp_path / "rank_0.phase.json"
+    assert read_phase(path) is None
+    monkeypatch.setenv(PHASE_FILE_VARIABLE, str(path))
+    begin_phase("importing model_def")
+    found = read_phase(path)
+    assert found is not None
+    assert found[0] == "importing model_def"
+    end_phases()
+    assert read_phase(path) is not None
+    assert (read_phase(path) or ("x", 0))[0] == ""
+    path.write_text("{")
+    assert read_phase(path) is None
+
+
+def test_the_present_phase_lies_in_the_allocations_directory_until_the_ranks_have_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSTRIAL_ALLOCATION_DIR", str(tmp_path))
+    path, shown = tmp_path / "phase.json", tmp_path / "starting.json"
+    path.write_text(json.dumps({"phase": "importing model_def", "since_s": time.time() - 60}))
+    told: list[str] = []
+    with watched_start(lambda: [path], told.append, root=tmp_path / "none", every_s=0.02):
+        wait_for(lambda: shown.exists() and told)
+        assert json.loads(shown.read_text())["phase"] == "importing model_def"
+        path.write_text(json.dumps({"phase": "", "since_s": time.time()}))
+        wait_for(lambda: not shown.exists())
+    assert len(told) == 1
+    assert told[0].startswith("importing model_def, for 6")

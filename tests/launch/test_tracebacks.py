@@ -1,0 +1,166 @@
+"""What of an exception is shown: the user's frames, a count of the others, and causes that add something."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from dstrial.errors import TrialContractError
+from dstrial.launch.memory_shortage import gib, is_memory_shortage, memory_advice
+from dstrial.launch.tracebacks import ShortTraceback, short_traceback
+
+HEAD = "Traceback (most recent call last):"
+
+
+def raised(directory: Path, text: str) -> BaseException:
+    """Run a user's file, which raises, and return what it raised."""
+    path = directory / "users.py"
+    path.write_text(text)
+    with pytest.raises(BaseException) as caught:  # whatever the text raises
+        runpy.run_path(str(path))
+    return caught.value
+
+
+def short(directory: Path, text: str) -> ShortTraceback:
+    """Shorten what a user's file raises; frames of this file and of pytest are counted with runpy's as others."""
+    error = raised(directory, text)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename != str(directory / "users.py"):
+        frame = frame.tb_next
+    found = short_traceback(error.with_traceback(frame), directory)
+    traceback.clear_frames(error.__traceback__)  # which hold a loader, and its workers with it
+    return found
+
+
+def test_the_users_frames_stay_and_those_of_packages_become_a_count(tmp_path: Path) -> None:
+    found = short(tmp_path, "import torch\ndef f():\n    torch.nn.Linear(3, 4)(torch.zeros(2, 2))\n\n\nf()\n")
+    lines = found.text.splitlines()
+    assert lines[0] == HEAD
+    assert [line.strip() for line in lines if "File" in line] == [
+        'File "users.py", line 6, in <module>',
+        'File "users.py", line 3, in f',
+    ]
+    assert re.fullmatch(r"  \[3 more frames of torch; raised in torch/nn/modules/linear\.py:\d+\]", lines[-2])
+    assert lines[-1] == found.summary
+    assert found.summary.startswith("RuntimeError: mat1 and mat2")
+    assert not found.is_whole
+
+
+def test_an_error_of_the_users_own_alone_is_shown_as_a_whole(tmp_path: Path) -> None:
+    found = short(tmp_path, "{}['a']\n")
+    assert found.is_whole
+    assert found.summary == "KeyError: 'a'"
+    assert "more frame" not in found.text
+
+
+def test_an_error_in_a_loaders_worker_is_one_traceback_that_ends_in_the_users_line(tmp_path: Path) -> None:
+    found = short(
+        tmp_path,
+        "import torch\nclass Records(torch.utils.data.Dataset):\n    def __len__(self): return 4\n"
+        "    def __getitem__(self, idx): raise KeyError(f'record {idx}')\n"
+        "for _ in torch.utils.data.DataLoader(Records(), num_workers=1): pass\n",
+    )
+    assert found.text.count("Traceback") == 1
+    assert 'File "users.py", line 5, in <module>' in found.text
+    assert "[in DataLoader worker process 0]" in found.text
+    assert found.text.rindex("line 4, in __getitem__") > found.text.index("[in DataLoader")
+    assert found.text.endswith("\nKeyError: 'record 0'")
+    assert found.summary == "KeyError: 'record 0'"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "left_out"),
+    [
+        pytest.param(
+            "try: {}['a']\nexcept KeyError as e: raise RuntimeError('no config') from e\n",
+            "KeyError: 'a'",
+            "",
+            id="a stated cause",
+        ),
+        pytest.param(
+            "try: {}['a']\nexcept KeyError: raise RuntimeError('later')\n",
+            "KeyError: 'a'",
+            "",
+            id="raised in the user's code meanwhile",
+        ),
+        pytest.param(
+            "try: {}['a']\nexcept KeyError: raise RuntimeError('later') from None\n",
+            "RuntimeError: later",
+            "KeyError: 'a'",
+            id="hidden by the user",
+        ),
+        pytest.param(
+            "try: open('/no/such')\nexcept OSError as e: raise ValueError(f'{type(e).__name__}: {e}') from e\n",
+            "ValueError: FileNotFoundError:",
+            "direct cause",
+            id="told in the message already",
+        ),
+        pytest.param(
+            "import json\njson.loads('{')\n",
+            "JSONDecodeError: Expecting property name",
+            "StopIteration",
+            id="a package's own way to its error",
+        ),
+    ],
+)
+def test_only_what_adds_a_cause_is_chained(text: str, shown: str, left_out: str, tmp_path: Path) -> None:
+    found = short(tmp_path, text).text
+    assert shown in found
+    if left_out:
+        assert left_out not in found
+
+
+def test_endless_recursion_is_cut_in_its_middle(tmp_path: Path) -> None:
+    found = short(tmp_path, "def f(): g()\ndef g(): f()\nf()\n")
+    assert found.text.count("File ") == 16
+    assert "more frames of your code]" in found.text
+    assert found.text.splitlines()[-1].startswith("RecursionError")
+
+
+def test_an_error_of_dstrials_own_without_a_line_of_the_users_is_its_message(tmp_path: Path) -> None:
+    found = short_traceback(TrialContractError("train_batch is x; expected y. Return y."), tmp_path)
+    assert found.text == "TrialContractError: train_batch is x; expected y. Return y."
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with 3.11")
+def test_a_group_of_exceptions_keeps_its_members(tmp_path: Path) -> None:
+    found = short(tmp_path, "raise ExceptionGroup('two', [ValueError('a'), KeyError('b')])\n")
+    assert "ValueError: a" in found.text
+    assert "KeyError: 'b'" in found.text
+
+
+def test_a_shortage_of_memory_is_recognised_wherever_it_is_in_the_chain() -> None:
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(1 << 50)
+    assert is_memory_shortage(of_torch.value)
+    outer = ValueError("could not be read")
+    outer.__cause__ = MemoryError()
+    assert is_memory_shortage(outer)
+    assert not is_memory_shortage(ValueError("shape"))
+    assert memory_advice(ValueError("shape")) == ""
+
+
+def test_what_was_held_is_counted_by_what_it_was() -> None:
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    model(torch.zeros(1, 1024)).sum().backward()
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    advice = memory_advice(MemoryError())
+    assert "of host memory (" in advice
+    assert "lower train_micro_batch_size_per_gpu" in advice
+    sizes = {name: size for size, _, name in (part.split(" ", 2) for part in parts_of(advice))}
+    assert float(sizes["parameters"]) >= 4
+    assert float(sizes["gradients"]) >= 4
+    assert float(sizes["optimizer state"]) >= 8
+    assert len(optimizer.state) == 1
+    assert gib(3 << 30) == "3 GiB"
+
+
+def parts_of(advice: str) -> list[str]:
+    return advice.partition("(")[2].partition(")")[0].split(", ")

@@ -1,0 +1,30 @@
+"""Lines that every run would print stay out of the log, and no others."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dstrial.ranks.library_logs import quieten_libraries
+
+
+def test_deepspeeds_line_about_a_scheduler_that_has_not_started_is_dropped_and_others_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    filters = list(logger.filters)
+    propagates, logger.propagate = logger.propagate, True
+    try:
+        quieten_libraries()
+        quieten_libraries()
+        assert len(logger.filters) == len(filters) + 1
+        with caplog.at_level(logging.WARNING, logger="DeepSpeed"):
+            logger.warning("Attempting to get learning rate from scheduler before it has started")
+            logger.warning("total_num_steps 1 is less than warmup_num_steps 2")
+    finally:
+        logger.filters[:] = filters
+        logger.propagate = propagates
+    assert [record.getMessage() for record in caplog.records] == [
+        "total_num_steps 1 is less than warmup_num_steps 2"
+    ]
