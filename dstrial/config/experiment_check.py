@@ -284,6 +284,7 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
         "min_slots",
         "background_saving",
         "trust_checkpoint_code",
+        "determined_imports",
     )
     slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)
     if at_least is not None and isinstance(slots, int) and at_least > max(slots, 1):
@@ -293,11 +294,12 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
             f"at most {max(slots, 1)}, the slots_per_trial",
             "Lower it.",
         )
-    saving = section.get("background_saving")
-    if saving is not None and not isinstance(saving, bool):
-        findings.problem(
-            "data.dstrial.background_saving", render(saving), "true or false", "Write true, or leave it out."
-        )
+    for key in ("background_saving", "determined_imports"):
+        value = section.get(key)
+        if value is not None and not isinstance(value, bool):
+            findings.problem(
+                f"data.dstrial.{key}", render(value), "true or false", "Write true, or leave it out."
+            )
     trusted = section.get("trust_checkpoint_code")
     if trusted is not None and (
         not isinstance(trusted, str) or re.fullmatch("[0-9a-f]{64}", trusted) is None
