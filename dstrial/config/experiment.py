@@ -15,6 +15,7 @@ from typing import Any, Literal
 from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.documents import Document, read_yaml
+from dstrial.config.dotted_keys import check_dotted_names
 from dstrial.config.entrypoint import TrialSource, check_entrypoint
 from dstrial.config.experiment_check import (
     check_dstrial_section,
@@ -223,6 +224,7 @@ def check_experiment(
         require_concrete=require_concrete,
         needs_counts=raw["searcher"]["name"] == "grid",
     )
+    check_dotted_names(hyperparameters, findings)
     raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
     if more_checks is not None:
         more_checks(given, raw, findings)
