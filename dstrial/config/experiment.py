@@ -41,10 +41,10 @@ from dstrial.errors import ConfigError, ConfigProblem
 _DIALECT = Dialect(
     name="the experiment config",
     null_is_absent=True,
-    removed={"resources": ("slots",)},
 )
 
 
+_PREEMPTION_TIMEOUT_S = 3600
 _MAX_ENTRYPOINT_CHARS = 2**16
 _MAX_OTHER_ENGINES = 20
 
@@ -287,7 +287,7 @@ def check_experiment(
         experiment_seed=raw["reproducibility"]["experiment_seed"],
         environment_variables=variables[_device_kind()],
         profiling_enabled=raw["profiling"]["enabled"],
-        preemption_timeout_s=raw["preemption_timeout"],
+        preemption_timeout_s=raw["preemption_timeout"] or _PREEMPTION_TIMEOUT_S,
         max_restarts=raw["max_restarts"],
         warnings=tuple(findings.warnings),
         notes=tuple(notes),
@@ -305,6 +305,19 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Fin
     check_storage(raw, given.get("checkpoint_storage"), findings)
     check_profiling(raw, findings)
     check_dstrial_section(raw, findings)
+    _check_slots(raw, given, findings)
+
+
+def _check_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+    """Accept ``slots``, which says how many a command takes, and say where it may have been meant for trials."""
+    resources = raw["resources"]
+    if resources["slots"] is None:
+        del resources["slots"]
+    elif (given.get("resources") or {}).get("slots_per_trial") is None:
+        findings.warn(
+            "resources.slots",
+            f"has no effect in an experiment; its trials take slots_per_trial, which is {resources['slots_per_trial']}",
+        )
 
 
 def _check_entrypoint(
