@@ -32,6 +32,7 @@ from dstrial.cli.run_entrypoint import parse_entrypoint
 from dstrial.cli.run_outcome import failure_text
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
 from dstrial.config.documents import yaml_text
+from dstrial.config.dotted_keys import nested
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import (
     CheckpointError,
@@ -243,7 +244,7 @@ def _config_for(
     if zero_stage is not None:
         asked = {"zero_optimization": {"stage": zero_stage}}
         overwrite = hyperparameters.get("overwrite_deepspeed_args") or {}
-        hyperparameters["overwrite_deepspeed_args"] = merge_deepspeed(overwrite, asked)
+        hyperparameters["overwrite_deepspeed_args"] = merge_deepspeed(nested(overwrite), asked)
         for key, value in hyperparameters.items():
             if (key == "deepspeed_config" or key.endswith("_deepspeed_config")) and isinstance(
                 value, Mapping

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from dstrial.config.devices import DEVICES, check_devices, images, of_device
 from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.findings import Findings, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
@@ -34,6 +35,8 @@ _FALSE = Rule(types=("boolean",), default=False)
 _RESOURCES = Section(
     {
         "slots": Rule(types=("integer",), minimum=0),
+        # Of experiments, with which commands share templates.
+        "slots_per_trial": Rule(types=("integer",), minimum=0),
         "max_slots": Rule(types=("integer",), minimum=0),
         "priority": Rule(types=("integer",), minimum=1, maximum=99),
         "weight": Rule(types=("number",), default=1, minimum=0),
@@ -115,11 +118,14 @@ def check_command(
     if template is not None:
         given = merge_template({key: template[key] for key in template if key in _COMMAND.keys}, given)
     raw = check_keys(_COMMAND, given, _DIALECT, findings)
+    _check_devices(raw["environment"], findings)
     if environment_variables:
         raw["environment"] = _with_variables(raw["environment"], environment_variables)
     complete_mounts(raw, findings)
     check_variables(raw, findings)
     resources = raw["resources"]
+    if resources["slots_per_trial"] is None:
+        del resources["slots_per_trial"]
     if resources["slots"] is None:
         resources["slots"] = 0 if kind == "TENSORBOARD" else 1
     # Whatever launch_error says: a command waits for one machine to have room, and this one never will (Determined 0.38.1,
@@ -142,6 +148,20 @@ def check_command(
     if not isinstance(image, Mapping):
         raw["environment"]["image"] = dict.fromkeys(("cpu", "cuda", "rocm"), image or NO_IMAGE)
     return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
+    raw["environment"]["image"] = images(raw["environment"].get("image"), NO_IMAGE)
+    return CommandConfig(json.loads(json.dumps(raw, default=str)), words, exceeds_slots)
+
+
+def _check_devices(environment: Any, findings: Findings) -> None:
+    """Check what is given by kind of device, and complete the variables in place."""
+    if not isinstance(environment, dict):
+        return
+    for key in ("image", "environment_variables"):
+        given = environment.get(key)
+        if isinstance(given, Mapping):
+            check_devices(given, ("environment", key), findings)
+            if key == "environment_variables":
+                environment[key] = {device: of_device(given, device) or [] for device in DEVICES}
 
 
 def _with_variables(environment: Any, variables: tuple[str, ...]) -> Any:
@@ -150,7 +170,7 @@ def _with_variables(environment: Any, variables: tuple[str, ...]) -> Any:
     given = environment.get("environment_variables") or []
     merged: Any
     if isinstance(given, Mapping):
-        merged = {device: [*variables, *(given.get(device) or [])] for device in ("cpu", "cuda", "rocm")}
+        merged = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
     else:
         merged = [*variables, *given] if isinstance(given, list) else given
     return {**copy.deepcopy(dict(environment)), "environment_variables": merged}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.documents import read_json
+from dstrial.config.dotted_keys import nested
 from dstrial.config.findings import OVERRIDE_LABEL, Findings, KeyPath, Lines, dotted, locate, render
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import ConfigError
@@ -24,7 +25,7 @@ class DeepSpeedSource:
         path: the JSON file; None if the config stands in the experiment config itself.
         label: how messages call it.
         base: the config as the file or mapping has it.
-        overwrite: ``hyperparameters.overwrite_deepspeed_args``; empty if there is none.
+        overwrite: ``hyperparameters.overwrite_deepspeed_args``, dotted keys as nested ones; empty if there is none.
         merged: base with the overwrites in it.
         lines: ``file:line`` of every key of ``merged``.
         overwritten: key paths whose value comes from ``overwrite``.
@@ -122,7 +123,10 @@ def read_deepspeed(
         fix = "Write a mapping with DeepSpeed's keys."
         findings.problem("hyperparameters.overwrite_deepspeed_args", render(overwrite), "a mapping", fix)
         overwrite = {}
+    overwrite = nested(overwrite)
     overwrite_lines = _below(lines, ("hyperparameters", "overwrite_deepspeed_args"))
+    for dotted_path, line in [*overwrite_lines.items()]:
+        overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)
     overwritten = frozenset(_leaves(overwrite, ()))
     merged_lines = dict(base_lines)
     for leaf in overwritten:
@@ -133,7 +137,7 @@ def read_deepspeed(
         path=path,
         label=source_label,
         base=base,
-        overwrite=dict(overwrite),
+        overwrite=overwrite,
         merged=merge_deepspeed(base, overwrite),
         lines=merged_lines,
         overwritten=overwritten,

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.documents import Document, read_yaml
+from dstrial.config.dotted_keys import check_dotted_names
 from dstrial.config.entrypoint import TrialSource, check_entrypoint
 from dstrial.config.experiment_check import (
     check_dstrial_section,
@@ -41,10 +42,10 @@ from dstrial.errors import ConfigError, ConfigProblem
 _DIALECT = Dialect(
     name="the experiment config",
     null_is_absent=True,
-    removed={"resources": ("slots",)},
 )
 
 
+_PREEMPTION_TIMEOUT_S = 3600
 _MAX_ENTRYPOINT_CHARS = 2**16
 _MAX_OTHER_ENGINES = 20
 
@@ -228,6 +229,7 @@ def check_experiment(
         require_concrete=require_concrete,
         needs_counts=raw["searcher"]["name"] == "grid",
     )
+    check_dotted_names(hyperparameters, findings)
     raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
     if more_checks is not None:
         more_checks(given, raw, findings)
@@ -290,7 +292,7 @@ def check_experiment(
         experiment_seed=raw["reproducibility"]["experiment_seed"],
         environment_variables=variables[_device_kind()],
         profiling_enabled=raw["profiling"]["enabled"],
-        preemption_timeout_s=raw["preemption_timeout"],
+        preemption_timeout_s=raw["preemption_timeout"] or _PREEMPTION_TIMEOUT_S,
         max_restarts=raw["max_restarts"],
         warnings=tuple(findings.warnings),
         notes=tuple(notes),
@@ -309,6 +311,19 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Fin
     check_profiling(raw, findings)
     check_integrations(raw, findings)
     check_dstrial_section(raw, findings)
+    _check_slots(raw, given, findings)
+
+
+def _check_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+    """Accept ``slots``, which says how many a command takes, and say where it may have been meant for trials."""
+    resources = raw["resources"]
+    if resources["slots"] is None:
+        del resources["slots"]
+    elif (given.get("resources") or {}).get("slots_per_trial") is None:
+        findings.warn(
+            "resources.slots",
+            f"has no effect in an experiment; its trials take slots_per_trial, which is {resources['slots_per_trial']}",
+        )
 
 
 def _check_entrypoint(

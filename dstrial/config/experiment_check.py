@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from dstrial.config.devices import DEVICES, check_devices, of_device
 from dstrial.config.experiment_rules import (
     ENDED_SEARCHERS,
     SEARCHER_REQUIRES,
@@ -39,7 +40,6 @@ _SEARCHER_KEYS: dict[str, tuple[str, ...]] = {
     "adaptive_asha": (*_ASHA, "max_rungs", "bracket_rungs", "mode"),
     "async_halving": (*_ASHA, "num_rungs"),
 }
-_DEVICES = ("cpu", "cuda", "rocm")
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
@@ -225,15 +225,15 @@ def check_environment(raw: dict[str, Any], findings: Findings) -> dict[str, dict
     Returns:
         Variables by device kind ("cpu", "cuda", "rocm").
     """
-    key = "environment.environment_variables"
+    image = raw["environment"]["image"]
+    if isinstance(image, Mapping):
+        check_devices(image, ("environment", "image"), findings)
     given = raw["environment"]["environment_variables"]
     if isinstance(given, Mapping):
-        for device in given:
-            if device not in _DEVICES:
-                findings.problem(f"{key}.{device}", "not a kind of device", "cpu, cuda or rocm", "Remove it.")
-        by_device = {device: given.get(device) or [] for device in _DEVICES}
+        check_devices(given, ("environment", "environment_variables"), findings)
+        by_device = {device: of_device(given, device) or [] for device in DEVICES}
     else:
-        by_device = dict.fromkeys(_DEVICES, given)
+        by_device = dict.fromkeys(DEVICES, given)
     variables: dict[str, dict[str, str]] = {}
     for device, entries in by_device.items():
         variables[device] = {}
@@ -287,6 +287,7 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
         "background_saving",
         "trust_checkpoint_code",
         *TRAINING_CHECK_KEYS,
+        "determined_imports",
     )
     check_training_checks(section, findings)
     slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)
@@ -297,11 +298,12 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
             f"at most {max(slots, 1)}, the slots_per_trial",
             "Lower it.",
         )
-    saving = section.get("background_saving")
-    if saving is not None and not isinstance(saving, bool):
-        findings.problem(
-            "data.dstrial.background_saving", render(saving), "true or false", "Write true, or leave it out."
-        )
+    for key in ("background_saving", "determined_imports"):
+        value = section.get(key)
+        if value is not None and not isinstance(value, bool):
+            findings.problem(
+                f"data.dstrial.{key}", render(value), "true or false", "Write true, or leave it out."
+            )
     trusted = section.get("trust_checkpoint_code")
     if trusted is not None and (
         not isinstance(trusted, str) or re.fullmatch("[0-9a-f]{64}", trusted) is None

@@ -63,6 +63,8 @@ _SEARCHER = _section(
 )
 
 _RESOURCES = _section(
+    # Of commands, with which experiments share templates.
+    slots=_rule("integer"),
     slots_per_trial=_rule("integer", default=1, minimum=0),
     max_slots=_COUNT,
     priority=_rule("integer", minimum=1, maximum=99),
@@ -141,7 +143,7 @@ EXPERIMENT = Section(
         "labels": _rule("list", default=[]),
         "log_policies": _rule("list", default=[]),
         "retention_policy": _section(log_retention_days=_rule("integer", minimum=-1, maximum=32767)),
-        "preemption_timeout": _rule("integer", default=3600, minimum=1),
+        "preemption_timeout": _rule("integer", minimum=1),
         "workspace": _rule("string", default=""),
         "project": _rule("string", default=""),
         "optimizations": _section(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import ConfigError, ConfigProblem
@@ -31,6 +31,15 @@ def dotted(path: KeyPath) -> str:
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def nested_form(parts: Sequence[str], value: Any) -> str:
+    """Return how a value below several keys is written: ``zero_optimization: {stage: 3}``."""
+    *outer, last = parts
+    text = f"{last}: {render(value)}"
+    for part in reversed(outer):
+        text = f"{part}: {{{text}}}"
     return text
 
 

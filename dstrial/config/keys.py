@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.fillers import Filler
-from dstrial.config.findings import Findings, KeyPath, dotted, render
+from dstrial.config.findings import Findings, KeyPath, dotted, nested_form, render
 
 AUTO = "auto"
 
@@ -174,6 +174,10 @@ def _unknown_key(
     scope = f"{owner} in {dialect.name}" if owner else dialect.name
     close = difflib.get_close_matches(key, section.keys, n=1, cutoff=0.7)
     fix = f"Write {close[0]} instead" if close else "Remove it"
+    if "." in key:
+        outer, *rest = key.split(".")
+        known = difflib.get_close_matches(outer, section.keys, n=1, cutoff=0.7)
+        fix = f"Write {nested_form([*(known or [outer]), *rest], value)} instead"
     note = f"; {dialect.consequence}" if dialect.consequence and not section.strict else ""
     if dialect.unknown_is_warning:
         findings.warn(inner, f"is not a key of {scope}{f'; did you mean {close[0]}?' if close else ''}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.documents import read_json
+from dstrial.config.dotted_keys import nested
 from dstrial.errors import ConfigError, ConfigProblem
 
 
@@ -15,7 +16,8 @@ def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> di
     """Merge two DeepSpeed configs, key by key at every depth.
 
     A mapping merges into a mapping; anything else (lists too) replaces what was there; a ``None``
-    deletes the key. Neither argument is changed, and the result shares nothing with them.
+    deletes the key. A dotted key of the overwrite, ``zero_optimization.stage``, stands for the nested one. Neither argument is
+    changed, and the result shares nothing with them.
 
     Args:
         base: the config as the user's JSON file has it.
@@ -24,13 +26,17 @@ def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> di
     Returns:
         A new dictionary. ``None`` values of ``base`` are kept: there they are DeepSpeed's null.
     """
+    return _merged(base, nested(overwrite))
+
+
+def _merged(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {key: copy.deepcopy(value) for key, value in base.items()}
     for key, value in overwrite.items():
         if value is None:
             merged.pop(key, None)
         elif isinstance(value, Mapping):
             below = merged.get(key)
-            merged[key] = merge_deepspeed(below if isinstance(below, Mapping) else {}, value)
+            merged[key] = _merged(below if isinstance(below, Mapping) else {}, value)
         else:
             merged[key] = copy.deepcopy(value)
     return merged

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dstrial.config.devices import DEVICES, images, of_device
 from dstrial.config.documents import Document, read_yaml_text, yaml_text
 from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
@@ -210,9 +211,7 @@ def check_submission(
     config["checkpoint_storage"] = complete_storage(config["checkpoint_storage"])
     config["log_policies"] = _log_policies(given.get("log_policies") or [])
     config["labels"] = sorted({str(label) for label in config["labels"] or []})
-    image = config["environment"].get("image")
-    if not isinstance(image, Mapping):
-        config["environment"]["image"] = dict.fromkeys(("cpu", "cuda", "rocm"), image or NO_IMAGE)
+    config["environment"]["image"] = images(config["environment"].get("image"), NO_IMAGE)
     variables = experiment.environment_variables
     return Submission(
         config=_json_values(config),
@@ -299,8 +298,7 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
     given = environment.get("environment_variables") or []
     if isinstance(given, dict):
         environment["environment_variables"] = {
-            device: [*defaults.environment_variables, *(given.get(device) or [])]
-            for device in ("cpu", "cuda", "rocm")
+            device: [*defaults.environment_variables, *(of_device(given, device) or [])] for device in DEVICES
         }
     elif isinstance(given, list):
         environment["environment_variables"] = [*defaults.environment_variables, *given]
@@ -471,7 +469,7 @@ def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> 
 
 
 def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
-    """Merge by name with the defaults; a null pattern switches a default off."""
+    """Merge by name with the defaults; a null pattern, or nothing but the name, switches a default off."""
     named = {policy["name"]: dict(policy) for policy in _LOG_POLICIES}
     unnamed = []
     for policy in given:
@@ -479,7 +477,8 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
         if name is None:
             unnamed.append(dict(policy))
         else:
-            named[name] = {**named.get(name, {}), **policy}
+            is_off = set(policy) == {"name"}
+            named[name] = {**({} if is_off else named.get(name, {})), **policy}
     merged = [*named.values(), *unnamed]
     return [{"name": None, "action": None, **policy} for policy in merged if policy.get("pattern")]
 

@@ -9,9 +9,9 @@ import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from dstrial.config.devices import DEVICES, of_device, with_new_names
 from dstrial.config.hyperparameters import is_specification
 
-_DEVICES = ("cpu", "cuda", "rocm")
 _SEARCHER_COMMON = ("metric", "smaller_is_better", "source_trial_id", "source_checkpoint_uuid")
 _STORAGE_COMMON = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
@@ -128,11 +128,11 @@ def _variables(base: Any, over: Any) -> Any:
         return [*base, *over]
     if not isinstance(base, (list, Mapping)) or not isinstance(over, (list, Mapping)):
         return copy.deepcopy(over)
-    return {device: [*_of_device(base, device), *_of_device(over, device)] for device in _DEVICES}
+    return {device: [*_of_device(base, device), *_of_device(over, device)] for device in DEVICES}
 
 
 def _of_device(given: Any, device: str) -> list[Any]:
-    values = given.get(device) if isinstance(given, Mapping) else given
+    values = of_device(given, device) if isinstance(given, Mapping) else given
     if values is None:
         return []
     return list(values) if isinstance(values, list) else [values]
@@ -141,7 +141,8 @@ def _of_device(given: Any, device: str) -> list[Any]:
 def _image(base: Any, over: Any) -> Any:
     """Return the image of each device; a text stands for all of them."""
     if isinstance(over, Mapping):
-        return _shallow(base if isinstance(base, Mapping) else dict.fromkeys(_DEVICES, base), over)
+        below = with_new_names(base) if isinstance(base, Mapping) else dict.fromkeys(DEVICES, base)
+        return _shallow(below, with_new_names(over))
     return over
 
 
@@ -152,7 +153,8 @@ def _policies(base: Any, over: Any) -> Any:
     merged = []
     for policy in over:
         below = named.get(_frozen(_name(policy)))
-        merged.append(policy if below is None else {**below, **policy})
+        is_off = isinstance(policy, Mapping) and set(policy) == {"name"}
+        merged.append(policy if below is None or is_off else {**below, **policy})
     names, there = {_frozen(_name(policy)) for policy in over}, {_frozen(policy) for policy in over}
     merged += [
         item

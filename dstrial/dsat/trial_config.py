@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial.config.dotted_keys import nested
 from dstrial.dsat.candidate import Candidate, layered
 from dstrial.dsat.defaults import DEFAULT_SEARCH_RUNNER_CONFIG
 from dstrial.dsat.settings import SearchSettings
@@ -221,7 +222,8 @@ def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
 def _hyperparameters(settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
     hparams = dict(copy.deepcopy(settings.written.get("hyperparameters") or {}))
     hparams = layered(hparams, candidate.hyperparameters())
-    before = hparams.get("overwrite_deepspeed_args") or {}
+    # A dotted key beside the candidate's nested one would be the same value twice.
+    before = nested(hparams.get("overwrite_deepspeed_args") or {})
     hparams["overwrite_deepspeed_args"] = layered(before, candidate.overwrite())
     return hparams
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrial import determined_imports
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.arguments import slots_argument
@@ -102,6 +103,8 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
     env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
     if experiment is not None:
         env |= experiment.environment_variables
+    # Not on a cluster: one of Determined's has its own, and our allocations have it already.
+    env |= determined_imports.variables({**os.environ, **env}, None if experiment is None else experiment.raw)
     num_ranks = num_slots(options.slots, configured)
     with scratch_directory("dstrial-script-") as directory:
         if experiment is not None and not options.trial:

@@ -422,11 +422,11 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         'min_checkpoint_period is {"batches": -1}; expected one of {batches: n}',
     ),
     exp(
-        "slots under the old name",
+        "slots that are no number",
         "name: test",
-        "resources: {slots: 2}",
-        "resources.slots is 2, a setting that the experiment config has removed",
-        "Write slots_per_trial instead.",
+        "resources: {slots: two}",
+        'resources.slots is "two"; expected an integer',
+        "Write a value of that type.",
     ),
     exp(
         "negative slots",

@@ -107,7 +107,6 @@ def test_a_deepspeed_config_that_cannot_train_is_refused(tmp_path: Path) -> None
         (GOOD + "labels: [1]\n", "expected a string"),
         (GOOD + "workspace: mine\n", "project is not given; expected a name"),
         (GOOD + "log_policies: [boom]\n", "a mapping with pattern"),
-        (GOOD + "resources: {slots: 2}\n", "Write slots_per_trial instead"),
         (
             "entrypoint: x\nsearcher: {name: grid, metric: l}\n"
             "hyperparameters: {lr: {type: double, minval: 0, maxval: 1}}\n",

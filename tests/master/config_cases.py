@@ -78,7 +78,7 @@ DEFAULTS: dict[str, Any] = {
     "labels": [],
     "log_policies": POLICIES,
     "retention_policy": {"log_retention_days": None},
-    "preemption_timeout": 3600,
+    "preemption_timeout": None,
     "workspace": "",
     "project": "",
     "optimizations": {
@@ -293,6 +293,7 @@ CASES: dict[str, Case] = {
         hparams={},
     ),
     "no slots": Case({"resources": {"slots_per_trial": 0}}),
+    "slots of commands, too": Case({"resources": {"slots": 3, "slots_per_trial": 0}}),
     "resources": Case(
         {
             "resources": {
@@ -345,6 +346,14 @@ CASES: dict[str, Case] = {
     "one image": Case(
         {"environment": {"image": "mine"}},
         _environment(image={"cpu": "mine", "cuda": "mine", "rocm": "mine"}),
+    ),
+    "one of three images": Case(
+        {"environment": {"image": {"gpu": "mine"}}},
+        _environment(image={"cpu": IMAGE, "cuda": "mine", "rocm": IMAGE}),
+    ),
+    "variables of gpu": Case(
+        {"environment": {"environment_variables": {"gpu": ["A=1"]}}},
+        _environment(environment_variables={"cpu": [], "cuda": ["A=1"], "rocm": []}),
     ),
     "images by device": Case({"environment": {"image": {"cpu": "a", "cuda": "b", "rocm": "c"}}}),
     "what only containers need": Case(
@@ -457,6 +466,9 @@ CASES: dict[str, Case] = {
             ]
         },
         {"log_policies": [{"name": "CUDA OOM", "pattern": "mine", "action": {"type": "exclude_node"}}]},
+    ),
+    "a default policy that is only named": Case(
+        {"log_policies": [{"name": "CUDA OOM"}]}, {"log_policies": POLICIES[1:]}
     ),
     "how long to keep logs": Case({"retention_policy": {"log_retention_days": 30}}),
     "logs for ever": Case({"retention_policy": {"log_retention_days": -1}}),

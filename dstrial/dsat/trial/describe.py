@@ -147,8 +147,9 @@ _ARGUMENTS = inspect.signature(deepspeed.initialize)
 class _StandIn:
     """What the trial gets for its engine; from ``stand_for`` on everything is the engine's."""
 
-    def __init__(self, module: nn.Module, micro_batch_size: int) -> None:
+    def __init__(self, module: nn.Module, micro_batch_size: int, config: Mapping[str, Any]) -> None:
         self._engine: Any = None
+        stage = int((config.get("zero_optimization") or {}).get("stage") or 0)
         self._early = {
             "module": module,
             "train_micro_batch_size_per_gpu": lambda: micro_batch_size,
@@ -156,6 +157,11 @@ class _StandIn:
             "train_batch_size": lambda: micro_batch_size,
             # What is compiled computes the same; the dry run sees it before anything is fused.
             "compile": lambda *_, **__: None,
+            # What trials ask in their constructor; by the config that they gave, whichever is described.
+            "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
+            "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
+            "zero_optimization": lambda: stage > 0,
+            "zero_optimization_stage": lambda: stage,
         }
 
     def stand_for(self, engine: Any) -> None:
@@ -191,7 +197,8 @@ class _InitializeCall:
         given = self.arguments.get("model_parameters")
         if given is not None:
             self.arguments["model_parameters"] = list(given)
-        self.stand_in = _StandIn(model, context.get_train_micro_batch_size_per_gpu())
+        given_config = self.config if isinstance(self.config, Mapping) else {}
+        self.stand_in = _StandIn(model, context.get_train_micro_batch_size_per_gpu(), given_config)
 
     @property
     def config(self) -> Any:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dstrial import determined_imports
 from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
 from dstrial.errors import DstrialError
 from dstrial.scratch import scratch_directory
@@ -141,7 +142,7 @@ def _environment() -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": path,
+        **determined_imports.variables({**kept, "PYTHONPATH": path}),
     }
 
 

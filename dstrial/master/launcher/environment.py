@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from dstrial import determined_imports
 from dstrial.master.launcher.request import TRIAL, AllocationRequest
 from dstrial.ranks.devices import SHARE_VARIABLE
 from dstrial.scratch import compile_cache
@@ -111,9 +112,8 @@ def trial_environment(
     env.update(_user_variables(request))
     bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
     env["PATH"] = os.pathsep.join([*bin_dirs, env.get("PATH", os.defpath)])
-    env["PYTHONPATH"] = os.pathsep.join(
-        [str(_OWN_FILES / "site"), *([env["PYTHONPATH"]] if env.get("PYTHONPATH") else [])]
-    )
+    # Puts the directory of our sitecustomize first, too.
+    env.update(determined_imports.variables(env, request.config))
     env["PYTHONUNBUFFERED"] = env.get("PYTHONUNBUFFERED", "1")
     env["TMPDIR"] = str(temporary_directory)
     env.update(_protocol_variables(request))

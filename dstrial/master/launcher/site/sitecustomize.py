@@ -1,4 +1,4 @@
-"""Moves the paths that Determined's harness reads and writes into the directory of this process's allocation.
+"""Prepares every Python that dstrial starts for Determined's package: its paths in allocations, and whose classes it has.
 
 Python imports this module at its start because its directory is first on PYTHONPATH. It imports the
 ``sitecustomize`` that it hides, and changes ``determined`` only when (and if) that is imported.
@@ -13,10 +13,10 @@ _HERE = os.path.realpath(os.path.dirname(__file__))
 _ALLOCATION = os.environ.get("DSTRIAL_ALLOCATION_DIR", "")
 
 
-def _harness_paths():
-    """Load ``dstrial/harness_paths.py`` by its path: this Python may have no dstrial."""
-    path = os.path.join(_HERE, *[os.pardir] * 3, "harness_paths.py")
-    spec = importlib.util.spec_from_file_location("_dstrial_harness_paths", path)
+def _load(name):
+    """Load a file of dstrial by its path: this Python may have no dstrial."""
+    path = os.path.join(_HERE, *[os.pardir] * 3, f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_dstrial_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -30,6 +30,8 @@ def _import_hidden():
 
 
 if _ALLOCATION:
-    _paths = _harness_paths()
+    _paths = _load("harness_paths")
     _paths.install(_paths.patches_of_allocation(_ALLOCATION))
+if os.environ.get("DSTRIAL_DETERMINED_IMPORTS", "0") != "0":
+    _load("determined_imports").install_if_asked()
 _import_hidden()

@@ -1,0 +1,109 @@
+"""Dotted keys: ``zero_optimization.stage: 3`` for a key inside another, as old experiment configs write it. Pure.
+
+Determined puts such an overwrite at the top of the DeepSpeed config, where DeepSpeed of that time ignored it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dstrial.config.findings import Findings, nested_form, render
+from dstrial.config.rules import deepspeed_rules
+
+if TYPE_CHECKING:
+    from dstrial.config.keys import Section
+
+_HOLDERS = ("deepspeed_config", "overwrite_deepspeed_args")
+_OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
+
+
+def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overwrites of a DeepSpeed config with dotted keys as nested ones; what is given later wins.
+
+    Only keys whose first part is a section of DeepSpeed's are taken so. The argument is not changed; values that need no
+    change are shared.
+    """
+    return _nested(overwrite, deepspeed_rules().root)
+
+
+def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Findings) -> None:
+    """Report hyperparameters that are meant for DeepSpeed and are out of its sight for the dots in their names.
+
+    Args:
+        hyperparameters: concrete values.
+        findings: receives problems and warnings.
+    """
+    for name, value in hyperparameters.items():
+        first, dot, rest = name.partition(".")
+        if not (dot and rest):
+            continue
+        if first in _HOLDERS or first.endswith(f"_{_HOLDERS[0]}"):
+            findings.problem(
+                ("hyperparameters", name),
+                "one hyperparameter with dots in its name",
+                "keys inside each other",
+                f"Write {nested_form(name.split('.'), value)} instead.",
+            )
+        elif _is_section(first, deepspeed_rules().root):
+            whole = nested_form([_HOLDERS[1], *name.split(".")], value)
+            findings.warn(
+                ("hyperparameters", name),
+                f"is a hyperparameter of the script's, which DeepSpeed does not see; for DeepSpeed write {whole}",
+            )
+    overwrite = hyperparameters.get(_HOLDERS[1])
+    if isinstance(overwrite, Mapping):
+        _check_given_once(overwrite, findings)
+
+
+def _check_given_once(overwrite: Mapping[str, Any], findings: Findings) -> None:
+    for key, value in overwrite.items():
+        first, dot, _ = str(key).partition(".")
+        if not dot or not _is_section(first, deepspeed_rules().root):
+            continue
+        others = _nested(
+            {other: one for other, one in overwrite.items() if other != key}, deepspeed_rules().root
+        )
+        found: Any = others
+        for part in str(key).split("."):
+            found = found.get(part, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+        if found is not _ABSENT and found != value:
+            findings.problem(
+                (*_OVERWRITES, key),
+                f"given twice, as {render(value)} and as {render(found)}",
+                "once",
+                "Keep the right one.",
+            )
+
+
+_ABSENT = object()
+
+
+def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        first, dot, rest = str(key).partition(".")
+        if dot and rest and section is not None and key not in section.keys and _is_section(first, section):
+            for part in reversed(rest.split(".")):
+                value = {part: value}
+            key = first
+        rule = section.keys.get(key) if section is not None else None
+        if isinstance(value, Mapping):
+            value = _nested(value, rule.section if rule is not None else None)
+        below = result.get(key)
+        result[key] = _united(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _united(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of both at every depth, those of ``other`` where both have them; null is a value here."""
+    result = dict(one)
+    for key, value in other.items():
+        below = result.get(key)
+        result[key] = _united(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _is_section(name: str, section: Section) -> bool:
+    rule = section.keys.get(name)
+    return rule is not None and "mapping" in rule.types

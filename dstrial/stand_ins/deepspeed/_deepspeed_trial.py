@@ -1,0 +1,57 @@
+"""``determined.pytorch.deepspeed._deepspeed_trial``: dstrial's trial, and a controller that trains it with dstrial's Trainer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from dstrial import DeepSpeedTrial, Trainer
+
+__all__ = ["DeepSpeedTrial", "DeepSpeedTrialController"]
+
+
+class DeepSpeedTrialController:
+    """What Determined's ``Trainer.fit`` builds; scripts that build it themselves train as with ``Trainer.fit``.
+
+    Args:
+        trial_inst: the trial.
+        context: its context.
+        arguments: those of Determined's controller, of which ``fit`` has the same ones by name; what the experiment config
+            decides on a cluster (metric, steps completed, batch size) is taken from there.
+
+    Source: ``determined/pytorch/deepspeed/_deepspeed_trial.py:44`` (0.38.1).
+    """
+
+    _OF_FIT = (
+        "checkpoint_period",
+        "validation_period",
+        "reporting_period",
+        "max_length",
+        "latest_checkpoint",
+        "checkpoint_policy",
+        "step_zero_validation",
+        "test_mode",
+        "profiling_enabled",
+    )
+
+    def __init__(self, trial_inst: Any, context: Any, **arguments: Any) -> None:
+        assert isinstance(trial_inst, DeepSpeedTrial), "DeepSpeedTrialController needs a DeepSpeedTrial"
+        self.trial = trial_inst
+        self.context = context
+        self._arguments = {name: arguments[name] for name in self._OF_FIT if arguments.get(name) is not None}
+
+    @classmethod
+    def pre_execute_hook(cls, trial_seed: int, distributed_backend: Any) -> None:
+        """Make the process group, unless ``DET_MANUAL_INIT_DISTRIBUTED`` is set, and seed this process. Ranks: all."""
+        del distributed_backend
+        import deepspeed
+
+        from dstrial.trainer import seed_everything
+
+        if not os.environ.get("DET_MANUAL_INIT_DISTRIBUTED"):
+            deepspeed.init_distributed(auto_mpi_discovery=False)
+        seed_everything(trial_seed)
+
+    def run(self) -> None:
+        """Train. Ranks: all, collectively."""
+        Trainer(self.trial, self.context).fit(**self._arguments)

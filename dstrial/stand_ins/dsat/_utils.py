@@ -1,0 +1,14 @@
+"""``determined.pytorch.dsat._utils``: what scripts take from it."""
+
+from __future__ import annotations
+
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+from dstrial.dsat import dsat_reporting_context, get_ds_config_from_hparams, get_hf_args_with_overwrites
+
+__all__ = [
+    "dict_raise_error_on_duplicate_keys",
+    "dsat_reporting_context",
+    "get_ds_config_from_hparams",
+    "get_hf_args_with_overwrites",
+]

@@ -1,0 +1,112 @@
+"""Fields that Determined accepts and completes: slots of commands, ``gpu``, policies that are only named, defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dstrial.config.command import check_command
+from dstrial.config.submission import NO_IMAGE, MasterDefaults, Submission, check_submission
+from dstrial.config.template_merge import merge_template
+from dstrial.errors import ConfigError
+
+GOOD: dict[str, Any] = {
+    "name": "t",
+    "entrypoint": "true",
+    "searcher": {"name": "single", "metric": "loss"},
+}
+
+
+def submit(tmp_path: Path, template: dict[str, Any] | None = None, **given: Any) -> Submission:
+    defaults = MasterDefaults(checkpoint_storage={"type": "shared_fs", "host_path": "/checkpoints"})
+    return check_submission(
+        yaml.safe_dump({**GOOD, **given}), context_dir=tmp_path, defaults=defaults, template=template
+    )
+
+
+def test_slots_of_a_command_beside_those_of_a_trial_are_accepted_in_both_configs(tmp_path: Path) -> None:
+    both = {"slots": 3, "slots_per_trial": 2}
+
+    submission = submit(tmp_path, resources=both)
+    assert submission.config["resources"]["slots"] == 3
+    assert submission.config["resources"]["slots_per_trial"] == 2
+    assert "slots" not in submit(tmp_path).config["resources"]
+    assert submission.warnings == ()
+    (warning,) = submit(tmp_path, resources={"slots": 3}).warnings
+    assert "resources.slots has no effect in an experiment" in warning
+
+    command = check_command({"entrypoint": "true", "resources": both}, "COMMAND", num_slots=4)
+    assert command.num_slots == 3
+    assert command.config["resources"]["slots_per_trial"] == 2
+    alone = check_command(
+        {"entrypoint": "true"}, "COMMAND", num_slots=4, template={"resources": {"slots_per_trial": 2}}
+    )
+    assert alone.num_slots == 1
+
+
+def test_a_slots_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"resources\.slots is \"two\"; expected an integer"):
+        submit(tmp_path, resources={"slots": "two"})
+
+
+@pytest.mark.parametrize("is_command", [False, True])
+def test_gpu_means_cuda_and_the_images_left_out_are_completed(tmp_path: Path, is_command: bool) -> None:
+    environment = {"image": {"gpu": "theirs"}, "environment_variables": {"gpu": ["A=1"], "cpu": ["B=2"]}}
+    if is_command:
+        given = {"entrypoint": "true", "environment": environment}
+        config = check_command(given, "COMMAND", num_slots=1, environment_variables=("M=0",)).config
+    else:
+        config = submit(tmp_path, environment=environment).config
+
+    master = ["M=0"] if is_command else []
+    assert config["environment"]["image"] == {"cpu": NO_IMAGE, "cuda": "theirs", "rocm": NO_IMAGE}
+    assert config["environment"]["environment_variables"] == {
+        "cpu": [*master, "B=2"],
+        "cuda": [*master, "A=1"],
+        "rocm": master,
+    }
+
+
+def test_gpu_and_cuda_of_different_layers_are_the_same_device(tmp_path: Path) -> None:
+    template = {
+        "environment": {"image": {"gpu": "below", "cpu": "c"}, "environment_variables": {"gpu": ["A=0"]}}
+    }
+    config = {"environment": {"image": {"cuda": "above"}, "environment_variables": {"cuda": ["A=1"]}}}
+    merged = merge_template(template, config)["environment"]
+    assert merged["image"] == {"cpu": "c", "cuda": "above"}
+    assert merged["environment_variables"]["cuda"] == ["A=0", "A=1"]
+
+
+def test_gpu_beside_cuda_and_unknown_devices_are_problems(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        submit(
+            tmp_path,
+            environment={"environment_variables": {"gpu": ["A=1"], "cuda": ["A=2"]}, "image": {"tpu": "x"}},
+        )
+    text = str(caught.value)
+    assert "environment.environment_variables.gpu is given with cuda; expected one of the two" in text
+    assert "environment.image.tpu is not a kind of device; expected cpu, cuda (or gpu) or rocm" in text
+
+
+def test_a_policy_that_is_only_named_is_switched_off(tmp_path: Path) -> None:
+    policies = [{"name": "CUDA OOM"}, {"name": "mine", "pattern": "x"}]
+    found = submit(tmp_path, log_policies=policies).config["log_policies"]
+    assert [policy["name"] for policy in found] == ["ECC Error", "mine"]
+
+    over_template = submit(tmp_path, {"log_policies": policies}, log_policies=[{"name": "mine"}])
+    assert [policy["name"] for policy in over_template.config["log_policies"]] == ["ECC Error"]
+
+
+def test_a_policy_that_changes_the_action_only_keeps_its_pattern(tmp_path: Path) -> None:
+    found = submit(tmp_path, log_policies=[{"name": "CUDA OOM", "action": "cancel_retries"}]).config[
+        "log_policies"
+    ]
+    assert found[0] == {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*", "action": "cancel_retries"}
+
+
+def test_a_preemption_timeout_that_is_not_given_is_null_and_means_an_hour(tmp_path: Path) -> None:
+    assert submit(tmp_path).config["preemption_timeout"] is None
+    assert submit(tmp_path, preemption_timeout=7).config["preemption_timeout"] == 7

@@ -1,0 +1,150 @@
+"""Unchanged code: what `import determined.pytorch.deepspeed` gives in processes that dstrial starts, and elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstrial import determined_imports
+
+pytestmark = pytest.mark.process
+
+SHOW = """
+import json, sys
+import determined.pytorch.deepspeed as ds
+from determined.pytorch.deepspeed import _mpu, _deepspeed_context, _deepspeed_trial, _trainer
+import dstrial
+
+names = ["DeepSpeedTrial", "DeepSpeedTrialContext", "ModelParallelUnit", "Trainer", "init", "overwrite_deepspeed_config",
+         "make_data_parallel_mpu", "make_deepspeed_mpu", "DeepSpeedTrialController"]
+print(json.dumps({
+    "homes": {name: getattr(ds, name).__module__.split(".")[0] for name in names},
+    "submodules": [_mpu.ModelParallelUnit is ds.ModelParallelUnit, _trainer.Trainer is ds.Trainer,
+                   _deepspeed_trial.DeepSpeedTrial is ds.DeepSpeedTrial,
+                   _deepspeed_context.DeepSpeedTrialContext is ds.DeepSpeedTrialContext],
+    "name": ds.__name__, "spec": ds.__spec__.name, "dstrial": dstrial.__spec__.name,
+    "pytorch_trial": __import__("determined.pytorch").pytorch.PyTorchTrial.__module__.split(".")[0],
+}))
+"""
+DSAT = """
+from determined.pytorch import dsat
+from determined.pytorch.dsat import dsat_reporting_context, get_ds_config_from_hparams, get_hf_args_with_overwrites
+print(dsat.__name__, dsat_reporting_context.__module__, get_ds_config_from_hparams.__module__)
+"""
+CHILD = """
+import subprocess, sys
+import determined.pytorch.deepspeed
+subprocess.run([sys.executable, "-c", "import determined.pytorch.deepspeed as d; print(d.Trainer.__module__)"], check=True)
+"""
+
+
+def started_by_dstrial(**variables: str) -> dict[str, str]:
+    environ = {name: value for name, value in os.environ.items() if name != determined_imports.VARIABLE}
+    environ |= variables
+    return environ | determined_imports.variables(environ)
+
+
+def run(
+    source: str, environ: dict[str, str], *, arguments: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *(arguments or ("-c", source))],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what the program printed, below what DeepSpeed prints of its accelerator."""
+    return done.stdout.splitlines()[-1]
+
+
+def test_the_names_of_determined_are_those_of_dstrial_in_a_module_of_their_own() -> None:
+    done = run(SHOW, started_by_dstrial())
+
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(last_line(done))
+    assert (
+        shown["homes"].pop("DeepSpeedTrialController") == "determined"
+    )  # made for the name, by the stand-in itself
+    assert set(shown["homes"].values()) == {"dstrial"}
+    assert all(shown["submodules"])
+    assert shown["name"] == shown["spec"] == "determined.pytorch.deepspeed"
+    assert shown["dstrial"] == "dstrial"
+    assert shown["pytorch_trial"] == "determined"
+
+
+def test_it_is_announced_in_one_line_that_names_the_switch() -> None:
+    done = run(CHILD, started_by_dstrial())
+
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "determined_imports" in line]
+    assert len(told) == 1
+    assert "data.dstrial.determined_imports: false" in told[0]
+    assert last_line(done) == "dstrial.trainer"
+
+
+def test_other_ranks_than_the_first_say_nothing() -> None:
+    done = run(SHOW, started_by_dstrial(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1"))
+
+    assert done.returncode == 0, done.stderr
+    assert "determined_imports" not in done.stderr
+
+
+@pytest.mark.parametrize("is_switched_off", [False, True])
+def test_elsewhere_and_switched_off_determined_is_its_own(is_switched_off: bool) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != determined_imports.VARIABLE}
+    if is_switched_off:
+        environ = started_by_dstrial(**{determined_imports.VARIABLE: "0"})
+    done = run("import determined.pytorch.deepspeed as d; print(d.Trainer.__module__)", environ)
+
+    assert done.returncode == 0, done.stderr
+    assert last_line(done) == "determined.pytorch.deepspeed._trainer"
+    assert "determined_imports" not in done.stderr
+    if is_switched_off:
+        done = run(DSAT, environ)
+        assert (
+            "No module named 'determined.pytorch.dsat'" in done.stderr
+            or "cannot import name 'dsat'" in done.stderr
+        )
+
+
+def test_dsat_is_there_though_determined_no_longer_has_it() -> None:
+    done = run(DSAT, started_by_dstrial())
+
+    assert done.returncode == 0, done.stderr
+    assert last_line(done).split() == [
+        "determined.pytorch.dsat",
+        "dstrial.dsat.trial.reporting",
+        "dstrial.dsat.hyperparameters",
+    ]
+    shown = run("", started_by_dstrial(), arguments=("-m", "determined.pytorch.dsat", "--help"))
+    assert shown.returncode == 0, shown.stderr
+    assert "asha" in shown.stdout
+
+
+def test_a_hand_made_experiment_config_switches_it_off() -> None:
+    config = {"data": {"dstrial": {"determined_imports": False}}}
+    assert determined_imports.variables({}, config)[determined_imports.VARIABLE] == "0"
+    assert (
+        determined_imports.variables({determined_imports.VARIABLE: "1"}, config)[determined_imports.VARIABLE]
+        == "1"
+    )
+    assert determined_imports.variables({}, {"data": None})[determined_imports.VARIABLE] == "1"
+
+
+def test_the_directory_of_start_up_code_is_first_on_the_path_and_there_once() -> None:
+    once = determined_imports.variables({"PYTHONPATH": "/a"})
+    again = determined_imports.variables({"PYTHONPATH": once["PYTHONPATH"]})
+    directory, rest = once["PYTHONPATH"].split(os.pathsep)
+    assert (Path(directory) / "sitecustomize.py").is_file()
+    assert rest == "/a"
+    assert again["PYTHONPATH"] == once["PYTHONPATH"]
