@@ -284,6 +284,8 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
         "min_slots",
         "background_saving",
         "trust_checkpoint_code",
+        "requirements",
+        "install_timeout_s",
     )
     slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)
     if at_least is not None and isinstance(slots, int) and at_least > max(slots, 1):

@@ -19,6 +19,7 @@ from dstrial.scratch import compile_cache
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
+BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 
 # One environment string may have 128 KiB; the cluster-info files have no such limit.
 _MAX_VALUE_BYTES = 100_000
@@ -120,6 +121,7 @@ def trial_environment(
     env.update(_device_variables(request, env))
     env[ALLOCATION_DIR_VARIABLE] = str(request.directory)
     env[MARKER_VARIABLE] = marker
+    env[BASE_PYTHON_VARIABLE] = request.interpreter or sys.executable
     return env
 
 
