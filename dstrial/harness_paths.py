@@ -95,9 +95,6 @@ def patches_of_allocation(allocation: str) -> dict[str, Patch]:
 
     def patch_pip(module: Any) -> None:
         """Refuse to change the environment that the master, and other trials, run in."""
-        python = os.environ.get(BASE_PYTHON_VARIABLE, "")
-        if os.path.dirname(os.path.dirname(python)) != sys.prefix:
-            return
         original = module.main
 
         def main(args: list[str] | None = None) -> Any:
@@ -118,8 +115,11 @@ def patches_of_allocation(allocation: str) -> dict[str, Patch]:
 
         module.main = main
 
+    python = os.environ.get(BASE_PYTHON_VARIABLE, "")
+    is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {
-        "pip._internal.cli.main": patch_pip,
+        # Not in an overlay, which has a finder of its own for it, nor in an environment that the trial makes.
+        **({"pip._internal.cli.main": patch_pip} if is_base else {}),
         "determined._info": patch_info,
         "determined.constants": patch_constants,
         "determined.ipc": patch_ipc,
