@@ -10,6 +10,7 @@
     credentials.json  passwords of the users that the first start made, mode 0600
     allocations/      one directory per allocation
     checkpoints/      the default checkpoint storage
+    overlays/         environments of tasks that install packages, by digest
 
 This module imports only the standard library, so that every command can look without delay.
 """
