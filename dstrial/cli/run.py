@@ -20,6 +20,7 @@ from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
 from dstrial.cli.streams import LastingStream
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
+from dstrial.config.startup_hook import HOOK_NAME, requirements_of
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
@@ -279,8 +280,13 @@ def _require_startable(request: _Request) -> None:
     Raises:
         LaunchError: the program or the script is not there.
     """
-    if request.entrypoint.trial is not None:
-        return
+    experiment = request.experiment
+    if (
+        request.entrypoint.trial is not None
+        or requirements_of(experiment.raw)
+        or (experiment.context_dir / HOOK_NAME).is_file()
+    ):
+        return  # What it installs may bring the program.
     from dstrial.launch.rank_main import script_command
 
     program = script_command(request.entrypoint.words, directory=request.experiment.context_dir)[0]

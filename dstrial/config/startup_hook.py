@@ -19,6 +19,7 @@ _INSTALLERS = re.compile(r"\b(?:pip3?(?:\.\d+)?|uv|poetry|easy_install|setup\.py
 _INSTALLING = re.compile(r"\b(?:install|develop|sync|easy_install)\b")
 _PIP = re.compile(r"\bpip3?(?:\.\d+)?\s+(?:\S+\s+)*?(?:install|uninstall)\b(?P<words>[^;&|#]*)")
 _ELSEWHERE = re.compile(r"(?<!\S)(--user|--target|--prefix|--root|-t)(?=[\s=]|$)")
+_UV = re.compile(r"\buv\s+(?:pip\s+(?:install|sync)|sync|add)\b")
 _CHANGES = r"(?:install|create|update|upgrade|remove|uninstall|purge|build-dep|dist-upgrade)"
 _MANAGER = re.compile(
     rf"\b(?P<name>conda|mamba|micromamba|apt|apt-get|yum|dnf|apk|brew)\s+(?:\S+\s+)*?{_CHANGES}\b"
@@ -121,6 +122,8 @@ def unsupported(text: str) -> Iterator[tuple[int, str, str]]:
                 "it would change this machine, or an environment that others use. Install what it names once by hand, or "
                 "use pip, which installs into an environment of this trial's own",
             )
+        if _UV.search(line) is not None:
+            yield number, "uv", "it does not see the packages that are there already. Use pip"
         for found in _PIP.finditer(line):
             option = _ELSEWHERE.search(found.group("words"))
             if option is not None:

@@ -39,6 +39,7 @@ def experiment(directory: Path, hook: str = "", **sections: Any) -> Path:
             "python3 -m pip --quiet install \\\n  --target=lib humanize",
             "startup-hook.sh:1: pip install --target",
         ),
+        ("uv pip install humanize", "startup-hook.sh:1: uv"),
         ("pip3.11 install -t lib humanize", "startup-hook.sh:1: pip install -t"),
     ],
 )

@@ -26,6 +26,7 @@ _MANAGERS = {
     "conda": "install|create|update|upgrade|remove|uninstall|env",
     "mamba": "install|create|update|upgrade|remove|uninstall|env",
     "micromamba": "install|create|update|upgrade|remove|uninstall|env",
+    "uv": "install|sync|add",
     "apt": "install|update|upgrade|full-upgrade|remove|purge|autoremove",
     "apt-get": "install|update|upgrade|dist-upgrade|remove|purge|autoremove|build-dep",
 }
