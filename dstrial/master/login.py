@@ -163,7 +163,7 @@ def browser_link(record: MasterRecord, username: str = USERNAME) -> str | None:
         if "does not exist" in str(error) or "not active" in str(error):
             raise
         return None  # a master of an earlier release
-    return f"{record.address}/#login={code}"
+    return f"{record.address}/login#{code}"
 
 
 def read_credentials(state: StateDirectory) -> dict[str, Any]:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 def code_of(master: MasterForTest, username: str = "determined") -> str:
     link = browser_link(master.record, username)
     assert link is not None
-    return link.partition("#login=")[2]
+    return link.partition("/login#")[2]
 
 
 def post(master: MasterForTest, code: object, **headers: str) -> http.client.HTTPResponse:
@@ -42,7 +42,7 @@ def post(master: MasterForTest, code: object, **headers: str) -> http.client.HTT
 def test_up_and_login_print_a_link_that_opens_a_session_once(shared_master: MasterForTest) -> None:
     for command in ("up", "login"):
         told = shared_master.dstrial(command, "--state-dir", str(shared_master.state.path)).stdout
-        found = re.search(r"browser: +(http://localhost:\d+)/#login=(\S+) \(once, within 10 minutes\)", told)
+        found = re.search(r"browser: +(http://localhost:\d+)/login#(\S+) \(once, within 10 minutes\)", told)
         assert found is not None, told
         assert found[1] == shared_master.address
 
@@ -62,11 +62,11 @@ def test_up_and_login_print_a_link_that_opens_a_session_once(shared_master: Mast
 def test_the_page_takes_the_code_out_of_its_address_before_it_sends_it(shared_master: MasterForTest) -> None:
     url = urlsplit(shared_master.address)
     connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=30)
-    connection.request("GET", "/", headers={"Host": url.netloc})
+    connection.request("GET", "/login", headers={"Host": url.netloc})
     text = connection.getresponse().read().decode()
     connection.close()
 
-    script = text[text.index("#login=") :]
+    script = text[text.index("location.hash") :]
     assert script.index("replaceState") < script.index("/api/v1/auth/link")
 
 
