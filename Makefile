@@ -31,7 +31,7 @@ help: ## list the targets
 
 venv: $(VENV)/.package ## create .venv/ with torch and this package, editable
 
-run: venv ## train the main example (digits) and show its result
+run: $(VENV)/.runtime ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
 test: venv ## run every test that needs no accelerator
@@ -71,30 +71,41 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find dstrial tests model_defs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# These rules make the environments; % is the directory.
+# These rules make the environments; % is the directory. tools/phase.sh prints a line for each step, and the output of one that fails.
 %/.python:
 	@test -n "$(PYTHON)" || { echo "No python3 is on PATH; expected Python 3.10 or later. Install python3.11." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is too old; expected Python 3.10 or later. Set PYTHON=/path/to/python3.11." >&2; exit 1; }
-	$(PYTHON) -m venv $*
+	@tools/phase.sh "making $* with $(PYTHON)" $(PYTHON) -m venv $*
 	@touch $@
 
 # The stamp's content is the request, so that another TORCH installs another torch.
 %/.torch: %/.python FORCE
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(TORCH)" ]; then \
-		$*/bin/python -m pip install "$(TORCH)" && echo "$(TORCH)" > $@; \
+		tools/phase.sh "installing $(TORCH)" $*/bin/python -m pip install "$(TORCH)" && echo "$(TORCH)" > $@; \
 	fi
 
 $(HF4)/.package: CONSTRAINTS := $(HF4_CONSTRAINTS)
 
 # The installed torch becomes a constraint, so that no dependency replaces it by another build.
-%/.package: %/.torch pyproject.toml
-	$*/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $*/constraints.txt
+%/.runtime: %/.torch pyproject.toml
+	@$*/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $*/constraints.txt
 	@printf '%s\n' $(CONSTRAINTS) >> $*/constraints.txt
-	$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[dev,examples]"
-	@test "torch==$$($*/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
-		= "$$(head -n 1 $*/constraints.txt)" || { echo "torch was replaced while installing; see above." >&2; exit 1; }
+	@tools/phase.sh "installing dstrial and what the main example needs" \
+		$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[digits]"
+	$(require-same-torch)
 	@touch $@
+
+%/.package: %/.runtime
+	@tools/phase.sh "installing the tools of development and what all examples need" \
+		$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[dev,examples]"
+	$(require-same-torch)
+	@touch $@
+
+define require-same-torch
+@test "torch==$$($*/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
+	= "$$(head -n 1 $*/constraints.txt)" || { echo "torch was replaced while installing; see above." >&2; exit 1; }
+endef
 
 .PHONY: FORCE
 FORCE:

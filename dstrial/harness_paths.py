@@ -7,7 +7,7 @@ take 10 ms of each start).
 """
 
 # pathlib would take another 5 ms.
-# ruff: noqa: PTH103, PTH118
+# ruff: noqa: PTH103, PTH118, PTH120
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Patch: TypeAlias = Callable[[ModuleType], None]
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
+BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 
 
 def patches_of_allocation(allocation: str) -> dict[str, Patch]:
@@ -92,7 +93,33 @@ def patches_of_allocation(allocation: str) -> dict[str, Patch]:
 
         cls.pre_store_path = pre_store_path
 
+    def patch_pip(module: Any) -> None:
+        """Refuse to change the environment that the master, and other trials, run in."""
+        original = module.main
+
+        def main(args: list[str] | None = None) -> Any:
+            words = sys.argv[1:] if args is None else args
+            command = next(
+                (word for word in words if word in ("install", "uninstall", "download", "wheel")), ""
+            )
+            elsewhere = ("--target", "-t", "--prefix", "--root", "--dry-run", "--python", "--help", "-h")
+            goes_elsewhere = any(word.partition("=")[0] in elsewhere for word in words)
+            if command not in ("install", "uninstall") or goes_elsewhere:
+                return original(args)
+            sys.stderr.write(
+                f"error: pip {command} runs in {sys.prefix}, the environment of the master; expected an environment of the "
+                "task's own. Put it into startup-hook.sh beside the model definition, or name a file of requirements "
+                "in environment.requirements.\n"
+            )
+            return 1
+
+        module.main = main
+
+    python = os.environ.get(BASE_PYTHON_VARIABLE, "")
+    is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {
+        # Not in an overlay, which has a finder of its own for it, nor in an environment that the trial makes.
+        **({"pip._internal.cli.main": patch_pip} if is_base else {}),
         "determined._info": patch_info,
         "determined.constants": patch_constants,
         "determined.ipc": patch_ipc,

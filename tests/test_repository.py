@@ -169,6 +169,36 @@ def test_make_gpu_takes_an_interpreter_as_it_is_and_makes_no_environment_for_it(
     assert "pip install" in planned()
 
 
+def test_make_run_installs_no_tools_of_development(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(text_of("Makefile"))
+    (tmp_path / "pyproject.toml").write_text("")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+
+    def planned(target: str) -> str:
+        command = ["make", "--dry-run", target]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert '--editable ".[digits]"' in planned("run")
+    assert "tools of development" not in planned("run")
+    assert '--editable ".[dev,examples]"' in planned("venv")
+
+
+@pytest.mark.process
+def test_a_phase_of_make_is_one_line_and_shows_what_failed() -> None:
+    def run(script: str) -> subprocess.CompletedProcess[str]:
+        words = [str(ROOT / "tools" / "phase.sh"), "doing it", "sh", "-c", script]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    well, badly = run("echo much"), run("echo reason; exit 3")
+
+    assert re.fullmatch(r"doing it \.\.\. \d+ s\n", well.stdout)
+    assert (well.returncode, well.stderr) == (0, "")
+    assert re.fullmatch(r"doing it \.\.\. failed after \d+ s:\n", badly.stdout)
+    assert (badly.returncode, badly.stderr) == (3, "reason\n")
+
+
 @pytest.mark.process
 def test_the_proof_on_a_gpu_refuses_what_is_no_interpreter(tmp_path: Path) -> None:
     done = subprocess.run(

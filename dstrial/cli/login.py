@@ -40,8 +40,11 @@ def main(args: argparse.Namespace) -> int:
         raise MasterError(
             f"no master is running with state directory {state.path}; expected one. Start it with `dstrial up`."
         )
-    from dstrial.master.login import addresses_of, log_in_as
+    from dstrial.master.login import addresses_of, browser_link, log_in_as
 
     log_in_as(record, args.user)
     sys.stdout.write(f"det is logged in as {args.user} at {' and '.join(addresses_of(record.port))}\n")
+    link = browser_link(record, args.user)
+    if link is not None:
+        sys.stdout.write(f"browser: {link} (once, within 10 minutes)\n")
     return 0

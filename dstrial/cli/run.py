@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.cli.arguments import add_experiment_arguments
+from dstrial.cli.programs import typed
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import (
     Verdict,
@@ -28,6 +29,7 @@ from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
 from dstrial.cli.streams import LastingStream
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
+from dstrial.config.startup_hook import HOOK_NAME, requirements_of
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
@@ -215,7 +217,7 @@ def _require_trainable(
             "'single', one trial",
             "Add --config searcher.name=single and concrete hyperparameters."
             if args.test
-            else "Go on with a search by `det experiment activate`.",
+            else f"Go on with a search by `{typed('det')} experiment activate`.",
         )
     elif entrypoint.trial is None and args.test:
         problem = ConfigProblem(
@@ -264,7 +266,7 @@ def _attempt(request: _Request, run_directory: RunDirectory) -> int:
     with noted_signals() as signals:
         master, is_new_master = find_or_start_master(num_slots)
         if is_new_master:
-            out.write(f"started a master at {master.record.address}, which `dstrial down` ends\n")
+            out.write(f"started a master at {master.record.address}, which `{typed('dstrial')} down` ends\n")
         if request.is_search:
             from dstrial.cli.run_search import search
 
@@ -287,8 +289,13 @@ def _require_startable(request: _Request) -> None:
     Raises:
         LaunchError: the program or the script is not there.
     """
-    if request.entrypoint.trial is not None:
-        return
+    experiment = request.experiment
+    if (
+        request.entrypoint.trial is not None
+        or requirements_of(experiment.raw)
+        or (experiment.context_dir / HOOK_NAME).is_file()
+    ):
+        return  # What it installs may bring the program.
     from dstrial.launch.rank_main import script_command
 
     program = script_command(request.entrypoint.words, directory=request.experiment.context_dir)[0]
@@ -322,7 +329,9 @@ def _train(
         if point is not None:
             display.message(f"resuming from checkpoint {point.checkpoint}")
         experiment_id, known = _start(request, master, run_directory, num_slots)
-        display.message(f"experiment:    {experiment_id} (det experiment describe {experiment_id})")
+        display.message(
+            f"experiment:    {experiment_id} ({typed('det')} experiment describe {experiment_id})"
+        )
         log = LogTail(master, _shower(display), known)
 
         looked = {"waited_until_s": time.time()}
@@ -440,9 +449,9 @@ def _ways_on(followed: Followed) -> list[str]:
     view = followed.view
     assert view is not None
     if followed.is_master_gone:
-        return [f"{'master:':<15}has ended; experiment {view.id} goes on at the next `dstrial up`"]
+        return [f"{'master:':<15}has ended; experiment {view.id} goes on at the next `{typed('dstrial')} up`"]
     if view.state == "PAUSED":
-        return [f"{'or with:':<15}det experiment activate {view.id}"]
+        return [f"{'or with:':<15}{typed('det')} experiment activate {view.id}"]
     return []
 
 
@@ -466,7 +475,10 @@ def _summary_of(
         metric=experiment.metric,
         smaller_is_better=experiment.smaller_is_better,
         steps_before=steps_before,
-        resume_command=["dstrial", *_own_arguments(args, "latest" if is_latest else str(run_directory.path))],
+        resume_command=[
+            typed("dstrial"),
+            *_own_arguments(args, "latest" if is_latest else str(run_directory.path)),
+        ],
     )
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from dstrial.cli.programs import typed
 from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import Followed, follow
 from dstrial.cli.run_outcome import near
@@ -46,7 +47,7 @@ def search(
     storage = dict(config.get("checkpoint_storage") or {})
     mark = fingerprint(config, files)
     Submission(experiment_id, master.record.cluster_id, mark, storage).write(run_directory)
-    out.write(f"experiment:    {experiment_id} (det experiment describe {experiment_id})\n")
+    out.write(f"experiment:    {experiment_id} ({typed('det')} experiment describe {experiment_id})\n")
     told = ""
     told_starts: set[str] = set()
 
@@ -110,7 +111,7 @@ def _end(
         rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
     rows.append(("run directory", near(run_directory.path)))
     if view.state == "PAUSED":
-        rows.append(("resume with", f"det experiment activate {view.id}"))
+        rows.append(("resume with", f"{typed('det')} experiment activate {view.id}"))
     out.write("".join(f"{name + ':':<15}{value}\n" for name, value in rows))
     return exit_code
 

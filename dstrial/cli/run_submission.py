@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrial.cli.programs import typed
 from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.config import ExperimentConfig
 from dstrial.config.documents import yaml_text
@@ -246,7 +247,7 @@ def living_experiment(
     if view.state != "PAUSED" or not view.is_settled:
         raise DstrialError(
             f"experiment {view.id} of the run {run_directory.path} is {view.state.lower()} with other settings or still "
-            f"stopping; expected it paused or ended. Stop it with `det experiment pause {view.id}`, and wait for that."
+            f"stopping; expected it paused or ended. Stop it with `{typed('det')} experiment pause {view.id}`, and wait for that."
         )
     master.client.post(f"/api/v1/experiments/{view.id}/cancel")
     return None

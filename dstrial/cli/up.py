@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrial.errors import RequestError
 from dstrial.launch.arguments import slots_argument
 from dstrial.master import daemon
 from dstrial.master.state_directory import MasterRecord, StateDirectory
@@ -141,7 +143,7 @@ def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:
 
 def _tell(state: StateDirectory, record: MasterRecord) -> None:
     """Log ``det`` in and print what the user has to know."""
-    from dstrial.master.login import log_in
+    from dstrial.master.login import browser_link, log_in
 
     outcome = log_in(record, _may_replace)
     rows = [
@@ -150,6 +152,10 @@ def _tell(state: StateDirectory, record: MasterRecord) -> None:
         ("state", str(state.path)),
         *_login_rows(outcome),
     ]
+    with contextlib.suppress(RequestError):  # There is no such user: said above.
+        link = browser_link(record)
+        if link is not None:
+            rows.append(("browser", f"{link} (once, within 10 minutes)"))
     sys.stdout.write("".join(f"{name + ':':<10}{value}\n" for name, value in rows))
     if record.port != daemon.DEFAULT_PORT:
         sys.stdout.write(f"export DET_MASTER={record.address}\n")

@@ -123,6 +123,8 @@ def check_command(
         raw["environment"] = _with_variables(raw["environment"], environment_variables)
     complete_mounts(raw, findings)
     check_variables(raw, findings)
+    if isinstance(raw["environment"], dict) and raw["environment"].get("requirements") is None:
+        raw["environment"].pop("requirements", None)
     resources = raw["resources"]
     if resources["slots_per_trial"] is None:
         del resources["slots_per_trial"]

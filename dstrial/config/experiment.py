@@ -37,6 +37,7 @@ from dstrial.config.overrides import apply_overrides
 from dstrial.config.resume_check import check_resumption, with_kept_batch
 from dstrial.config.saved_run import SavedRun
 from dstrial.config.settings import ParallelSizes
+from dstrial.config.startup_hook import check_startup
 from dstrial.errors import ConfigError, ConfigProblem
 
 _DIALECT = Dialect(
@@ -234,6 +235,7 @@ def check_experiment(
     if more_checks is not None:
         more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
+    check_startup(raw, context_dir, findings)
     raw["name"] = raw["name"] or path.stem
     slots_per_trial = raw["resources"]["slots_per_trial"] if slots is None else slots
     slots_key = "resources.slots_per_trial" if slots is None else "--slots"

@@ -288,6 +288,8 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
         "trust_checkpoint_code",
         *TRAINING_CHECK_KEYS,
         "determined_imports",
+        "requirements",
+        "install_timeout_s",
     )
     check_training_checks(section, findings)
     slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)

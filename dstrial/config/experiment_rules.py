@@ -80,6 +80,8 @@ _RESOURCES = _section(
 _ENVIRONMENT = _section(
     environment_variables=_rule("list", "mapping", default=[]),
     image=_rule("string", "mapping"),
+    # Ours; Determined's master refuses it, and takes data.dstrial.requirements.
+    requirements=_STRING,
     pod_spec=_ANY,
     ports=_rule("mapping", default={}),
     registry_auth=_ANY,

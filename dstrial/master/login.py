@@ -145,6 +145,27 @@ def new_token(record: MasterRecord, username: str = USERNAME) -> str:
     return str(client.post("/owner/login", {"username": username})["token"])
 
 
+def browser_link(record: MasterRecord, username: str = USERNAME) -> str | None:
+    """Return an address that logs a browser in, once and within ten minutes; None for a master that makes none.
+
+    The code stands behind the ``#``, which a browser keeps to itself: no request, log or ``Referer`` has it.
+
+    Raises:
+        RequestError: there is no such user, or it is not active.
+        MasterError: the master does not answer.
+    """
+    if not record.socket:
+        return None
+    client = Client(record.address, socket=record.socket)
+    try:
+        code = str(client.post("/owner/link", {"username": username})["code"])
+    except RequestError as error:
+        if "does not exist" in str(error) or "not active" in str(error):
+            raise
+        return None  # a master of an earlier release
+    return f"{record.address}/login#{code}"
+
+
 def read_credentials(state: StateDirectory) -> dict[str, Any]:
     """Return username -> password as the first start made them; empty where passwords are blank.
 

@@ -18,6 +18,7 @@ from dstrial.master.attempts import Attempts
 from dstrial.master.changes import Changes
 from dstrial.master.checker import Checker
 from dstrial.master.clock import now_us
+from dstrial.master.links import LoginLinks
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import users
 from dstrial.master.store.database import Database, Transaction
@@ -60,6 +61,7 @@ class Services:
         executor: threads that read the database.
         checker: threads that check what users send.
         attempts: who has tried to log in.
+        links: codes that open a session in a browser once.
         activity: when the services of tasks were used.
         signing_key: by which webhooks are signed.
         tokens: who is asking.
@@ -82,6 +84,7 @@ class Services:
     )
     checker: Checker = dataclasses.field(default_factory=Checker)
     attempts: Attempts = dataclasses.field(default_factory=Attempts)
+    links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
     tokens: TokenStore = dataclasses.field(init=False)

@@ -216,7 +216,9 @@ class TestScripts:
                 assert master.dstrial("down").returncode == 0
                 output = process.stdout.read()
                 assert process.wait(DEADLINE_S) == 1
-            assert re.search(r"master: +has ended; experiment 1 goes on at the next `dstrial up`", output)
+            assert re.search(
+                r"master: +has ended; experiment 1 goes on at the next `(\S*/)?dstrial up`", output
+            )
             master.up()
             ended = project.run("--resume", "latest")
             assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -233,7 +235,7 @@ class TestScripts:
         code, output = run_and_signal(project, project.command(), "up", [signal.SIGINT])
         assert code == 130
         assert "state:         stopped (SIGINT; no checkpoint)" in output
-        assert re.search(r"or with: +det experiment activate \d+", output)
+        assert re.search(r"or with: +(\S*/)?det experiment activate \d+", output)
 
     def test_without_a_reader_the_run_goes_on_and_its_summary_is_shown_on_the_terminal(
         self, make_project: MakeProject

@@ -157,7 +157,12 @@ def test_the_cases_exercise_every_field() -> None:
         ("reproducibility", "experiment_seed"),
     }
     # These two name what a trial starts from; test_features_keeping.py trains one and starts another from it.
-    elsewhere = {("searcher", "source_trial_id"), ("searcher", "source_checkpoint_uuid")}
+    # requirements is a file that has to be there: test_overlays.py installs one.
+    elsewhere = {
+        ("searcher", "source_trial_id"),
+        ("searcher", "source_checkpoint_uuid"),
+        ("environment", "requirements"),
+    }
     missing = {
         path for path in _paths(EXPERIMENT) if not any(_is_given(case.given, path) for case in CASES.values())
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ from determined.common.api import bindings
 from starlette.responses import Response
 
 from dstrial.errors import RequestError
+from dstrial.master.api.fields import shown
 from dstrial.master.api.frame import OWNER, PUBLIC, USER, ApiRequest, route
 from dstrial.master.api.guard import COOKIE
 from dstrial.master.api.messages import message
@@ -18,6 +20,7 @@ from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
 
 _MAX_LOGIN_BYTES = 64 * 1024
+_MAX_LINK_BYTES = 1024
 
 _NOBODY = users.stored_hash("0")
 """Compared with where there is no such user, so that the answer takes as long."""
@@ -56,8 +59,11 @@ async def log_in(request: ApiRequest) -> Response:
             raise RequestError(401, "invalid credentials")
         return tokens.create_token(tx, user_id)
 
-    token = await services.write(give_token)
-    answer = message(bindings.v1LoginResponse, token=token, user=user_json(tokens.User.from_row(row)))
+    return _with_cookie(await services.write(give_token), tokens.User.from_row(row))
+
+
+def _with_cookie(token: str, user: tokens.User) -> Response:
+    answer = message(bindings.v1LoginResponse, token=token, user=user_json(user))
     response = Response(orjson.dumps(answer), media_type="application/json")
     response.set_cookie(COOKIE, token, path="/", httponly=True, samesite="strict")
     return response
@@ -71,21 +77,59 @@ async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
     username = request.body().required_text("username")
 
     def give_token(tx: Transaction) -> tuple[str, tokens.User]:
-        row = users.find_by_name(tx.connection, username)
-        if row is None:
-            raise RequestError(
-                404,
-                f"user {username!r} does not exist; expected one that does. Name another one, admin for example.",
-            )
-        if not row["active"]:
-            raise RequestError(
-                403,
-                f"user {username!r} is not active; expected one that is. Name another one, admin for example.",
-            )
+        row = _require_active(tx.connection, username)
         return tokens.create_token(tx, row["id"]), tokens.User.from_row(row)
 
     token, user = await request.services.write(give_token)
     return message(bindings.v1LoginResponse, token=token, user=user_json(user))
+
+
+def _require_active(connection: sqlite3.Connection, username: str) -> sqlite3.Row:
+    row = users.find_by_name(connection, username)
+    if row is None:
+        raise RequestError(
+            404,
+            f"user {username!r} does not exist; expected one that does. Name another one, admin for example.",
+        )
+    if not row["active"]:
+        raise RequestError(
+            403,
+            f"user {username!r} is not active; expected one that is. Name another one, admin for example.",
+        )
+    return row
+
+
+async def make_link(request: ApiRequest) -> dict[str, Any]:
+    """``POST /owner/link``: a code for the page's address, for whoever owns the state directory; ``dstrial up``."""
+    username = request.body().required_text("username")
+    row = await request.services.read(_require_active, username)
+    return {"code": request.services.links.create(int(row["id"]))}
+
+
+async def spend_link(request: ApiRequest) -> Response:
+    """``POST auth/link``: such a code for a token, once; the page sends it, and the answer sets its cookie."""
+    origin = request.headers.get("origin", "").lower()
+    # Another page that knew a code must not choose who its visitor is.
+    if origin != f"http://{request.headers['host'].lower()}":
+        raise RequestError(
+            403,
+            f"the Origin of the request is {shown(origin or None)}; expected the master's own page. Open the link in a browser.",
+        )
+    user_id = request.services.links.spend(request.body().required_text("code"))
+    if user_id is None:
+        raise RequestError(
+            401,
+            "the login link is unknown, has been used or is too old; expected one of the last ten minutes. Print another "
+            "one with `dstrial login`.",
+        )
+
+    def give_token(tx: Transaction) -> tuple[str, tokens.User]:
+        row = users.find_by_id(tx.connection, user_id)
+        if row is None or not row["active"]:
+            raise RequestError(403, "user is not active")
+        return tokens.create_token(tx, user_id), tokens.User.from_row(row)
+
+    return _with_cookie(*await request.services.write(give_token))
 
 
 async def log_out(request: ApiRequest) -> Response:
@@ -110,6 +154,8 @@ routes = [
     # Read before it is known who sends it.
     route("POST", "/auth/login", log_in, access=PUBLIC, max_body_bytes=_MAX_LOGIN_BYTES),
     route("POST", "//owner/login", log_owner_in, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),
+    route("POST", "//owner/link", make_link, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),
+    route("POST", "/auth/link", spend_link, access=PUBLIC, max_body_bytes=_MAX_LINK_BYTES),
     route("POST", "/auth/logout", log_out, access=USER),
     route("GET", "/auth/user", show_me, access=USER),
     route("GET", "/me", show_me, access=USER),

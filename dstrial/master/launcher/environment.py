@@ -23,6 +23,7 @@ TRACEBACKS_DIR_VARIABLE = (
     "DSTRIAL_TRACEBACKS_DIR"  # as in dstrial.launch.failures, which the master never imports
 )
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
+BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 
 # One environment string may have 128 KiB; the cluster-info files have no such limit.
 _MAX_VALUE_BYTES = 100_000
@@ -126,6 +127,7 @@ def trial_environment(
     if request.task_type == TRIAL:
         directory = tracebacks_directory(request.directory, request.trial_id) / f"run_{request.run_id}"
         env[TRACEBACKS_DIR_VARIABLE] = str(directory)
+    env[BASE_PYTHON_VARIABLE] = request.interpreter or sys.executable
     return env
 
 

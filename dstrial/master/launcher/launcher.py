@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,12 +22,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dstrial.config.startup_hook import install_timeout_s, may_install, requirements_of
 from dstrial.errors import MasterError
 from dstrial.master import file_limit
 from dstrial.master.launcher import supervisor
 from dstrial.master.launcher.command import command_for
 from dstrial.master.launcher.environment import MARKER_VARIABLE, cluster_info_files, trial_environment
 from dstrial.master.launcher.failures import explain_exit
+from dstrial.master.launcher.overlay.start import BOOT
 from dstrial.master.launcher.request import AllocationRequest
 
 logger = logging.getLogger(__name__)
@@ -123,24 +126,46 @@ def prepare(request: AllocationRequest) -> None:
 
 
 def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
-    """Return the entrypoint's command, behind a shell that sources the startup hooks if there are any."""
+    """Return the entrypoint's command; behind the making of an environment and a shell with the hooks, if there are any.
+
+    What installs packages gets an environment of its own, so that the master's stays as it is.
+    """
     command = command_for(request.entrypoint)
+    files = directory / "workdir"
     hooks = []
     if request.startup_hook:
         hook = directory / _STARTUP_HOOK
         hook.write_text(request.startup_hook, encoding="utf-8")
         hook.chmod(0o600)
-        hooks.append(f". {_quoted(str(hook))}")
-    if (directory / "workdir" / _STARTUP_HOOK).is_file():
-        hooks.append(f". {_quoted(str(directory / 'workdir' / _STARTUP_HOOK))}")
-    if not hooks:
-        return command
+        hooks.append(str(hook))
+    has_own_hook = (files / _STARTUP_HOOK).is_file()
+    if has_own_hook:
+        hooks.append(str(files / _STARTUP_HOOK))
+    requirements = requirements_of(request.config)
+    is_installing = may_install(shlex.join(command))
     shell = shutil.which("bash") or "sh"
-    return [shell, "-c", "; ".join(["set -e", *hooks, "set +e", 'exec "$@"']), "startup-hook", *command]
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
+    if not (has_own_hook or requirements or is_installing or may_install(request.startup_hook)):
+        if not hooks:
+            return command
+        steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
+        return [shell, "-c", "; ".join(steps), "startup-hook", *command]
+    specification = directory / "overlay.json"
+    _write_private(
+        specification,
+        {
+            "root": str(request.overlays_path),
+            "task": request.task_name,
+            "hooks": hooks,
+            "requirements": requirements,
+            "files": str(files),
+            "is_installing": is_installing,
+            "install_timeout_s": install_timeout_s(request.config),
+            "shell": shell,
+            "command": command,
+        },
+    )
+    python = request.interpreter or sys.executable
+    return [python, "-I", "-c", BOOT, str(Path(__file__).parent), str(specification)]
 
 
 def start(directory: Path) -> SupervisorHandle:

@@ -78,3 +78,17 @@ class AllocationRequest:
     task_type: str = TRIAL
     working_directory: str | None = None
     links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+
+    @property
+    def overlays_path(self) -> Path:
+        """Where the environments of tasks lie, beside the directory of all allocations."""
+        return self.directory.parent.with_name("overlays")
+
+    @property
+    def task_name(self) -> str:
+        """What other tasks are told of this one."""
+        return (
+            f"trial {self.trial_id}"
+            if self.task_type == TRIAL
+            else f"{self.task_type.lower()} {self.task_id}"
+        )

@@ -81,7 +81,7 @@ def request(
         model_definition=commands.context(connection, row["task_id"]),
         entrypoint=words,
         interpreter=interpreter_of(config),
-        startup_hook="" if row["kind"] == "TENSORBOARD" else services.settings.startup_hook,
+        startup_hook=services.settings.startup_hook or "",
         task_type=row["kind"],
         working_directory=config["work_dir"],
         links=links,

@@ -1,4 +1,4 @@
-"""The thread that deletes: checkpoints by policy or by request, experiments, old logs."""
+"""The thread that deletes: checkpoints by policy or by request, experiments, old logs, unused environments."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dstrial.master.changes import Changes
 from dstrial.master.experiment import holders
 from dstrial.master.launcher import remove
 from dstrial.master.launcher.environment import tracebacks_directory
+from dstrial.master.launcher.overlay.store import collect as collect_overlays
 from dstrial.master.store import checkpoints, experiments, logs, models, usage, work
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.metrics import as_number
@@ -25,6 +26,8 @@ logger = logging.getLogger("dstrial.master.janitor")
 
 _PERIOD_S = 3600.0
 _LOOK_AGAIN_S = 5.0
+# An environment is made again from pip's cache; until then it takes the room of what was installed.
+_OVERLAY_UNUSED_S = 14 * 24 * 3600.0
 
 
 class Janitor:
@@ -34,7 +37,8 @@ class Janitor:
         database: the store.
         changes: told by the topic "scheduler" that there may be work.
         log_retention_days: how long logs are kept where an experiment says nothing; None or -1 for ever.
-        period_s: how often old logs are deleted, seconds.
+        overlays_path: where the environments of tasks lie; None to leave them alone.
+        period_s: how often old logs and unused environments are deleted, seconds.
     """
 
     def __init__(
@@ -43,11 +47,13 @@ class Janitor:
         changes: Changes,
         log_retention_days: int | None,
         *,
+        overlays_path: Path | None = None,
         period_s: float = _PERIOD_S,
     ) -> None:
         self._database = database
         self._event = changes.listen("scheduler")
         self._log_retention_days = log_retention_days
+        self._overlays_path = overlays_path
         self._period_s = period_s
         self._forget_at_s = time.monotonic()
         self._is_stopping = False
@@ -78,6 +84,7 @@ class Janitor:
         # By the clock, since on a busy master the event comes more often than once in a period.
         if time.monotonic() >= self._forget_at_s:
             self._forget_old_logs()
+            self._collect_overlays()
             self._forget_at_s = time.monotonic() + self._period_s
         with self._database.read() as connection:
             row = work.next_pending(connection)
@@ -181,6 +188,11 @@ class Janitor:
         storage = json.loads(row["config"])["checkpoint_storage"]
         if storage["type"] in ("shared_fs", "directory"):
             checkpoint_gc.delete_tensorboard_files(storage, cluster["value"], experiment_id)
+
+    def _collect_overlays(self) -> None:
+        if self._overlays_path is not None:
+            for name in collect_overlays(self._overlays_path, _OVERLAY_UNUSED_S):
+                logger.info("environment %s is deleted: no task has used it for long, or it was broken", name)
 
     def _forget_old_logs(self) -> None:
         self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))

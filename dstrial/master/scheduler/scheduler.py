@@ -84,7 +84,12 @@ class Scheduler:
         self._services = services
         self._database = services.database
         self._event = services.changes.listen("scheduler")
-        self._janitor = Janitor(services.database, services.changes, services.settings.log_retention_days)
+        self._janitor = Janitor(
+            services.database,
+            services.changes,
+            services.settings.log_retention_days,
+            overlays_path=services.state_dir / "overlays",
+        )
         self._silence = Silence(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
         self._handles: dict[str, SupervisorHandle | None] = {}

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import USER, ApiRequest, route
+from dstrial.master.api.frame import PUBLIC, USER, ApiRequest, route
 from dstrial.master.api.shapes import shown_state
 from dstrial.master.api.webhooks import masked_url, seen_workspaces
 from dstrial.master.clock import format_us, now_us
@@ -184,7 +184,13 @@ async def show_login(_request: ApiRequest) -> Response:
     return render("login.html", 401)
 
 
+async def show_link(_request: ApiRequest) -> Response:
+    """``GET /login``: the form, which opens a session by itself with the code behind the ``#`` of a login link."""
+    return render("login.html")
+
+
 routes = [
+    route("GET", "//login", show_link, access=PUBLIC),
     route("GET", "//", show_page, access=USER, unauthenticated=show_login),
     route(
         "GET",
