@@ -146,12 +146,8 @@ def check_command(
     _check_details(raw, findings)
     findings.raise_if_any()
     raw["description"] = raw["description"] or random_name(NAMES[kind])
-    image = raw["environment"].get("image")
-    if not isinstance(image, Mapping):
-        raw["environment"]["image"] = dict.fromkeys(("cpu", "cuda", "rocm"), image or NO_IMAGE)
-    return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
     raw["environment"]["image"] = images(raw["environment"].get("image"), NO_IMAGE)
-    return CommandConfig(json.loads(json.dumps(raw, default=str)), words, exceeds_slots)
+    return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
 
 
 def _check_devices(environment: Any, findings: Findings) -> None:
