@@ -135,7 +135,7 @@ def test_a_command_runs_in_its_files_and_tells_its_output_and_exit_code(
         "oops",
         f"You are logged in as user '{USERNAME}'",
     ]
-    assert "has failed: exited with code 3" in printed
+    assert "has failed: resources failed with non-zero exit code" in printed
     assert det.command(task_id)["exitStatus"] == "exited with code 3"
     assert f"{task_id} " in det.ok("command", "list")
     assert "TERMINATED" in det.ok("command", "describe", task_id)
@@ -205,7 +205,6 @@ def test_a_config_that_is_wrong_is_refused_with_every_problem(det: TasksHere, tm
     for part in (
         "entry is not a key",
         "resources.slots is 9",
-        "entrypoint is not given",
         "work_dir is",
         "idle_timeout",
     ):

@@ -40,7 +40,9 @@ def saved(master: MasterForTest, experiment_id: int) -> list[tuple[list[float], 
         left = [one for one in found if one["state"] == "STATE_COMPLETED"]
         if len(left) < len(found):
             time.sleep(0.2)
-            if len([1 for one in master.client().get(path)["checkpoints"] if one["resources"]]) == len(left):
+            if len(
+                [1 for one in master.client().get(path)["checkpoints"] if one["state"] != "STATE_DELETED"]
+            ) == len(left):
                 break
         assert time.monotonic() < give_up_at_s, found
     directory = master.state.path / "checkpoints"

@@ -69,7 +69,7 @@ def do_work(database: Database) -> None:
 
     def num_left() -> int:
         with database.read() as connection:
-            return int(connection.execute("SELECT COUNT(*) FROM work").fetchone()[0])
+            return int(connection.execute("SELECT COUNT(*) FROM work WHERE ended_us IS NULL").fetchone()[0])
 
     janitor.start()
     try:

@@ -179,9 +179,10 @@ async def show_page(request: ApiRequest) -> Response:
     )
 
 
-async def show_login(_request: ApiRequest) -> Response:
-    """``GET /`` without a valid token: the login form."""
-    return render("login.html", 401)
+async def show_login(request: ApiRequest) -> Response:
+    """``GET /`` without a valid token: the login form. It names the file of passwords only where there is one."""
+    has_no_file = not (request.services.state_dir / "credentials.json").exists()
+    return render("login.html", 401, has_no_file=has_no_file)
 
 
 async def show_link(_request: ApiRequest) -> Response:

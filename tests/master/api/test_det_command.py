@@ -67,7 +67,8 @@ def test_slots_jobs_and_the_masters_log_are_changed(fresh_master: Master, tmp_pa
     (fresh_master.services.state_dir / "master.log").write_text("2026-11-21T02:00:00.123 INFO x: hello\n")
     assert "hello" in _det(fresh_master, tmp_path, "master", "logs")
     assert "clusterId" in _det(fresh_master, tmp_path, "master", "info")
-    assert _det(fresh_master, tmp_path, "master", "config")
+    assert "launch_error" in _det(fresh_master, tmp_path, "master", "config", user="admin")
+    assert "no administrator" in _det(fresh_master, tmp_path, "master", "config", is_failure=True)
 
 
 def test_what_is_not_offered_says_so(served: Master, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import yaml
 from det_here import DetHere
 from determined.common import api
 from determined.common.api import bindings
-from serving import Master
+from serving import Master, serving
 
 from dstrial.master.store import checkpoints, usage, work
 from dstrial.master.store.database import Transaction
@@ -267,3 +267,15 @@ def test_a_deleted_checkpoint_keeps_its_list_of_files(fresh_master: Master, sess
     assert found.resources == {"a": "1"}
     trial = bindings.get_GetTrial(session, trialId=1).trial
     assert (trial.checkpointCount, trial.totalCheckpointSize) == (0, "0")
+
+
+def test_the_login_names_the_file_of_passwords_only_where_there_is_one(
+    fresh_master: Master, tmp_path: Path
+) -> None:
+    with_file = fresh_master.get("/", token=None).content.decode()
+    with serving(tmp_path / "blank", has_passwords=False) as blank:
+        without = blank.get("/", token=None).content.decode()
+
+    assert "credentials.json" in with_file
+    assert "credentials.json" not in without
+    assert "The password is blank" in without

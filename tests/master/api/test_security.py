@@ -148,7 +148,8 @@ def test_routes_of_administrators_are_closed_to_other_users(served: Master) -> N
 
 
 def test_every_user_may_use_the_other_routes(fresh_master: Master) -> None:
-    nothing = {**dict.fromkeys(_OWN, "999999"), "checkpoint_uuid": "00000000-0000-4000-8000-000000000000"}
+    nothing = dict.fromkeys([*_OWN, "project_id", "workspace_id"], "999999")
+    nothing["checkpoint_uuid"] = "00000000-0000-4000-8000-000000000000"
     for token in ("other", "admin", "trial-1-user"):
         for route in _routes(USER, TRIAL):
             if _name(route) == "POST /api/v1/auth/logout" or "{user_id" in route.path:
