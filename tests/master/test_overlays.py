@@ -260,6 +260,23 @@ def test_a_package_that_hides_one_of_the_base_is_a_note_in_every_trial(
         assert "tinybase 2.0" in log
 
 
+def test_what_tasks_train_with_is_not_changed_by_a_hook_that_takes_another_turn(
+    master: MasterForTest, given: Callable[..., dict[str, Any]]
+) -> None:
+    hook = 'pip install tinydep==1.0 && if [ -n "$MORE" ]; then pip install $MORE; fi\n'
+
+    first = ended(master, given(), hook)
+    refused = ended(master, given("MORE=tinydep==2.0"), hook, state="ERROR")
+    added = ended(master, given("MORE=tinybase==2.0"), hook)
+
+    assert prefix_in(first) == prefix_in(added)
+    assert (
+        "error: pip install tinydep==2.0 asks for tinydep==2.0; expected what agrees with tinydep==1.0"
+        in refused
+    )
+    assert "tinydep 1.0" in added
+
+
 def test_commands_of_the_base_see_what_was_installed(
     master: MasterForTest, given: Callable[..., dict[str, Any]]
 ) -> None:

@@ -214,8 +214,9 @@ class _Install:
         if conflict is not None:
             asked, kept = conflict
             return (
-                f"{self._shown} asks for {asked}; expected what agrees with {kept}, which the environment of the master "
-                "keeps. Change the requirement, or name another Python by DET_PYTHON_EXECUTABLE in environment_variables."
+                f"{self._shown} asks for {asked}; expected what agrees with {kept}, which the environment of the master, or "
+                "other tasks in this one, need as it is. Change the requirement, or name another Python by "
+                "DET_PYTHON_EXECUTABLE in environment_variables."
             )
         text = "\n".join(lines)
         missing = re.search(r"No matching distribution found for (.+)", text)

@@ -67,7 +67,7 @@ class Overlay:
 
         Args:
             who: what others are told who wait meanwhile.
-            tell: told at once and then twice a minute whom this one waits for.
+            tell: told soon and then twice a minute whom this one waits for.
             timeout_s: how long it waits, seconds.
 
         Raises:
@@ -75,8 +75,9 @@ class Overlay:
         """
         descriptor = self._lock(tell, timeout_s)
         try:
-            os.ftruncate(descriptor, 0)
+            # In this order it is never empty for those who read it meanwhile.
             os.pwrite(descriptor, who.encode(), 0)
+            os.ftruncate(descriptor, len(who.encode()))
             yield
         finally:
             os.close(descriptor)
@@ -89,6 +90,9 @@ class Overlay:
             if descriptor is not None:
                 return descriptor
             waited_s = time.monotonic() - began_s
+            if waited_s < POLL_S:
+                time.sleep(POLL_S)
+                continue
             holder = self.holder()
             if waited_s > timeout_s:
                 raise WaitedTooLongError(
