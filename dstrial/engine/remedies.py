@@ -12,7 +12,7 @@ _REMEDIES = (
         # deepspeed 0.19.8 runtime/engine.py:3130
         "Direct calls to tensor.backward() are not supported in this configuration",
         "If this loss went through a second engine, compute it with that engine's module, engine.module(...), between "
-        "engine.module.requires_grad_(False) and engine.module.requires_grad_(True); or set zero_optimization.stage to 1 or more.",
+        "engine.module.requires_grad_(False) and engine.module.requires_grad_(True); or set zero_optimization.stage to 1.",
     ),
 )
 _MISSING_ATTRIBUTE = "deepscale_config"
