@@ -22,6 +22,7 @@ from determined import core, pytorch
 from dstrial.config import ExperimentConfig, Length
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.config.training_checks import TrainingChecks
+from dstrial.engine.remedies import append_remedy
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
@@ -124,8 +125,12 @@ def init(
                 None if context._resumed is None else context._resumed.explain(error, len(context.models))
             )
             if explained is None:
+                append_remedy(error)
                 raise
             raise explained from error
+        except (RuntimeError, KeyError) as error:
+            append_remedy(error)
+            raise
 
 
 def seed_everything(seed: int) -> None:

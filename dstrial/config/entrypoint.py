@@ -6,14 +6,16 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from dstrial.config.deepspeed_calls import CalledSource
 from dstrial.config.fillers import Filler
 from dstrial.config.findings import Findings, render
-from dstrial.config.script_source import find_script, parsed
+from dstrial.config.script_source import ScriptSource, find_script, parsed, tree_of
 
 _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -27,11 +29,13 @@ class TrialSource:
         mentions_pipeline: whether ``PipelineModule`` appears in the class, or in what of its module it refers to.
         filler: what puts values in place of ``"auto"`` in the DeepSpeed config of a script; None for a trial, and where the
             script's source does not tell.
+        called: the source that calls DeepSpeed; None where it is not found or too large to be looked at.
     """
 
     trial: str | None
     mentions_pipeline: bool = False
     filler: Filler | None = None
+    called: CalledSource | None = None
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
@@ -60,7 +64,8 @@ def check_entrypoint(
     trial = trial_spec(entrypoint)
     if trial is None:
         _check_script(entrypoint, context_dir, findings)
-        return TrialSource(None, filler=Filler.of(find_script(_words(entrypoint), context_dir)))
+        script = find_script(_words(entrypoint), context_dir)
+        return TrialSource(None, filler=Filler.of(script), called=_called_script(script))
     if not _TRIAL_FORM.fullmatch(trial):
         fix = "Write model_def:MyTrial for class MyTrial in model_def.py."
         findings.problem("entrypoint", render(trial), "module:Class", fix)
@@ -106,7 +111,21 @@ def check_entrypoint(
         findings.problem(
             "entrypoint", f"{render(trial)}, and {path} has no {class_name}", "an existing class", fix
         )
-    return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name))
+    called = CalledSource(_label(path), tree)
+    return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name), called=called)
+
+
+def _called_script(script: ScriptSource | None) -> CalledSource | None:
+    tree = None if script is None else tree_of(script.path)
+    if script is None or tree is None:
+        return None
+    return CalledSource(
+        _label(script.path), tree, has_config_flag=script.arguments.value("deepspeed_config") is not None
+    )
+
+
+def _label(path: Path) -> str:
+    return os.path.normpath(path)
 
 
 def _names_used(tree: ast.Module, name: str) -> set[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dstrial.config.deepspeed_calls import check_second_engines, check_two_configs
 from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.documents import Document, read_yaml
@@ -274,6 +275,10 @@ def check_experiment(
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
+    if source.called is not None:
+        check_two_configs(source.called, hyperparameters, findings)
+        if checked is not None and checked.effective.get("zero_optimization", {}).get("stage") == 0:
+            check_second_engines(source.called, findings)
     findings.raise_if_any()
     return ExperimentConfig(
         path=path,

@@ -71,7 +71,7 @@ def _script(path: Path, arguments: Sequence[str], context_dir: Path) -> ScriptSo
 
 def _libraries(path: Path) -> set[str]:
     """Return which libraries a module mentions the entry points of."""
-    tree = _tree(path)
+    tree = tree_of(path)
     if tree is None:
         return set()
     modules = dict(_module_aliases(tree))
@@ -100,7 +100,7 @@ def _module_aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def _imported_modules(path: Path) -> list[str]:
     """Return the modules that a file imports, those of its own package without the leading dots."""
-    tree = _tree(path)
+    tree = tree_of(path)
     if tree is None:
         return []
     found: list[str] = []
@@ -125,7 +125,8 @@ def _module_file(module: str, roots: Sequence[Path]) -> Path | None:
     return None
 
 
-def _tree(path: Path) -> ast.Module | None:
+def tree_of(path: Path) -> ast.Module | None:
+    """Return the syntax tree of a Python file; None for one that cannot be read, is not Python, or is too large."""
     try:
         return parsed(path)
     except (OSError, UnicodeDecodeError, SyntaxError):

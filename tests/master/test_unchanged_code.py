@@ -219,6 +219,46 @@ def test_the_same_file_trains_under_the_launcher_without_a_master(
     assert printed.count("data.dstrial.determined_imports: false") == (0 if is_switched_off else 1)
 
 
+CONTROLLER_SCRIPT = """
+from determined import pytorch
+from determined.pytorch import deepspeed as det_ds
+from model_def import DigitsTrial
+
+config = {"train_batch_size": 32, "optimizer": {"type": "Adam", "params": {"lr": 0.003, "torch_adam": True}}}
+hparams = {"width": 16, "deepspeed_config": config, "overwrite_deepspeed_args": {"zero_optimization.stage": 1}}
+with det_ds.init(hparams=hparams) as context:
+    controller = det_ds.DeepSpeedTrialController(
+        trial_inst=DigitsTrial(context), context=context, checkpoint_period=pytorch.Batch(99),
+        validation_period=pytorch.Batch(99), reporting_period=pytorch.Batch(2), smaller_is_better=True, steps_completed=0,
+        latest_checkpoint=None, local_training=True, test_mode=False, searcher_metric_name=None, checkpoint_policy="none",
+        step_zero_validation=False, max_length=pytorch.Batch(4), global_batch_size=None, profiling_enabled=False,
+    )
+    controller.run()
+    print("trained", context.models[0].global_steps)
+"""
+
+
+def test_a_script_that_makes_its_own_controller_trains(tmp_path: Path) -> None:
+    write_model_definition(tmp_path)
+    # Loaders of the model definition are spawned, which needs a script with a guard; this one has none.
+    source = (tmp_path / "model_def.py").read_text()
+    (tmp_path / "model_def.py").write_text(
+        source.replace("num_workers=1", "num_workers=0").replace('"spawn"', "None")
+    )
+    (tmp_path / "own.py").write_text(CONTROLLER_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "dstrial.launch", "--slots", "1", "own.py"],
+        cwd=tmp_path,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained 4" in done.stdout
+
+
 def test_a_search_describes_the_same_file_without_a_gpu(tmp_path: Path) -> None:
     write_model_definition(tmp_path)
     deepspeed = {

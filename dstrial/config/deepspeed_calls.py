@@ -1,0 +1,192 @@
+"""What DeepSpeed 0.19 has made an error in old code, as far as its source shows it. Pure: nothing is imported.
+
+Read are the calls themselves and where their arguments were last assigned; what goes another way is found when it runs, and
+``dstrial/engine/remedies.py`` says the same then.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dstrial.config.findings import Findings
+from dstrial.errors import ConfigProblem
+
+_CONFIG_KEYWORDS = ("config", "config_params")
+_STOPS_GRADIENTS = ("detach", "item", "module")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CalledSource:
+    """A source in which DeepSpeed may be called.
+
+    Attributes:
+        label: how messages call the file.
+        tree: its syntax tree, or the part of it that is meant.
+        has_config_flag: whether its command line is given ``--deepspeed_config``.
+    """
+
+    label: str
+    tree: ast.AST
+    has_config_flag: bool = False
+
+
+def check_two_configs(source: CalledSource, hyperparameters: Mapping[str, Any], findings: Findings) -> None:
+    """Report calls of ``deepspeed.initialize`` with a config beside arguments that hold another.
+
+    Source: DeepSpeed 0.19.8 ``__init__.py:529``, an assertion; it took ``config`` and ignored the other before 0.6.
+    """
+    holders = _attribute_holders(source, hyperparameters)
+    for call in _calls(source.tree, "initialize"):
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        args = given.get("args", call.args[0] if call.args else None)
+        config = next((given[key] for key in _CONFIG_KEYWORDS if key in given), None)
+        if args is None or config is None or ast.unparse(args) not in holders:
+            continue
+        findings.problems.append(
+            ConfigProblem(
+                f"{source.label}:{call.lineno}: deepspeed.initialize()",
+                f"given args whose deepspeed_config is set, beside {ast.unparse(config)[:60]}",
+                "one config: DeepSpeed 0.19 raises AssertionError for two",
+                "Leave args out of the call.",
+            )
+        )
+
+
+def check_second_engines(source: CalledSource, findings: Findings) -> None:
+    """Warn of a loss that went through another engine than the one whose ``backward`` is called.
+
+    Only for ZeRO stage 0, where DeepSpeed 0.19.8 refuses it (``runtime/engine.py:3129``).
+    """
+    for owner in _classes(source.tree):
+        engines = _engines(owner)
+        for function in owner.body:
+            if isinstance(function, ast.FunctionDef) and len(engines) > 1:
+                _check_function(function, engines, source.label, findings)
+
+
+def _check_function(function: ast.FunctionDef, engines: set[str], label: str, findings: Findings) -> None:
+    assignments = _assignments(function)
+    for call in _calls(function, "backward"):
+        assert isinstance(call.func, ast.Attribute)
+        own = ast.unparse(call.func.value)
+        if own not in engines or not call.args:
+            continue
+        for other in sorted(_engines_behind(call.args[0], call.lineno, assignments, engines) - {own}):
+            findings.warnings.append(
+                f"{label}:{call.lineno}: {own}.backward() goes through {other}, for which DeepSpeed 0.19 raises "
+                f'"Direct calls to tensor.backward() are not supported" in ZeRO stage 0. Compute that loss with '
+                f"{other}.module(...) between {other}.module.requires_grad_(False) and {other}.module.requires_grad_(True)."
+            )
+
+
+def _engines_behind(
+    loss: ast.AST, line: int, assignments: Mapping[str, list[tuple[int, ast.expr]]], engines: set[str]
+) -> set[str]:
+    """Return the engines that a loss's gradient flows through, by the last assignment above each use of a name."""
+    found: set[str] = set()
+    waiting: list[tuple[ast.AST, int]] = [(loss, line)]
+    seen: set[tuple[int, int]] = set()
+    while waiting:
+        node, before = waiting.pop()
+        if (id(node), before) in seen:
+            continue
+        seen.add((id(node), before))
+        if isinstance(node, ast.Call):
+            function = node.func
+            if isinstance(function, ast.Attribute) and function.attr in _STOPS_GRADIENTS:
+                if function.attr == "module":
+                    waiting += [(argument, before) for argument in node.args]
+                continue
+            if ast.unparse(function) in engines:
+                found.add(ast.unparse(function))
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            values = [one for one in assignments.get(ast.unparse(node), []) if one[0] < before]
+            if values:
+                last_line, value = max(values, key=lambda one: one[0])
+                waiting.append((value, last_line))
+                continue
+        waiting += [(child, before) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+def _assignments(function: ast.FunctionDef) -> dict[str, list[tuple[int, ast.expr]]]:
+    """Return what is assigned to each name of a function, by line; outside of gradients nothing is."""
+    without = {
+        id(inner)
+        for node in ast.walk(function)
+        if isinstance(node, ast.With) and any("no_grad" in ast.unparse(item) for item in node.items)
+        for inner in ast.walk(node)
+    }
+    found: dict[str, list[tuple[int, ast.expr]]] = {}
+    for node in ast.walk(function):
+        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) or node.value is None:
+            continue
+        value: ast.expr = ast.Constant(None) if id(node) in without else node.value
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            for one in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
+                found.setdefault(ast.unparse(one), []).append((node.lineno, value))
+    return found
+
+
+def _engines(owner: ast.ClassDef) -> set[str]:
+    """Return the attributes of a class that hold engines: what ``wrap_model_engine`` or ``initialize`` returned."""
+    found: set[str] = set()
+    for node in ast.walk(owner):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        name = _called_name(node.value)
+        target = node.targets[0]
+        if name == "initialize" and isinstance(target, ast.Tuple) and target.elts:
+            target = target.elts[0]
+        elif name != "wrap_model_engine":
+            continue
+        if isinstance(target, ast.Attribute):
+            found.add(ast.unparse(target))
+    return found
+
+
+def _attribute_holders(source: CalledSource, hyperparameters: Mapping[str, Any]) -> set[str]:
+    """Return the names that hold an object with a ``deepspeed_config`` that is set.
+
+    A dict has no attributes, so that hyperparameters count only where something is made of them: ``AttrDict(…)``.
+    """
+    found: set[str] = set()
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        inner = [call for call in ast.walk(node.value) if call is not node.value]
+        is_made_of_hparams = hyperparameters.get("deepspeed_config") is not None and any(
+            isinstance(call, ast.Call) and _called_name(call) == "get_hparams" for call in inner
+        )
+        is_parsed = source.has_config_flag and _called_name(node.value) == "parse_args"
+        if (is_made_of_hparams and _called_name(node.value) not in ("dict", "deepcopy")) or is_parsed:
+            found.update(ast.unparse(target) for target in node.targets)
+    return found
+
+
+def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called_name(node) == name:
+            is_method = isinstance(node.func, ast.Attribute)
+            if (
+                name == "initialize"
+                and is_method
+                and not ast.unparse(node.func).endswith("deepspeed.initialize")
+            ):
+                continue
+            if name == "backward" and not is_method:
+                continue
+            yield node
+
+
+def _called_name(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))

@@ -1,0 +1,128 @@
+"""What DeepSpeed 0.19 has made an error in old code, told by `dstrial check` from the source alone."""
+
+import json
+
+import pytest
+from bad_configs import DEEPSPEED, EXPERIMENT
+
+from dstrial.config import load_experiment
+from dstrial.errors import ConfigError
+
+HEAD = "import deepspeed\nfrom attrdict import AttrDict\nfrom determined.pytorch.deepspeed import DeepSpeedTrial\n\n"
+INIT = """
+class MyTrial(DeepSpeedTrial):
+    def __init__(self, context):
+        self.context = context
+        self.args = {args}
+        engine, _, _, _ = deepspeed.initialize({call})
+        self.model_engine = context.wrap_model_engine(engine)
+"""
+GAN = """
+class MyTrial(DeepSpeedTrial):
+    def __init__(self, context):
+        generator, _, _, _ = deepspeed.initialize(model=1, config={{}})
+        discriminator, _, _, _ = deepspeed.initialize(model=2, config={{}})
+        self.generator = context.wrap_model_engine(generator)
+        self.discriminator = context.wrap_model_engine(discriminator)
+
+    def train_batch(self, iter_dataloader, epoch_idx, batch_idx):
+        real = self.context.to_device(next(iter_dataloader))
+        output = self.discriminator(real)
+        errD_real = self.criterion(output, 1)
+        self.discriminator.backward(errD_real)
+        fake = self.generator(self.noise)
+        output = self.discriminator(fake.detach())
+        errD_fake = self.criterion(output, 0)
+        self.discriminator.backward(errD_fake)
+        self.discriminator.step()
+        {output}
+        errG = self.criterion(output, 1)
+        self.generator.backward(errG)
+        self.generator.step()
+        return {{"errD": errD_real + errD_fake, "errG": errG}}
+"""
+
+
+def load(tmp_path, source, entrypoint=None, deepspeed=DEEPSPEED):
+    (tmp_path / "model_def.py").write_text(HEAD + source)
+    (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
+    text = EXPERIMENT if entrypoint is None else EXPERIMENT.replace("model_def:MyTrial", entrypoint)
+    (tmp_path / "exp.yaml").write_text(text)
+    return load_experiment(tmp_path / "exp.yaml", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "call"),
+    [
+        ("AttrDict(context.get_hparams())", "args=self.args, model=1, config={}"),
+        ("AttrDict(self.context.get_hparams())", "self.args, model=1, config_params=self.config"),
+        ("SimpleNamespace(**context.get_hparams())", "config={}, model=1, args=self.args"),
+    ],
+)
+def test_two_configs_for_one_engine_are_a_problem_at_their_line(tmp_path, args, call):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, INIT.format(args=args, call=call))
+    (problem,) = caught.value.problems
+    assert "model_def.py:10: deepspeed.initialize() is given args whose deepspeed_config" in str(problem)
+    assert "Leave args out of the call" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("args", "call"),
+    [
+        ("AttrDict(context.get_hparams())", "args=self.args, model=1"),
+        ("AttrDict(context.get_hparams())", "model=1, config=self.args.deepspeed_config"),
+        ("context.get_hparams()", "args=self.args, model=1, config={}"),  # a dict has no attributes
+        ("parse()", "args=self.args, model=1, config={}"),
+    ],
+)
+def test_one_config_is_none(tmp_path, args, call):
+    assert load(tmp_path, INIT.format(args=args, call=call)).warnings == ()
+
+
+def test_hyperparameters_without_a_deepspeed_config_are_no_second_one(tmp_path):
+    source = INIT.format(args="AttrDict(context.get_hparams())", call="args=self.args, config={}")
+    (tmp_path / "model_def.py").write_text(HEAD + source)
+    (tmp_path / "exp.yaml").write_text(EXPERIMENT.replace("  deepspeed_config: ds.json\n", "  width: 3\n"))
+    assert load_experiment(tmp_path / "exp.yaml", tmp_path).hyperparameters == {"width": 3}
+
+
+def test_a_script_and_its_command_line_are_read_too(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import argparse, deepspeed\n"
+        "parser = deepspeed.add_config_arguments(argparse.ArgumentParser())\n"
+        "args = parser.parse_args()\n"
+        "engine, *_ = deepspeed.initialize(args=args, model=1, config={})\n"
+    )
+    command = "python3 -m determined.launch.deepspeed -- python3 train.py"
+    assert load(tmp_path, "MyTrial = 1\n", command).warnings == ()
+    with pytest.raises(
+        ConfigError, match=r"train\.py:4: deepspeed\.initialize\(\) is given args whose deepspeed_config"
+    ):
+        load(tmp_path, "MyTrial = 1\n", f"{command} --deepspeed_config ds.json")
+
+
+def test_a_loss_through_a_second_engine_is_told_with_the_remedy(tmp_path):
+    config = load(tmp_path, GAN.format(output="output = self.discriminator(fake)"))
+    (warning,) = config.warnings
+    assert "model_def.py:25: self.generator.backward() goes through self.discriminator" in warning
+    assert "Direct calls to tensor.backward()" in warning
+    assert "self.discriminator.module" in warning
+    assert "requires_grad_(False)" in warning
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "output = self.discriminator.module(fake)",
+        "output = self.generator(self.noise)",
+        "output = self.discriminator(fake).detach() + fake",
+    ],
+)
+def test_a_loss_of_one_engine_is_none(tmp_path, output):
+    assert load(tmp_path, GAN.format(output=output)).warnings == ()
+
+
+def test_above_stage_0_deepspeed_takes_it(tmp_path):
+    source = GAN.format(output="output = self.discriminator(fake)")
+    assert load(tmp_path, source, deepspeed={**DEEPSPEED, "zero_optimization": {"stage": 1}}).warnings == ()

@@ -1,0 +1,95 @@
+"""Errors of DeepSpeed 0.19 about code that it once took end with what to change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dstrial.testing.ranks import run_function
+
+pytestmark = pytest.mark.ranks
+
+
+def config(stage: int = 0) -> dict[str, Any]:
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
+    return {"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+
+
+class RaisingArgs(dict[str, Any]):
+    """As some packages for attribute access are written."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def two_configs(is_raising: bool) -> str:
+    import deepspeed
+    import torch
+
+    import dstrial
+
+    args: Any = SimpleNamespace(deepspeed_config="ds.json")
+    if is_raising:
+        args = RaisingArgs(deepspeed_config="ds.json")
+    try:
+        with dstrial.init():
+            model = torch.nn.Linear(2, 1)
+            deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config())
+    except (AssertionError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def two_engines(stage: int, has_remedy: bool) -> str:
+    import deepspeed
+    import torch
+
+    import dstrial
+
+    try:
+        with dstrial.init():
+            engines = []
+            for sizes in ((2, 3), (3, 1)):
+                model = torch.nn.Linear(*sizes)
+                engines.append(
+                    deepspeed.initialize(
+                        model=model, model_parameters=model.parameters(), config=config(stage)
+                    )[0]
+                )
+            generator, discriminator = engines
+            for _ in range(2):
+                fake = generator(torch.randn(4, 2))
+                discriminator.backward(discriminator(fake.detach()).mean())
+                discriminator.step()
+                if has_remedy:
+                    discriminator.module.requires_grad_(False)
+                    loss = discriminator.module(fake).mean()
+                else:
+                    loss = discriminator(fake).mean()
+                generator.backward(loss)
+                generator.step()
+                discriminator.module.requires_grad_(True)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize("is_raising", [False, True])
+def test_two_configs_end_with_the_argument_to_leave_out(is_raising: bool) -> None:
+    (result,) = run_function(two_configs, 1, is_raising)
+    assert result.value.startswith("KeyError" if is_raising else "AssertionError: Not sure how to proceed")
+    assert "Leave args out of the call" in result.value
+
+
+def test_a_loss_through_a_second_engine_ends_with_the_module_to_call() -> None:
+    (result,) = run_function(two_engines, 1, 0, False)
+    assert result.value.startswith("RuntimeError: Direct calls to tensor.backward() are not supported")
+    assert "engine.module(...)" in result.value
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_remedy_trains(stage: int) -> None:
+    (result,) = run_function(two_engines, 1, stage, True)
+    assert result.value == "trained"
