@@ -32,6 +32,8 @@ def tell_state(tx: Transaction, experiment_id: int) -> None:
     if not rows:
         return
     experiment = tx.execute(_EXPERIMENT, (experiment_id,)).fetchone()
+    if experiment is None:  # Its project is gone; that must not keep it from ending.
+        return
     choice = WebhookChoice.from_config(experiment["config"])
     for row in rows:
         if _is_told(row, experiment["workspace_id"], choice):
@@ -59,6 +61,8 @@ def tell_alert(
     if not rows:
         return 0
     experiment = tx.execute(_EXPERIMENT, (experiment_id,)).fetchone()
+    if experiment is None:
+        return 0
     choice = WebhookChoice.from_config(experiment["config"])
     custom = {
         "title": _cut(title, _MAX_TITLE),

@@ -556,6 +556,14 @@ def test_of_what_is_given_up_only_the_newest_is_kept(fresh_master: Master) -> No
     assert listed(fresh_master)["delivery"]["failed"] == 30
 
 
+def test_an_experiment_ends_whatever_can_be_told_of_it(fresh_master: Master) -> None:
+    make(fresh_master, "http://127.0.0.1:1/")
+    fresh_master.change("UPDATE experiments SET project_id = 99 WHERE id = 1")
+    finish(fresh_master, "COMPLETED")
+    assert fresh_master.rows("SELECT state FROM experiments WHERE id = 1") == [{"state": "COMPLETED"}]
+    nothing_waits(fresh_master)
+
+
 def test_a_webhook_goes_with_its_workspace(fresh_master: Master) -> None:
     fresh_master.change("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('w', 2, 1)")
     make(fresh_master, "http://127.0.0.1:1/", workspaceId=2)
