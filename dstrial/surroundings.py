@@ -22,6 +22,7 @@ from determined import core
 from dstrial import local
 from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local.context import LocalContext
+from dstrial.local.json_files import read_json
 from dstrial.local.measuring import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror, tidy
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
@@ -151,8 +152,9 @@ def surroundings(
 def _mirror(
     core_context: core.Context, directory: RunDirectory, exp_conf: Mapping[str, Any]
 ) -> MirroredTrainContext:
-    """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of the experiment."""
+    """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of its own config."""
     searcher = exp_conf.get("searcher") or {}
+    asked = read_json(directory.submission_path) or {}
     # Whoever follows reads each report from the run directory, and need not read it again in the log.
     logging.getLogger("determined.core").setLevel(logging.WARNING)
     return mirror(
@@ -160,8 +162,8 @@ def _mirror(
         directory,
         metric=searcher.get("metric"),
         smaller_is_better=bool(searcher.get("smaller_is_better", True)),
-        # With the master's defaults filled in: what it keeps at the end is what is kept meanwhile.
-        keep=local.retention.KeepPolicy.from_config(exp_conf.get("checkpoint_storage")),
+        # What the user has asked for is done while training; the master does it at the end, its defaults included.
+        keep=local.retention.KeepPolicy.from_config(asked.get("checkpoint_storage")),
     )
 
 

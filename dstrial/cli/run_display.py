@@ -19,7 +19,7 @@ from dstrial.visible_text import visible
 
 _POLL_PERIOD_S = 0.2
 _SILENCE_S = 4.0
-_OF_LAUNCHER = "dstrial.launch: "
+_OF_LAUNCHER = "dstrial.launch: starting: "
 
 
 class Display(Protocol):
@@ -172,7 +172,9 @@ class BarDisplay:
         self.message(_prefixed(rank, self._num_ranks, line))
 
     def message(self, text: str) -> None:
-        """Print the text above the bar, without reading markup in it."""
+        """Print the text above the bar, without reading markup in it; not a phase of the start, which the bar names."""
+        if _phase_of(text) is not None and " since " not in text:
+            return
         self._progress.console.print(Text(visible(text)), soft_wrap=True)
 
     def starting(self, text: str, age_s: float) -> None:

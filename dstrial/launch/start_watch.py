@@ -27,7 +27,7 @@ _LOADING_S = 30.0
 # When one that goes on is told again, seconds after it began; later every five minutes.
 _TOLD_AGAIN_AT_S = (30.0, 120.0)
 _THEN_EVERY_S = 300.0
-_AT_FIRST = "starting the processes"
+_AT_FIRST = "creating the processes"
 
 # What trains without an operator. Source: DeepSpeed 0.19 runtime/engine.py, _configure_basic_optimizer.
 _WITHOUT = {
@@ -189,7 +189,7 @@ class _Watch:
             self._told[key] = age_s
             still = "still " if is_again else ""
             detail = f" {found.detail}" if found.detail and not is_again else lasting(age_s)
-            self._tell(f"{still}{found.text}{detail}")
+            self._tell(f"starting: {still}{found.text}{detail}")
 
     def close(self) -> None:
         self._show(None)

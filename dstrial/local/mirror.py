@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from determined import core
+from determined.common.api.errors import ForbiddenException
 
 from dstrial.checkpoint.mark import remove_mark, write_mark
 from dstrial.local.checkpoint_directory import list_checkpoints, remove_incomplete_checkpoints
@@ -181,9 +182,18 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             self._keep,
             smaller_is_better=self._smaller_is_better,
         )
+        by_uuid = {checkpoint.uuid: checkpoint for checkpoint in stored}
         for storage_id in superfluous:
-            remove_mark(self._run_directory.checkpoints_path / storage_id)
-            self.delete(storage_id)
+            path = self._run_directory.checkpoints_path / storage_id
+            remove_mark(path)
+            try:
+                self.delete(storage_id)
+            except ForbiddenException:
+                # Of the experiment from which this one was resumed; a trial may delete its own only.
+                found = by_uuid[storage_id]
+                mark = {"uuid": storage_id, "steps_completed": found.steps_completed, "time": found.time}
+                write_mark(path, mark)
+                continue
             logger.debug("deleted checkpoint %s, which the keep policy does not keep", storage_id)
 
     @contextlib.contextmanager

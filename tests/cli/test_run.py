@@ -294,11 +294,13 @@ class TestScripts:
         self, make_project: MakeProject
     ) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        run_and_signal(project, project.command(), "waiting for a signal", [signal.SIGINT])
+        # By default the master keeps the best and the last at the end of an experiment.
+        keeps_all = ("--config", "checkpoint_storage={save_trial_latest: 9}")
+        run_and_signal(project, project.command(*keeps_all), "waiting for a signal", [signal.SIGINT])
         (run_directory,) = project.run_directories()
         (checkpoint,) = list_checkpoints(run_directory.checkpoints_path)
         for resume in (str(checkpoint.path), str(checkpoint.path), str(run_directory.path)):
-            ended = project.run("--resume", resume)
+            ended = project.run(*keeps_all, "--resume", resume)
             assert ended.returncode == 0, ended.stdout + ended.stderr
         assert project.run_directories() == [run_directory]
         superseded = read_json_lines(run_directory.superseded_metrics_path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -60,3 +61,42 @@ def test_the_bar_shows_batches_loss_validation_speed_and_time_left_below_the_lin
     last = text[text.rindex("training") :]
     assert "41/100 batches  loss 0.1235  val accuracy 0.75  2000 samples/s" in last
     assert "time left" in last
+
+
+def test_a_phase_of_the_start_is_told_once_and_other_words_of_the_launcher_always(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = PlainDisplay(*streams(), num_ranks=1, metric=None)
+    now_s = time.monotonic()
+    display.starting("importing model_def", 1.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 5)
+    display.starting("importing model_def", 5.0)
+    display.starting("importing model_def", 6.0)
+    display.message("dstrial.launch: starting: importing model_def, for 7 s")
+    for _ in range(2):
+        display.message("dstrial.launch: SIGTERM received: the ranks were asked to stop")
+    display.message("dstrial.launch: starting: compiling operator x since 10:00:00; ranks that use it wait.")
+    display.starting("compiling operator x", 9.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "importing model_def, for 5 s",
+        "dstrial.launch: SIGTERM received: the ranks were asked to stop",
+        "dstrial.launch: SIGTERM received: the ranks were asked to stop",
+        "dstrial.launch: starting: compiling operator x since 10:00:00; ranks that use it wait.",
+    ]
+
+
+def test_the_bar_names_the_phase_and_keeps_what_else_the_launcher_says() -> None:
+    screen = io.StringIO()
+    display = BarDisplay(
+        Console(file=screen, force_terminal=True, width=200, color_system=None), num_ranks=1, metric=None
+    )
+    display.starting("compiling operator x", 9.0)
+    display.message("dstrial.launch: starting: importing model_def, for 7 s")
+    display.message("dstrial.launch: starting: compiling operator x since 10:00:00")
+    display.message("dstrial.launch: SIGTERM received")
+    display.close()
+    text = screen.getvalue()
+    assert "compiling operator x, 9 s" in text
+    assert "importing model_def" not in text
+    assert "compiling operator x since 10:00:00" in text
+    assert "SIGTERM received" in text

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import wait_for
 
 from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.run_directory import RunDirectory
@@ -123,6 +124,9 @@ def test_the_summary_names_each_path_once_and_relative_and_the_best_checkpoint_b
     text = found.stdout[found.stdout.index("state: ") :]
     assert str(run_directory.path) not in found.stdout
     assert text.count(run_directory.path.name) == 1
+    wait_for(
+        lambda: len(list_checkpoints(run_directory.checkpoints_path)) == 2, "the master has collected none"
+    )
     by_batch = {
         stored.steps_completed: stored.path.name
         for stored in list_checkpoints(run_directory.checkpoints_path)

@@ -30,7 +30,7 @@ def test_phases_that_are_short_one_by_one_are_no_long_silence_together() -> None
 
 
 def test_the_phase_that_has_lasted_longest_is_told_until_every_rank_trains() -> None:
-    assert activity([None, ("building", 20.0)], 10.0) == Activity("starting the processes", 10.0)
+    assert activity([None, ("building", 20.0)], 10.0) == Activity("creating the processes", 10.0)
     assert activity([("building", 20.0), ("importing", 15.0)], 10.0) == Activity("importing", 15.0)
     assert activity([("", 30.0), ("building", 20.0)], 10.0) == Activity("building", 20.0)
     assert activity([("", 30.0), ("", 31.0)], 10.0) is None
@@ -67,4 +67,4 @@ def test_the_present_phase_lies_in_the_allocations_directory_until_the_ranks_hav
         path.write_text(json.dumps({"phase": "", "since_s": time.time()}))
         wait_for(lambda: not shown.exists())
     assert len(told) == 1
-    assert told[0].startswith("importing model_def, for 6")
+    assert told[0].startswith("starting: importing model_def, for 6")

@@ -67,7 +67,7 @@ def test_the_last_thing_in_a_failed_log_says_what_failed_and_the_traceback_stand
     assert ended["state"] == "STATE_ERROR"
     lines = log_of(master, experiment_id).splitlines()
     assert "RuntimeError: step 3 went wrong (train.py:" in lines[-2]
-    assert lines[-1].endswith("RuntimeError: step 3 went wrong")
+    assert lines[-1].endswith(" has failed: failed 2 times; max_restarts is 1")
     assert sum("Traceback (most recent call last):" in line for line in lines) == 2
     assert sum("crashed: resources failed" in line for line in lines) == 2
 
