@@ -20,6 +20,7 @@ _NUM_BATCHES, _FIRST, _LAST = 40, 8, 35
 _SIGN = "synchronizing"
 _OWN = Path(dstrial.__file__).resolve().parent
 _PROGRAMS = _OWN / "doctor"
+_TORCH = Path(torch.__file__).parent  # a checkout may lie in a folder of this name
 
 
 class Checked(TextTrial):
@@ -93,7 +94,7 @@ def _place() -> tuple[str, bool]:
     """Return the innermost frame outside of torch's files, and whether it is dstrial's or Determined's for dstrial."""
     for frame in reversed(traceback.extract_stack()[:-2]):
         path = Path(frame.filename)
-        if "torch" in path.parts or path.name in ("warnings.py", "synchronisation.py", "contextlib.py"):
+        if _TORCH in path.parents or path.name in ("warnings.py", "synchronisation.py", "contextlib.py"):
             continue
         # The trials of these checks stand for a user's code.
         is_own = (_OWN in path.parents and _PROGRAMS not in path.parents) or "determined" in path.parts
