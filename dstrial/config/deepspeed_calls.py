@@ -7,15 +7,23 @@ Read are the calls themselves and where their arguments were last assigned; what
 from __future__ import annotations
 
 import ast
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from dstrial.config.findings import Findings
 from dstrial.errors import ConfigProblem
 
 _CONFIG_KEYWORDS = ("config", "config_params")
 _STOPS_GRADIENTS = ("detach", "item", "module")
+# A master reads sources of others, so what is looked at is bounded.
+_MAX_CALLS = 50
+_MAX_NAME_PARTS = 8
+
+Assignments: TypeAlias = "Mapping[str, tuple[list[int], list[ast.expr]]]"
+"""Name -> lines on which it is assigned, ascending, and what."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,13 +50,13 @@ def check_two_configs(source: CalledSource, hyperparameters: Mapping[str, Any], 
     for call in _calls(source.tree, "initialize"):
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         args = given.get("args", call.args[0] if call.args else None)
-        config = next((given[key] for key in _CONFIG_KEYWORDS if key in given), None)
-        if args is None or config is None or ast.unparse(args) not in holders:
+        config = next((key for key in _CONFIG_KEYWORDS if key in given), None)
+        if args is None or config is None or _dotted_name(args) not in holders:
             continue
         findings.problems.append(
             ConfigProblem(
                 f"{source.label}:{call.lineno}: deepspeed.initialize()",
-                f"given args whose deepspeed_config is set, beside {ast.unparse(config)[:60]}",
+                f"given args whose deepspeed_config is set, beside {config}",
                 "one config: DeepSpeed 0.19 raises AssertionError for two",
                 "Leave args out of the call.",
             )
@@ -69,10 +77,10 @@ def check_second_engines(source: CalledSource, findings: Findings) -> None:
 
 def _check_function(function: ast.FunctionDef, engines: set[str], label: str, findings: Findings) -> None:
     assignments = _assignments(function)
-    for call in _calls(function, "backward"):
+    for call in itertools.islice(_calls(function, "backward"), _MAX_CALLS):
         assert isinstance(call.func, ast.Attribute)
-        own = ast.unparse(call.func.value)
-        if own not in engines or not call.args:
+        own = _dotted_name(call.func.value)
+        if own is None or own not in engines or not call.args:
             continue
         for other in sorted(_engines_behind(call.args[0], call.lineno, assignments, engines) - {own}):
             findings.warnings.append(
@@ -82,9 +90,7 @@ def _check_function(function: ast.FunctionDef, engines: set[str], label: str, fi
             )
 
 
-def _engines_behind(
-    loss: ast.AST, line: int, assignments: Mapping[str, list[tuple[int, ast.expr]]], engines: set[str]
-) -> set[str]:
+def _engines_behind(loss: ast.AST, line: int, assignments: Assignments, engines: set[str]) -> set[str]:
     """Return the engines that a loss's gradient flows through, by the last assignment above each use of a name."""
     found: set[str] = set()
     waiting: list[tuple[ast.AST, int]] = [(loss, line)]
@@ -95,29 +101,29 @@ def _engines_behind(
             continue
         seen.add((id(node), before))
         if isinstance(node, ast.Call):
-            function = node.func
-            if isinstance(function, ast.Attribute) and function.attr in _STOPS_GRADIENTS:
-                if function.attr == "module":
+            if isinstance(node.func, ast.Attribute) and node.func.attr in _STOPS_GRADIENTS:
+                if node.func.attr == "module":
                     waiting += [(argument, before) for argument in node.args]
                 continue
-            if ast.unparse(function) in engines:
-                found.add(ast.unparse(function))
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            values = [one for one in assignments.get(ast.unparse(node), []) if one[0] < before]
-            if values:
-                last_line, value = max(values, key=lambda one: one[0])
-                waiting.append((value, last_line))
-                continue
-        waiting += [(child, before) for child in ast.iter_child_nodes(node)]
+            called = _dotted_name(node.func)
+            if called in engines:
+                found.add(str(called))
+        name = _dotted_name(node)
+        lines, values = assignments.get(name, ([], [])) if name is not None else ([], [])
+        position = bisect.bisect_left(lines, before) - 1
+        if position >= 0:
+            waiting.append((values[position], lines[position]))
+        else:
+            waiting += [(child, before) for child in ast.iter_child_nodes(node)]
     return found
 
 
-def _assignments(function: ast.FunctionDef) -> dict[str, list[tuple[int, ast.expr]]]:
-    """Return what is assigned to each name of a function, by line; outside of gradients nothing is."""
+def _assignments(function: ast.FunctionDef) -> Assignments:
+    """Return what is assigned to each name of a function; where gradients are off it is a constant."""
     without = {
         id(inner)
         for node in ast.walk(function)
-        if isinstance(node, ast.With) and any("no_grad" in ast.unparse(item) for item in node.items)
+        if isinstance(node, ast.With) and any(_is_no_grad(item.context_expr) for item in node.items)
         for inner in ast.walk(node)
     }
     found: dict[str, list[tuple[int, ast.expr]]] = {}
@@ -128,8 +134,26 @@ def _assignments(function: ast.FunctionDef) -> dict[str, list[tuple[int, ast.exp
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
             for one in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
-                found.setdefault(ast.unparse(one), []).append((node.lineno, value))
-    return found
+                name = _dotted_name(one)
+                if name is not None:
+                    found.setdefault(name, []).append((node.lineno, value))
+    ordered = {name: sorted(ones, key=lambda one: one[0]) for name, ones in found.items()}
+    return {
+        name: ([line for line, _ in ones], [value for _, value in ones]) for name, ones in ordered.items()
+    }
+
+
+def _is_no_grad(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and _called_name(node) in ("no_grad", "inference_mode")
+
+
+def _dotted_name(node: ast.AST) -> str | None:
+    """Return ``self.generator`` of a name or an attribute of one; None for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute) and len(parts) < _MAX_NAME_PARTS:
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
 
 
 def _engines(owner: ast.ClassDef) -> set[str]:
@@ -144,8 +168,9 @@ def _engines(owner: ast.ClassDef) -> set[str]:
             target = target.elts[0]
         elif name != "wrap_model_engine":
             continue
-        if isinstance(target, ast.Attribute):
-            found.add(ast.unparse(target))
+        engine = _dotted_name(target)
+        if engine is not None and "." in engine:
+            found.add(engine)
     return found
 
 
@@ -164,7 +189,7 @@ def _attribute_holders(source: CalledSource, hyperparameters: Mapping[str, Any])
         )
         is_parsed = source.has_config_flag and _called_name(node.value) == "parse_args"
         if (is_made_of_hparams and _called_name(node.value) not in ("dict", "deepcopy")) or is_parsed:
-            found.update(ast.unparse(target) for target in node.targets)
+            found.update(name for target in node.targets if (name := _dotted_name(target)) is not None)
     return found
 
 
@@ -172,11 +197,7 @@ def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _called_name(node) == name:
             is_method = isinstance(node.func, ast.Attribute)
-            if (
-                name == "initialize"
-                and is_method
-                and not ast.unparse(node.func).endswith("deepspeed.initialize")
-            ):
+            if name == "initialize" and is_method and _dotted_name(node.func) != "deepspeed.initialize":
                 continue
             if name == "backward" and not is_method:
                 continue

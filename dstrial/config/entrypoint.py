@@ -15,7 +15,7 @@ from pathlib import Path
 from dstrial.config.deepspeed_calls import CalledSource
 from dstrial.config.fillers import Filler
 from dstrial.config.findings import Findings, render
-from dstrial.config.script_source import ScriptSource, find_script, parsed, tree_of
+from dstrial.config.script_source import ScriptSource, find_script, own_modules, parsed, tree_of
 
 _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -29,13 +29,13 @@ class TrialSource:
         mentions_pipeline: whether ``PipelineModule`` appears in the class, or in what of its module it refers to.
         filler: what puts values in place of ``"auto"`` in the DeepSpeed config of a script; None for a trial, and where the
             script's source does not tell.
-        called: the source that calls DeepSpeed; None where it is not found or too large to be looked at.
+        called: the sources that may call DeepSpeed, as far as they are found and not too large to be looked at.
     """
 
     trial: str | None
     mentions_pipeline: bool = False
     filler: Filler | None = None
-    called: CalledSource | None = None
+    called: tuple[CalledSource, ...] = ()
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
@@ -65,7 +65,7 @@ def check_entrypoint(
     if trial is None:
         _check_script(entrypoint, context_dir, findings)
         script = find_script(_words(entrypoint), context_dir)
-        return TrialSource(None, filler=Filler.of(script), called=_called_script(script))
+        return TrialSource(None, filler=Filler.of(script), called=_called_by(script, context_dir))
     if not _TRIAL_FORM.fullmatch(trial):
         fix = "Write model_def:MyTrial for class MyTrial in model_def.py."
         findings.problem("entrypoint", render(trial), "module:Class", fix)
@@ -112,15 +112,17 @@ def check_entrypoint(
             "entrypoint", f"{render(trial)}, and {path} has no {class_name}", "an existing class", fix
         )
     called = CalledSource(_label(path), tree)
-    return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name), called=called)
+    return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name), called=(called,))
 
 
-def _called_script(script: ScriptSource | None) -> CalledSource | None:
-    tree = None if script is None else tree_of(script.path)
-    if script is None or tree is None:
-        return None
-    return CalledSource(
-        _label(script.path), tree, has_config_flag=script.arguments.value("deepspeed_config") is not None
+def _called_by(script: ScriptSource | None, context_dir: Path) -> tuple[CalledSource, ...]:
+    """Return a script and what it imports of the model definition."""
+    if script is None:
+        return ()
+    has_flag = script.arguments.value("deepspeed_config") is not None
+    files = [script.path, *own_modules(script.path, context_dir)]
+    return tuple(
+        CalledSource(_label(file), tree, has_flag) for file in files if (tree := tree_of(file)) is not None
     )
 
 

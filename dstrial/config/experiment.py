@@ -275,10 +275,11 @@ def check_experiment(
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
-    if source.called is not None:
-        check_two_configs(source.called, hyperparameters, findings)
-        if checked is not None and checked.effective.get("zero_optimization", {}).get("stage") == 0:
-            check_second_engines(source.called, findings)
+    is_stage_0 = checked is not None and (checked.effective.get("zero_optimization") or {}).get("stage") == 0
+    for called in source.called:
+        check_two_configs(called, hyperparameters, findings)
+        if is_stage_0:
+            check_second_engines(called, findings)
     findings.raise_if_any()
     return ExperimentConfig(
         path=path,

@@ -58,15 +58,20 @@ def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
 
 
 def _script(path: Path, arguments: Sequence[str], context_dir: Path) -> ScriptSource:
-    roots = (path.parent, context_dir)
     found = _libraries(path)
-    below = {
-        file: None for module in _imported_modules(path) if (file := _module_file(module, roots)) is not None
-    }
-    for file in list(below)[:_MAX_MODULES]:
+    for file in own_modules(path, context_dir):
         found |= _libraries(file)
     library: Library | None = next((name for name in ("trainer", "accelerate") if name in found), None)
     return ScriptSource(path, CommandLine.of(arguments), library)
+
+
+def own_modules(path: Path, context_dir: Path) -> list[Path]:
+    """Return the files of the model definition that a script imports itself, of which a script of many has the first ones."""
+    roots = (path.parent, context_dir)
+    found = {
+        file: None for module in _imported_modules(path) if (file := _module_file(module, roots)) is not None
+    }
+    return list(found)[:_MAX_MODULES]
 
 
 def _libraries(path: Path) -> set[str]:

@@ -123,6 +123,23 @@ def test_a_loss_of_one_engine_is_none(tmp_path, output):
     assert load(tmp_path, GAN.format(output=output)).warnings == ()
 
 
+def test_what_a_script_imports_of_the_model_definition_is_read_too(tmp_path):
+    (tmp_path / "train.py").write_text("from model_def import MyTrial\n")
+    source = INIT.format(args="AttrDict(context.get_hparams())", call="args=self.args, model=1, config={}")
+    with pytest.raises(ConfigError, match=r"model_def\.py:10: deepspeed\.initialize\(\)"):
+        load(tmp_path, source, "python3 -m determined.launch.deepspeed python3 train.py")
+
+
 def test_above_stage_0_deepspeed_takes_it(tmp_path):
     source = GAN.format(output="output = self.discriminator(fake)")
     assert load(tmp_path, source, deepspeed={**DEEPSPEED, "zero_optimization": {"stage": 1}}).warnings == ()
+
+
+def test_a_hostile_source_is_looked_at_within_bounds(tmp_path):
+    calls = "".join(f"        x = self.b(x)\n        self.a.backward(x{'.y' * 3})\n" for _ in range(1000))
+    chain = "x" + ".y" * 500
+    engines = (
+        "    def make(self):\n        self.a = wrap_model_engine(1)\n        self.b = wrap_model_engine(2)\n"
+    )
+    source = f"class MyTrial:\n{engines}    def train_batch(self, x):\n{calls}        z = {chain}\n"
+    assert len(load(tmp_path, source).warnings) == 50
