@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from determined import core
-from determined.common.api.errors import ForbiddenException
+from determined.common.api import bindings
+from determined.common.api.errors import ForbiddenException, NotFoundException
 
 from dstrial.checkpoint.mark import remove_mark, write_mark
 from dstrial.local.checkpoint_directory import list_checkpoints, remove_incomplete_checkpoints
@@ -157,6 +158,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         self._keep = keep
         self._train = train
         self._smaller_is_better = smaller_is_better
+        self._owned: dict[str, bool] = {}
 
     def _report_checkpoint(
         self,
@@ -182,19 +184,26 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             self._keep,
             smaller_is_better=self._smaller_is_better,
         )
-        by_uuid = {checkpoint.uuid: checkpoint for checkpoint in stored}
         for storage_id in superfluous:
-            path = self._run_directory.checkpoints_path / storage_id
-            remove_mark(path)
-            try:
-                self.delete(storage_id)
-            except ForbiddenException:
-                # Of the experiment from which this one was resumed; a trial may delete its own only.
-                found = by_uuid[storage_id]
-                mark = {"uuid": storage_id, "steps_completed": found.steps_completed, "time": found.time}
-                write_mark(path, mark)
+            if not self._is_own(storage_id):
                 continue
+            remove_mark(self._run_directory.checkpoints_path / storage_id)
+            self.delete(storage_id)
             logger.debug("deleted checkpoint %s, which the keep policy does not keep", storage_id)
+
+    def _is_own(self, storage_id: str) -> bool:
+        """Say whether this trial has saved a checkpoint, and not one of another experiment that the run went on from.
+
+        The master lets a trial delete its own only, and says so when the files are gone already (Determined 0.38.1
+        ``core/_checkpoint.py``, ``delete``).
+        """
+        if storage_id not in self._owned:
+            try:
+                found = bindings.get_GetCheckpoint(self._session, checkpointUuid=storage_id).checkpoint
+            except (ForbiddenException, NotFoundException):
+                found = None  # of another trial, or another master
+            self._owned[storage_id] = found is not None and found.taskId == self._task_id
+        return self._owned[storage_id]
 
     @contextlib.contextmanager
     def restore_path(
