@@ -546,8 +546,8 @@ def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> s
     """Return the config with which an experiment goes on, as YAML.
 
     Args:
-        active: the config that it has, with every field; not what was submitted, as labels, the policy for checkpoints and
-            more may have been changed since.
+        active: the config that it has, with every field that its release knew; not what was submitted, as labels, the
+            policy for checkpoints and more may have been changed since.
         changes: part of a config, laid over it as a config over its template.
 
     Raises:
@@ -555,12 +555,13 @@ def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> s
 
     Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
     """
-    named = {policy.get("name") for policy in active["log_policies"]}
+    policies = active.get("log_policies") or []
+    named = {policy.get("name") for policy in policies}
     # A default that the user has switched off is absent, and would be there again.
     off = [
         {"name": policy["name"], "pattern": None} for policy in _LOG_POLICIES if policy["name"] not in named
     ]
-    merged = merge_template({**active, "log_policies": [*active["log_policies"], *off]}, changes)
+    merged = merge_template({**active, "log_policies": [*policies, *off]}, changes)
     before, after = (_searcher_name(config) for config in (active, merged))
     if before != after:
         problem = ConfigProblem(

@@ -73,9 +73,8 @@ def checked(
     """
     defaults = services.settings.defaults(services.state_dir)
     if active is not None:
-        defaults = dataclasses.replace(
-            defaults, checkpoint_storage=active["checkpoint_storage"], environment_variables=()
-        )
+        storage = active.get("checkpoint_storage") or defaults.checkpoint_storage
+        defaults = dataclasses.replace(defaults, checkpoint_storage=storage, environment_variables=())
     elif storage is not None:
         whole = laid_over(storage, defaults.checkpoint_storage)
         defaults = dataclasses.replace(defaults, checkpoint_storage=whole)

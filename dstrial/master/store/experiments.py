@@ -141,9 +141,9 @@ def replace_config(
 
 def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that a config and a person set."""
-    resources = config["resources"]
+    resources = config.get("resources") or {}
     return {
-        "name": config["name"],
+        "name": config.get("name"),
         "description": config.get("description") or "",
         "labels": json.dumps(sorted(config.get("labels") or [])),
         "priority": resources.get("priority") or 42,

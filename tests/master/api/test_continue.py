@@ -28,6 +28,8 @@ checkpoint_storage: {save_trial_latest: 1}
 max_restarts: 3
 """
 
+SNAPSHOT = json.dumps({name: [] for name in ("closed", "failed", "cancelled", "stopped")})
+
 
 def ended(det: DetHere, master: Master, directory: Path, searcher: str) -> tuple[int, str]:
     """Return an experiment that was killed before it ran, with its config changed meanwhile, and what was submitted."""
@@ -138,3 +140,19 @@ def test_an_override_moves_no_experiment(det: DetHere, fresh_master: Master, tmp
 
     assert "det experiment move" in text
     assert stored(fresh_master, experiment_id)["state"] == "CANCELED"
+
+
+def test_a_config_of_an_older_release_with_fewer_fields_goes_on(fresh_master: Master) -> None:
+    """The experiment of the fixture has no log_policies, labels and environment."""
+    fresh_master.change("UPDATE allocations SET state = 'TERMINATED', end_us = 2 WHERE trial_id = 1")
+    assert fresh_master.send("POST", "/api/v1/experiments/1/kill", {}, token="determined").status == 200
+    fresh_master.change(
+        "UPDATE experiments SET state = 'CANCELED', searcher_snapshot = ? WHERE id = 1", SNAPSHOT
+    )
+
+    fresh_master.change("UPDATE model_definitions SET tgz = x'' WHERE experiment_id = 1")
+    body = {"id": 1, "overrideConfig": "description: again"}
+    answer = fresh_master.send("POST", "/api/v1/experiments/continue", body, token="determined")
+
+    assert answer.status == 200, answer.content
+    assert answer.json["experiment"]["description"] == "again"
