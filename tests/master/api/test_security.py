@@ -86,18 +86,24 @@ def _routes(*accesses: Any) -> list[Route]:
     return [route for route in all_routes() if route.access in accesses]
 
 
-def test_four_requests_of_the_protocol_are_open_to_everybody() -> None:
+def test_six_requests_are_open_to_everybody() -> None:
     assert {_name(route) for route in _routes(PUBLIC)} == {
         "GET /info",
         "GET /health",
         "GET /api/v1/master",
         "POST /api/v1/auth/login",
+        "GET /login",  # a page without data, whose script spends the code of a login link
+        "POST /api/v1/auth/link",
     }
 
 
 def test_what_is_the_owners_is_closed_to_every_token_at_the_port(served: Master) -> None:
     """This server has no socket of a state directory, and nothing that a request says stands for one."""
-    assert {_name(route) for route in _routes(OWNER)} == {"POST /owner/login", "GET /owner/webhook-key"}
+    assert {_name(route) for route in _routes(OWNER)} == {
+        "POST /owner/login",
+        "POST /owner/link",
+        "GET /owner/webhook-key",
+    }
     for route in _routes(OWNER):
         for token in (None, "determined", "admin", "trial-1", "trial-1-user"):
             assert _ask(served, route, token, _OWN) == 403, token
