@@ -74,7 +74,8 @@ def test_an_experiment_that_waits_for_slots_is_paused_and_goes_on_waiting_when_a
     post(master, holder, "kill")
     wait_for(lambda: num_running(master) == 0, "the slots are not freed")
     assert experiment(master, waiting)["state"] == "STATE_PAUSED"
-    assert log_of(master, waiting) == ""
+    (line,) = log_of(master, waiting).splitlines()
+    assert f"waiting for 1 slot: 2 of 2 are in use, by trial 1 of experiment {holder} (" in line
 
     post(master, waiting, "activate")
     wait_until(master, waiting, "COMPLETED")
