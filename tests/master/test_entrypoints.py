@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,8 @@ def test_a_dstrial_trial_runs_on_two_slots(
         ROOT / "model_defs" / "digits", context, ignore=shutil.ignore_patterns("__pycache__", "README.md")
     )
     (context / "train.py").write_text(SCRIPT)
+    with (context / "model_def.py").open("a") as model_def:
+        model_def.write("\nprint('here', __import__('os').environ.get('RANK'))\n")
     config = yaml.safe_load((ROOT / "experiment_configs" / "digits.yaml").read_text())
     config["entrypoint"] = entrypoint
     config["searcher"]["max_length"] = {"epochs": 1}
@@ -90,7 +93,7 @@ def test_a_dstrial_trial_runs_on_two_slots(
     (trial,) = trials(shared_master, experiment_id)
     assert steps_of(shared_master, trial["id"]) == [10, 20, 23]
     assert trial["bestCheckpoint"]["totalBatches"] == 23
-    assert "[rank=1]" in printed
+    assert re.search(r"\[rank=1\].* here 1$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

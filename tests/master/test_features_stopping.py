@@ -53,7 +53,9 @@ def post(master: MasterForTest, experiment_id: int, verb: str) -> None:
 
 def num_running(master: MasterForTest) -> int:
     tasks = master.client().get("/api/v1/tasks")["allocationIdToSummary"].values()
-    return sum(task["name"].startswith("Trial ") for task in tasks)  # checkpoints of the ended ones are collected, too
+    return sum(
+        task["name"].startswith("Trial ") for task in tasks
+    )  # checkpoints of the ended ones are collected, too
 
 
 def hold_all_slots(master: MasterForTest) -> int:

@@ -19,6 +19,7 @@ from dstrial.master.proxy import services as named
 from dstrial.master.proxy.relay import ServiceGoneError, relay
 from dstrial.master.services import Services
 from dstrial.master.web import task_page
+from dstrial.master.web.page import login_page
 
 logger = logging.getLogger("dstrial.master.proxy")
 
@@ -78,7 +79,7 @@ class Front:
             )
         except RequestError as error:
             if error.status == 401 and is_page:
-                return task_page.login()
+                return login_page(self._services, 401)
             raise
         if identity.allocation is not None:
             raise RequestError(

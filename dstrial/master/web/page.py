@@ -17,6 +17,7 @@ from dstrial.master.api.frame import PUBLIC, USER, ApiRequest, route
 from dstrial.master.api.shapes import shown_state
 from dstrial.master.api.webhooks import masked_url, seen_workspaces
 from dstrial.master.clock import format_us, now_us
+from dstrial.master.services import Services
 from dstrial.master.store import listings, logs
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import webhooks as webhook_rows
@@ -179,15 +180,20 @@ async def show_page(request: ApiRequest) -> Response:
     )
 
 
+def login_page(services: Services, status: int = 200) -> Response:
+    """Return the login form, which names the file of passwords only where there is one."""
+    has_file = (services.state_dir / "credentials.json").exists()
+    return render("login.html", status, has_file=has_file)
+
+
 async def show_login(request: ApiRequest) -> Response:
-    """``GET /`` without a valid token: the login form. It names the file of passwords only where there is one."""
-    has_no_file = not (request.services.state_dir / "credentials.json").exists()
-    return render("login.html", 401, has_no_file=has_no_file)
+    """``GET /`` without a valid token: the login form."""
+    return login_page(request.services, 401)
 
 
-async def show_link(_request: ApiRequest) -> Response:
+async def show_link(request: ApiRequest) -> Response:
     """``GET /login``: the form, which opens a session by itself with the code behind the ``#`` of a login link."""
-    return render("login.html")
+    return login_page(request.services)
 
 
 routes = [

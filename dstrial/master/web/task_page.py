@@ -25,11 +25,6 @@ def state_of(connection: sqlite3.Connection, task_id: str) -> Literal["waiting",
     return "ready" if row["is_ready"] else "waiting"
 
 
-def login() -> Response:
-    """Return the login form."""
-    return render("login.html", 401)
-
-
 def waiting(task_id: str) -> Response:
     """Return a page that asks again every second."""
     return render("task.html", task_id=task_id, refresh_s=_REFRESH_S, text="is starting, or waits for slots")
