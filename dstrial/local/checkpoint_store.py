@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import platformdirs
 from determined import core
 from determined.common import storage
 from determined.core._checkpoint import merge_metadata
@@ -54,6 +55,9 @@ T = TypeVar("T")
 
 _written_here: dict[str, Path] = {}
 """Checkpoints that this process has completed, by uuid: their runs may lie anywhere."""
+
+_DETERMINED_PATH = platformdirs.user_data_path("determined")
+"""Where Determined 0.38.1 keeps checkpoints off a cluster, and code written for it looks: a path there stands for its uuid."""
 
 
 class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
@@ -382,6 +386,9 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
     def _find(self, storage_id: str, *, is_read: bool = True) -> Path:
         path = Path(storage_id)
+        if path.parent == _DETERMINED_PATH and not path.exists():
+            storage_id = path.name
+            path = Path(storage_id)
         if len(path.parts) == 1:
             path = self._checkpoints_path / storage_id
         elif (path / MANIFEST_NAME).is_file() and path.parent != self._checkpoints_path:

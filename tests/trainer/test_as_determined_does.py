@@ -2,6 +2,7 @@
 
 import collections
 
+import platformdirs
 import pytest
 from determined import errors
 from in_process_fits import EXP_CONF, fit, trial_class, values
@@ -164,7 +165,9 @@ def test_a_checkpoint_is_found_by_its_uuid_wherever_it_lies(tmp_path, monkeypatc
     first = fit(max_length=Batch(3), reporting_period=Batch(1))
     assert (first.result.checkpoint_path / "COMPLETE").is_file()
     whole = fit(max_length=Batch(6), reporting_period=Batch(1))
-    for name in (first.result.checkpoint_uuid, str(first.result.checkpoint_path)):
+    # The last is where Determined's own tests look for what has been saved off a cluster.
+    determined = platformdirs.user_data_path("determined") / str(first.result.checkpoint_uuid)
+    for name in (first.result.checkpoint_uuid, str(first.result.checkpoint_path), str(determined)):
         again = fit(max_length=Batch(6), reporting_period=Batch(1), latest_checkpoint=name)
         assert again.directory.path != first.directory.path
         assert values(again.rows("training"))[6] == values(whole.rows("training"))[6]
