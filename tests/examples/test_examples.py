@@ -194,7 +194,7 @@ def test_a_shipped_search_runs_all_its_trials_and_names_the_best(config: Path, t
         runs_dir=tmp_path,
     )
 
-    table = printed[printed.index("\ntrial ") :].splitlines()[1:]
+    table = printed[printed.index("\ntrial  state") :].splitlines()[1:]
     assert len([line for line in table if line[:1].isdigit()]) == 3
     assert "warmup_max_lr=" in table[1]
     assert re.search(r"state: +completed\nbest: +validation_accuracy 0\.\d+ of trial \d+\n", printed)
