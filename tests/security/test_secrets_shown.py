@@ -186,6 +186,8 @@ def test_no_request_is_answered_with_a_secret(held: Held) -> None:
 
 def test_no_command_and_no_page_prints_a_secret(held: Held) -> None:
     checkpoint = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
+    assert held.master.dstrial("login", "--user", "admin").returncode == 0
+    assert held.master.dstrial("login").returncode == 0
     texts = [
         held.ok(*words.split())
         for words in (
@@ -196,7 +198,7 @@ def test_no_command_and_no_page_prints_a_secret(held: Held) -> None:
             f"checkpoint describe {checkpoint}",
             "template describe held",
             "template list -d",
-            "master config show",
+            "-u admin master config show",
             "master logs",
             "trial logs 1",
             "job list",

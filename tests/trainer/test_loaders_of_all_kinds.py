@@ -147,7 +147,7 @@ def test_a_second_engine_of_stage_3_is_in_step_during_validation(tmp_path):
         tmp_path, "SecondEngineOfStage3", experiment(hyperparameters, batches=2), ranks=2, module="odd_trials"
     )
     assert run.returncode == 0, run.output
-    assert "validated 9 records" in run.output
+    assert run.reports("validation")[2]["mean_size"] == pytest.approx((4 * 4 + 4 * 4 + 1) / 9)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -156,5 +156,4 @@ def test_fewer_validation_records_than_replicas_count_once(tmp_path, stage):
     config = experiment(hyperparameters, batches=2)
     run = train(tmp_path, "DataParallelTrial", config, ranks=2)
     assert run.returncode == 0, run.output
-    assert "validated 9 records" in run.output
     assert run.reports("validation")[2]["mean_size"] == pytest.approx((4 * 4 + 4 * 4 + 1) / 9)

@@ -160,7 +160,7 @@ def test_all_ranks_fail_together(tmp_path):
 
     assert done.returncode == 1, done.output
     assert "since batch 5" in done.output
-    assert done.output.rstrip().splitlines()[-1].startswith("dstrial.errors.NonFiniteError"), done.output
+    assert done.output.rstrip().splitlines()[-1].startswith("NonFiniteError: "), done.output
     assert done.checkpoints()[-1] == 4
 
 

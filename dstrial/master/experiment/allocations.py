@@ -24,7 +24,7 @@ from dstrial.search import ExitReason
 _MAX_LOSSES = 3
 
 # Records and weights of a restart are the same: so is where its losses stop being finite.
-_ENDS_FOR_GOOD = "dstrial.errors.NonFiniteError: "
+_ENDS_FOR_GOOD = "NonFiniteError"
 
 
 def assign(
@@ -261,6 +261,11 @@ def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
     return count
 
 
+def _kind_of_error(traceback: str) -> str:
+    """The class in the last line, which a launcher shortens to its name where it is dstrial's."""
+    return traceback.rpartition("\n")[2].partition(":")[0].rpartition(".")[2]
+
+
 def _failed(
     tx: Transaction, row: sqlite3.Row, trial: sqlite3.Row, reason: str, traceback: str | None
 ) -> None:
@@ -274,7 +279,7 @@ def _failed(
         verdict = "trial failed and matched logs to a don't retry policy"
     elif restarts > limit:
         verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
-    elif traceback is not None and _ENDS_FOR_GOOD in traceback.rpartition("\n")[2]:
+    elif traceback is not None and _kind_of_error(traceback) == _ENDS_FOR_GOOD:
         verdict = "it trains nothing any more, and would not after a restart"
     elif mark is not None and mark == trial["last_failure"]:
         verdict = "failed twice in the same way before its first batch, and is not tried again"

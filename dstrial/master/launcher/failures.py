@@ -34,6 +34,8 @@ _CONSEQUENCES = (
     "DistBackendError: NCCL error",
 )
 _REPORT = re.compile(r"rank (?P<rank>\d+) failed first \(")  # dstrial.launch.failures, RankFailure.headline
+# An error of dstrial's own says all in its message, and is told without frames.
+_MESSAGE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): \S")
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 _INSTALLED = re.compile(
     r"/(?:site|dist)-packages/|/lib/python\d|^<|/dstrial/(?:loop|trainer|launch|trial)[/.]"
@@ -97,12 +99,18 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
         lines: rank (None without a tag) and text, in the order in which they were printed.
 
     Returns:
-        The whole traceback, chained ones with it, without a final newline; None if there is none.
+        The whole traceback, chained ones with it, without a final newline, or the message of an error that a launcher tells
+        without one; None if there is neither.
     """
     found: list[str] = []
+    messages: list[str] = []
+    is_reported = False
     open_blocks: dict[int | None, _Block] = {}
     for rank, text in lines:
         line = text.rstrip("\n")
+        if rank is None and is_reported and _MESSAGE.match(line):
+            messages.append(line)
+        is_reported = rank is None and _REPORT.match(line) is not None
         block = open_blocks.get(rank)
         if _TRACEBACK in line:
             if block is not None and block.expects_chain:
@@ -129,7 +137,7 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
         chosen = next((text for text in found if is_acceptable(text)), None)
         if chosen is not None:
             return chosen
-    return None
+    return messages[0] if messages else None
 
 
 def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | None) -> str | None:
