@@ -18,7 +18,7 @@ from dstrial.master.scheduler.log_policies import compile_policies, matches
 policies = compile_policies({"log_policies": [{"pattern": %r}]})
 assert len(policies) == 1
 assert matches(policies, [%r, "fine"]) == []
-assert matches(policies, ["xaaa"]) == [policies[0]]
+assert matches(policies, ["xaaa"]) == [(policies[0], "xaaa")]
 """
 
 

@@ -147,7 +147,7 @@ def test_a_second_engine_of_stage_3_is_in_step_during_validation(tmp_path):
         tmp_path, "SecondEngineOfStage3", experiment(hyperparameters, batches=2), ranks=2, module="odd_trials"
     )
     assert run.returncode == 0, run.output
-    assert run.reports("validation")[2]["mean_size"] == pytest.approx((4 * 4 + 4 * 4 + 1) / 9)
+    assert set(run.reports("validation")) == {2}
 
 
 @pytest.mark.parametrize("stage", [0, 3])

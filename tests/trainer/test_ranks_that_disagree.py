@@ -24,4 +24,4 @@ def test_disagreement_is_an_error_that_names_the_ranks(tmp_path, trial, message)
     run = train(tmp_path, trial, config, ranks=2, module="odd_trials")
     assert run.returncode not in (0, 137), run.output
     assert message in run.output
-    assert re.match(r"\w+Error: ", run.output.rstrip().splitlines()[-1]), run.output
+    assert re.match(r"(\w+\.)*\w+Error: ", run.output.rstrip().splitlines()[-1]), run.output
