@@ -99,8 +99,12 @@ class CheckpointDamagedError(CheckpointError):
     """A file of a checkpoint is missing, or its size or checksum differs from the manifest."""
 
 
-class CheckpointLayoutError(CheckpointError):
-    """A checkpoint was written for another number or arrangement of ranks than are running."""
+class CheckpointLayoutError(CheckpointError, AssertionError):
+    """A checkpoint was written for another number or arrangement of ranks than are running.
+
+    Determined 0.38.1 asserts there that DeepSpeed has loaded the checkpoint (``_deepspeed_trial.py``), so code
+    that was written for it catches ``AssertionError``.
+    """
 
 
 class UntrustedCheckpointError(CheckpointError):

@@ -9,7 +9,7 @@ from in_process_fits import EXP_CONF, fit, trial_class, values
 from small_runs import deepspeed_config
 
 from dstrial import Batch, Epoch, PyTorchCallback, init
-from dstrial.errors import TrialContractError
+from dstrial.errors import CheckpointLayoutError, TrialContractError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
@@ -159,6 +159,23 @@ def test_accumulation_by_hand_that_trains_something_else_is_an_assertion_error()
     with pytest.raises(AssertionError, match="train_batch has trained 1 micro batches") as caught:
         fit(small_trials.ByHandTrial, {"micro_batches": 1})
     assert isinstance(caught.value, TrialContractError)
+
+
+def test_a_checkpoint_of_other_engines_is_an_assertion_error():
+    first = fit(max_length=Batch(1))
+
+    def with_two_engines(self, context):
+        original(self, context)
+        original(self, context)
+
+    original = trial_class().__init__
+    with pytest.raises(AssertionError, match="holds 1 engine") as caught:
+        fit(
+            trial_class(__init__=with_two_engines),
+            max_length=Batch(2),
+            latest_checkpoint=first.result.checkpoint_uuid,
+        )
+    assert isinstance(caught.value, CheckpointLayoutError)
 
 
 def test_a_checkpoint_is_found_by_its_uuid_wherever_it_lies(tmp_path, monkeypatch):
