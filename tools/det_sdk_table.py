@@ -11,6 +11,7 @@ import argparse
 import enum
 import inspect
 import json
+import os
 import sys
 import tempfile
 import time
@@ -98,12 +99,21 @@ def prepare(live: LiveMaster) -> dict[str, Any]:
         "state": lambda one: _fresh(one).state.name,
         "steps": lambda metrics: [one.total_batches for one in metrics],
         "ids": lambda found: [one.id for one in found],
-        "event_files": lambda one: list(
-            master.state.path.glob(f"checkpoints/*/tensorboard/experiment/{one.id}/**/*.tfevents*")
-        ),
+        "event_files": lambda one: _event_files(master.state.path / "checkpoints", one.id),
         "soon": _soon,
         "refuses": _refuses,
     }
+
+
+def _event_files(storage: Path, experiment_id: int) -> list[str]:
+    """Walk, since a glob fails where a directory goes while it looks."""
+    inside = f"/tensorboard/experiment/{experiment_id}/"
+    return [
+        name
+        for directory, _, names in os.walk(storage)
+        for name in names
+        if ".tfevents" in name and inside in f"{directory}/"
+    ]
 
 
 def _fresh(one: Any) -> Any:
