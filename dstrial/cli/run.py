@@ -21,7 +21,6 @@ from dstrial.cli.run_outcome import (
     failure_text,
     judge,
     judge_experiment,
-    near,
     outcome_of,
     summary,
 )
@@ -33,7 +32,14 @@ from dstrial.config.startup_hook import HOOK_NAME, requirements_of
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
-from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir, find_runs, utc_now
+from dstrial.local.run_directory import (
+    RunDirectory,
+    RunState,
+    default_runs_dir,
+    find_runs,
+    shown_path,
+    utc_now,
+)
 from dstrial.local.run_monitor import RunMonitor, RunView
 from dstrial.visible_text import visible
 
@@ -325,7 +331,7 @@ def _train(
     monitor = RunMonitor(run_directory, metric=metric, since=since)
     display = make_display(out, err, num_ranks=num_ranks, metric=metric, is_plain=args.no_progress)
     try:
-        display.message(f"run directory: {near(run_directory.path)}")
+        display.message(f"run directory: {shown_path(run_directory.path)}")
         if point is not None:
             display.message(f"resuming from checkpoint {point.checkpoint}")
         experiment_id, known = _start(request, master, run_directory, num_slots)

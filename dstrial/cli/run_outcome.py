@@ -8,14 +8,13 @@ import math
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError
 from dstrial.launch.outcome import LaunchOutcome
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.json_files import read_json
-from dstrial.local.run_directory import RunDirectory, RunState
+from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.local.run_monitor import RunView, read_validations
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def summary(
     skipped = skipped_steps(run_directory)
     if skipped is not None:
         rows.append(("skipped steps", skipped))
-    rows.append(("run directory", f"{near(run_directory.path)}, with"))
+    rows.append(("run directory", f"{shown_path(run_directory.path)}, with"))
     if checkpoint is not None:
         of_best = [found for found in stored if found.steps_completed in measured]
         best_stored = choose(of_best, key=lambda found: measured[found.steps_completed], default=None)
@@ -177,13 +176,6 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
     if not status.get("skipped_steps"):
         return None
     return f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
-
-
-def near(path: Path) -> str:
-    """Return a path as it is typed from the working directory: relative if it lies below it."""
-    with contextlib.suppress(ValueError, OSError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
 
 
 def _what_remains(

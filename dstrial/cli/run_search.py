@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from dstrial.cli.programs import typed
 from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import Followed, follow
-from dstrial.cli.run_outcome import near
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
 from dstrial.config.secrets import SecretNames, masked
-from dstrial.local.run_directory import RunDirectory, RunState
+from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.master import observe
 from dstrial.master.observe import ExperimentView, Start, TrialView
 
@@ -42,7 +41,7 @@ def search(
     files = read_context(experiment.context_dir)
     config = config_of(experiment, entrypoint, num_slots=num_slots, max_restarts=max_restarts)
     whole = config_of_run(config, experiment, run_directory, checkpoint=None, is_test=False, is_search=True)
-    out.write(f"run directory: {near(run_directory.path)}\n")
+    out.write(f"run directory: {shown_path(run_directory.path)}\n")
     experiment_id = submit(master, whole, files)
     storage = dict(config.get("checkpoint_storage") or {})
     mark = fingerprint(config, files)
@@ -109,7 +108,7 @@ def _end(
     best = best_trial(view, smaller_is_better=experiment.smaller_is_better)
     if best is not None and best.best_metric is not None:
         rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
-    rows.append(("run directory", near(run_directory.path)))
+    rows.append(("run directory", shown_path(run_directory.path)))
     if view.state == "PAUSED":
         rows.append(("resume with", f"{typed('det')} experiment activate {view.id}"))
     out.write("".join(f"{name + ':':<15}{value}\n" for name, value in rows))

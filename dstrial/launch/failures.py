@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from dstrial.local.run_directory import shown_path
 from dstrial.ranks.peer_loss import is_peer_loss
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -72,7 +73,7 @@ class RankFailure:
         """The headline, with the file of the whole traceback, and below it the error and what to do."""
         parts = [self.headline]
         if self.whole:
-            parts = [f"{self.headline.rstrip(':')}, whole traceback in {_near(self.whole)}:"]
+            parts = [f"{self.headline.rstrip(':')}, whole traceback in {shown_path(Path(self.whole))}:"]
         if self.error:
             parts.append(self.error.rstrip())
         elif not self.advice and self.signal_name == "SIGKILL":
@@ -194,13 +195,6 @@ def keep_whole(text: str) -> str:
     except OSError:
         return ""
     return named
-
-
-def _near(path: str) -> str:
-    """Return a path as it is typed from here: relative if it lies below the working directory."""
-    with contextlib.suppress(ValueError, OSError):
-        return str(Path(path).relative_to(Path.cwd()))
-    return path
 
 
 def read_record(path: Path) -> ErrorRecord | None:

@@ -117,6 +117,13 @@ def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(runs_dir or os.environ.get(RUNS_DIR_VARIABLE) or "runs").absolute()
 
 
+def shown_path(path: Path) -> str:
+    """Return a path as it is typed from the working directory: relative if it lies below it."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
 def experiment_slug(name: str) -> str:
     """Turn an experiment's name into a directory name: letters, digits, ``.``, ``_`` and ``-``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "experiment"

@@ -61,9 +61,11 @@ class MasterForTest:
         """Return the password that the first start gave a user; empty if blank."""
         return str(read_credentials(self.state).get(username, ""))
 
-    def dstrial(self, *arguments: str, deadline_s: float = _DEADLINE_S) -> subprocess.CompletedProcess[str]:
+    def dstrial(
+        self, *arguments: str, cwd: Path | None = None, deadline_s: float = _DEADLINE_S
+    ) -> subprocess.CompletedProcess[str]:
         """Run a ``dstrial`` command against this master; its end is not judged."""
-        return _run([sys.executable, "-m", "dstrial.cli", *arguments], self.env, deadline_s)
+        return _run([sys.executable, "-m", "dstrial.cli", *arguments], self.env, deadline_s, cwd)
 
     def det(
         self, *arguments: str, cwd: Path | None = None, deadline_s: float = _DEADLINE_S

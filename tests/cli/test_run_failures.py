@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -134,17 +133,9 @@ def config_of(project: Path, entrypoint: str, slots: int = 1) -> Path:
 def run(
     project: Path, master: MasterForTest, entrypoint: str, slots: int = 1
 ) -> tuple[subprocess.CompletedProcess[str], RunDirectory]:
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "dstrial.cli", "run", str(config_of(project, entrypoint, slots))),
-            *(str(project / "context"), "--runs-dir", str(project / "runs"), "--no-progress"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=dict(master.env),
-        cwd=project,
-    )
+    words = ("run", str(config_of(project, entrypoint, slots)), str(project / "context"))
+    options = ("--runs-dir", str(project / "runs"), "--no-progress")
+    ended = master.dstrial(*words, *options, cwd=project, deadline_s=DEADLINE_S)
     (record,) = (project / "runs").glob("*/*/run.json")
     return ended, RunDirectory(record.parent)
 

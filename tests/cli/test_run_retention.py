@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +56,8 @@ def test_the_same_yaml_keeps_the_same_checkpoints(
         "resources: {slots_per_trial: 1}\nsearcher: {name: single, metric: loss, max_length: {batches: 7}}\n"
         f"checkpoint_storage: {{{given}}}\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", "context", "--no-progress"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=dict(shared_master.env),
-        cwd=tmp_path,
+    ended = shared_master.dstrial(
+        "run", "exp.yaml", "context", "--no-progress", cwd=tmp_path, deadline_s=DEADLINE_S
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (record,) = (tmp_path / "runs").glob("*/*/run.json")
@@ -133,13 +126,8 @@ def test_a_run_that_goes_on_in_another_experiment_spares_what_that_of_before_has
     )
     longer = ("--resume", "latest", "--config", "searcher.max_length={batches: 6}")
     for words in ((), longer):
-        ended = subprocess.run(
-            [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", "context", "--no-progress", *words],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env=dict(shared_master.env),
-            cwd=tmp_path,
+        ended = shared_master.dstrial(
+            "run", "exp.yaml", "context", "--no-progress", *words, cwd=tmp_path, deadline_s=DEADLINE_S
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
     (record,) = (tmp_path / "runs").glob("*/*/run.json")

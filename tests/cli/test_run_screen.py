@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 from waiting import wait_for
@@ -91,13 +90,8 @@ def ended(
     (context / "model_def.py").write_text(MODEL_DEF)
     (context / "ds.json").write_text(DS_CONFIG)
     (project / "exp.yaml").write_text(CONFIG)
-    found = subprocess.run(
-        [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", "context", "--no-progress"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=dict(shared_master.env),
-        cwd=project,
+    found = shared_master.dstrial(
+        "run", "exp.yaml", "context", "--no-progress", cwd=project, deadline_s=DEADLINE_S
     )
     assert found.returncode == 0, found.stdout + found.stderr
     (record,) = (project / "runs").glob("*/*/run.json")

@@ -47,6 +47,17 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
         yield running
 
 
+def begun(master: MasterForTest, project: Path, config: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dstrial.cli", "run", config, "context", "--no-progress"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(master.env),
+        cwd=project,
+    )
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     context = tmp_path / "context"
@@ -80,14 +91,7 @@ def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: 
     done_already = project / "done already"
     done_already.touch()
     waits = write_config(project, "waits", f"python3 holds.py '{done_already}'", 2)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dstrial.cli", "run", waits, "context", "--no-progress"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=dict(master.env),
-        cwd=project,
-    )
+    process = begun(master, project, waits)
     try:
         wait_for(lambda: starting(master), "the status tells of nobody who waits")
         (waiting,) = starting(master)
@@ -114,14 +118,7 @@ def test_an_operator_that_is_compiled_is_named_on_the_screen_in_the_log_and_in_t
     config = write_config(
         project, "compiling", f"python3 -m dstrial.launch compiles.py {project / 'slow.cpp'}", 1
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dstrial.cli", "run", config, "context", "--no-progress"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=dict(master.env),
-        cwd=project,
-    )
+    process = begun(master, project, config)
     try:
         wait_for(
             lambda: (
@@ -150,9 +147,7 @@ def test_an_operator_that_is_compiled_is_named_on_the_screen_in_the_log_and_in_t
     logged = master.det("trial", "logs", str(compiling["trial"])).stdout
     assert "compiling operator cpu_adam since " in logged
     assert starting(master) == []
-    again = subprocess.run(
-        process.args, capture_output=True, text=True, env=dict(master.env), cwd=project, timeout=DEADLINE_S
-    )
+    again = master.dstrial("run", config, "context", "--no-progress", cwd=project, deadline_s=DEADLINE_S)
     assert again.returncode == 0
     assert "compiling operator" not in again.stdout + again.stderr
     assert [path.name for path in (project / "operators").iterdir()] == ["cpu_adam"]
