@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
-import multiprocessing
 import re
 import subprocess
 import sys
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dry_run_child import fork_server, measured
 
 from dstrial.engine.dryrun.process import DryRunError, dry_run, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
@@ -20,6 +18,12 @@ from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 pytestmark = pytest.mark.process
 
 NUM_PARAMETERS = 4 * (64 * 64 + 64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fork_server() -> Iterator[None]:
+    with fork_server():
+        yield
 
 
 def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: Any) -> DryRunRequest:
@@ -43,42 +47,6 @@ def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: An
         module_paths=(str(Path(__file__).parent),),
         **more,
     )
-
-
-def measured(asked: DryRunRequest) -> DryRunResult:
-    """Measure in a fork of this process, which has imported everything: an own interpreter costs seconds."""
-    from dstrial.engine.dryrun.bypass import without_compiler
-
-    with without_compiler():  # which has threads, and they would not be forked
-        for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "dstrial.engine.dryrun.measure"):
-            importlib.import_module(name)
-    # What earlier tests have left is not the child's to collect: groups whose threads it does not have end it by SIGSEGV.
-    gc.collect()
-    gc.freeze()
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_answer, args=(writer, asked))
-    child.start()
-    gc.unfreeze()
-    writer.close()
-    try:
-        assert reader.poll(60), "no answer in 60 s"
-        answer = reader.recv()
-    finally:
-        child.kill()
-        child.join()
-    assert isinstance(answer, dict), answer
-    return DryRunResult.from_json(answer)
-
-
-def _answer(writer: Connection, asked: DryRunRequest) -> None:
-    from dstrial.engine.dryrun.measure import measure
-
-    sys.path[:0] = asked.module_paths
-    try:
-        writer.send(measure(asked).to_json())
-    except Exception as error:
-        writer.send(repr(error))
-        raise
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 4), (3, 4)])
