@@ -1,0 +1,104 @@
+"""Records what commands print: their help, and what ``dstrial check`` says of the shipped experiments."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+from normalization import normalized
+from record import ROOT
+
+MODULES = (
+    "dstrial.cli",
+    "dstrial.doctor.training",
+    "dstrial.dsat",
+    "dstrial.dsat.trial",
+    "dstrial.dsat.trial.living_rank",
+    "dstrial.dsat.worker",
+    "dstrial.launch",
+    "dstrial.stand_ins.dsat",
+    "dstrial.stand_ins.launch_deepspeed",
+)
+"""What is started by ``python -m``, by users or by this code itself, and reads options."""
+
+_IN_JSON = ("digits", "hf_clm")  # the origins of all of DeepSpeed's defaults are in it, 500 lines each
+
+
+def help_texts(_scratch: Path) -> dict[str, str]:
+    """Record every ``--help`` of ``dstrial`` and its subcommands, and of the programs behind ``python -m``."""
+    from dstrial.cli.app import COMMANDS, build_parser, main
+
+    sections = [_section("dstrial --help", lambda: main(["--help"]))]
+    for command in COMMANDS:
+        for words in _parsers([command], _subparser(build_parser(command), command)):
+            sections.append(
+                _section(f"dstrial {' '.join(words)} --help", lambda words=words: main([*words, "--help"]))
+            )
+    for name in MODULES:
+        sections.append(_section(f"python -m {name} --help", lambda name=name: _run_module(name, "--help")))
+    return {"help.txt": "\n".join(sections)}
+
+
+def checks(_scratch: Path) -> dict[str, str]:
+    """Record ``dstrial check`` and ``check --explain`` of every shipped experiment config, as text and as JSON."""
+    from dstrial.cli.app import main
+
+    texts = []
+    for config in sorted((ROOT / "experiment_configs").glob("*.yaml")):
+        names = [path.name for path in (ROOT / "model_defs").iterdir() if config.stem.startswith(path.name)]
+        place = [f"experiment_configs/{config.name}", f"model_defs/{max(names, key=len)}"]
+        for options in ([], ["--explain"], *([["--explain", "--json"]] if config.stem in _IN_JSON else [])):
+            words = ["check", *place, *options]
+            texts.append(_section(f"dstrial {' '.join(words)}", lambda words=words: main(words)))
+    return {"check.txt": normalized("\n".join(texts), {str(ROOT): "repository"})}
+
+
+def _section(title: str, run: Callable[[], object]) -> str:
+    """What was printed, with the exit status if it is not 0."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _columns(100):
+        try:
+            status = run()
+        except SystemExit as ended:
+            status = ended.code
+    said = f"--- stderr\n{err.getvalue()}" if err.getvalue() else ""
+    ended_with = f"--- exit status {status}\n" if status else ""
+    return f"$ {title}\n{out.getvalue()}{said}{ended_with}"
+
+
+def _run_module(name: str, *words: str) -> None:
+    with mock.patch.object(sys, "argv", [name, *words]), warnings.catch_warnings():
+        # That the module is imported already, by another test.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _subparser(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    return next(found for words, found in _children(parser) if words == name)
+
+
+def _parsers(words: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[list[str]]:
+    yield list(words)
+    for name, child in _children(parser):
+        yield from _parsers([*words, name], child)
+
+
+def _children(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+@contextlib.contextmanager
+def _columns(width: int) -> Iterator[None]:
+    with mock.patch.dict(os.environ, {"COLUMNS": str(width)}):
+        yield

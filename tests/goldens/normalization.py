@@ -1,0 +1,36 @@
+"""Replaces what differs between two recordings of the same behaviour, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+_UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+_TIME = re.compile(r"\b20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)?")
+_NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
+
+
+def normalized(text: str, literals: Mapping[str, str] | None = None, measured: Collection[str] = ()) -> str:
+    """Return a recording without what another one has otherwise.
+
+    UUIDs become ``<uuid 1>``, ``<uuid 2>`` in the order in which they first appear, so that it stays visible which are equal.
+    Points in time become ``<time>``; where digits of the seconds or a zone were, that stays visible.
+
+    Args:
+        text: what was recorded.
+        literals: text that varies (a path, a port, a token) -> its name; longer ones are replaced first.
+        measured: keys of JSON whose numbers are measured; ``"seconds": 1.5`` becomes ``"seconds": "<measured>"``.
+    """
+    for literal, name in sorted((literals or {}).items(), key=lambda pair: -len(pair[0])):
+        text = text.replace(literal, f"<{name}>")
+    seen: dict[str, int] = {}
+    text = _UUID.sub(lambda found: f"<uuid {seen.setdefault(found[0], len(seen) + 1)}>", text)
+    text = _TIME.sub(_form_of_time, text)
+    for key in measured:
+        text = re.sub(rf'("{re.escape(key)}": ?){_NUMBER}(?=[\s,}}\]]|$)', r'\1"<measured>"', text)
+    return text
+
+
+def _form_of_time(found: re.Match[str]) -> str:
+    zone = {None: "", "Z": " Z"}.get(found[2], " zone")
+    return f"<time{'.' if found[1] else ''}{zone}>"

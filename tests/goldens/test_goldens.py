@@ -1,0 +1,19 @@
+"""What users, other releases and other programs see of dstrial is what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from record import RECORDERS, committed, differences, recorded
+
+_MARKS: dict[str, list[pytest.MarkDecorator]] = {}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, [])) for name in RECORDERS])
+def test_what_is_recorded_is_the_golden(name: str, tmp_path: Path) -> None:
+    difference = differences(committed(name), recorded(name, tmp_path), name)
+
+    assert not difference, (
+        f"{difference}\n\nIf this change is meant: python tests/goldens/record.py --update {name}"
+    )
