@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,6 +26,8 @@ RECORDERS = {
     "help": "golden_command_line:help_texts",
     "check": "golden_command_line:checks",
     "schema": "golden_master:schema",
+    "search": "golden_dsat:search",
+    "submissions": "golden_dsat:submissions",
 }
 """Name -> the function that takes an empty directory and returns file name -> normalized text."""
 
@@ -43,10 +46,17 @@ def recorded(name: str, scratch: Path) -> dict[str, str]:
     """
     module, _, function = RECORDERS[name].partition(":")
     recorder: Recorder = getattr(importlib.import_module(module), function)
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
+    with inside(ROOT):
         return dict(recorder(scratch))
+
+
+@contextlib.contextmanager
+def inside(directory: Path) -> Iterator[None]:
+    """Work in a directory while the block lasts; ``contextlib.chdir`` came with Python 3.11."""
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
     finally:
         os.chdir(before)
 

@@ -1,0 +1,225 @@
+"""Records whole searches of dsat on a formula and on a recorded grid, what they submit, and what they tell their workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from normalization import normalized
+from record import ROOT, inside
+
+from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.backends.backend import Ended
+from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.driver import Driver
+from dstrial.dsat.gates import Gates
+from dstrial.dsat.inputs import PredictInputs
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.settings import read_settings, with_parallel
+from dstrial.dsat.trial_config import (
+    TrialSpec,
+    full_config,
+    local_command,
+    measuring_spec,
+    results_config,
+    worker_command,
+    worker_config,
+)
+from dstrial.dsat.worker.mailbox import notes_of
+from dstrial.dsat.worker.orders import Answer, Order, OrderBook
+
+_SEARCH_ID = "0123abcd"
+_GRID = ROOT / "benchmarks" / "dsat_recorded" / "grid.json"
+_TRIAL = "class MyTrial:\n    pass\n"
+_FORMULA = {
+    "train_batch_size": 256,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+}
+_DSAT_CONFIGS = ("dsat_core_api", "dsat_hf", "dsat_trial")
+
+
+class _Answering:
+    """A place where trials end at once, as a function says; keeps what it was given."""
+
+    num_parallel = 2
+    keeps_deadlines = False
+
+    def __init__(self, outcome_of: Callable[[int], Outcome]) -> None:
+        self._outcome_of = outcome_of
+        self._waiting: list[int] = []
+        self.given: list[TrialSpec] = []
+        self.results: Mapping[str, str] = {}
+
+    def start(self, spec: TrialSpec) -> dict[str, Any]:
+        self.given.append(spec)
+        self._waiting.append(spec.trial_id)
+        return {"n": spec.trial_id}
+
+    def adopt(self, _spec: TrialSpec, _handle: Mapping[str, Any]) -> bool:
+        return False
+
+    def poll(self) -> list[Ended]:
+        """Return the end of the trial that has waited longest."""
+        if not self._waiting:
+            return []
+        trial_id = self._waiting.pop(0)
+        return [Ended(trial_id, self._outcome_of(trial_id), 10.0)]
+
+    def running_s(self, _trial_id: int) -> float:
+        return 0.0
+
+    def kill(self, trial_id: int) -> None:
+        raise AssertionError(f"trial {trial_id} is to be killed")
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        self.results = dict(results)
+
+    def close(self) -> None:
+        pass
+
+    def describe(self) -> str:
+        return "a formula"
+
+
+def search(scratch: Path) -> dict[str, str]:
+    """Record searches of every method: their files, their report, what they submit and what they print."""
+    files: dict[str, str] = {}
+    formula = _experiment(scratch / "formula", _FORMULA, slots=8)
+    for method in ("asha", "binary", "random"):
+        words = [method, *formula, "-m", "throughput", "--max-trials", "8"]
+        texts = _searched(words, _formula, None)
+        kept = list(texts) if method == "asha" else ["events.jsonl"]
+        files |= {f"{method}.{name}": texts[name] for name in kept}
+    sys.path.append(str(ROOT / "benchmarks"))
+    from dsat_grid import RecordedGrid
+
+    grid = RecordedGrid.read(_GRID)
+    ground = grid.ground(0)
+    experiment = _experiment(scratch / "grid", grid.header["base"], slots=2)
+    (scratch / "space.yaml").write_text(yaml.safe_dump(grid.header["extra"]))
+    known = PredictInputs.from_json(json.loads(_GRID.with_name("grid-inputs.json").read_text()))
+    inputs = dataclasses.replace(known, capacity_bytes=grid.cap_bytes, is_cpu=True)
+    words = ["predict", *experiment, "-m", "throughput", "--space", "space.yaml", "--max-trials", "8"]
+    with inside(scratch):  # the path of the space counts for the fingerprint
+        texts = _searched(words, ground.outcome, inputs)
+    files |= {f"predict.{name}": text for name, text in texts.items()}
+    return {name: normalized(text, {str(scratch): "scratch"}) for name, text in files.items()}
+
+
+def submissions(scratch: Path) -> dict[str, str]:
+    """Record what dsat submits and starts for the shipped experiments: configs and commands name modules."""
+    documents: dict[str, Any] = {}
+    for name in _DSAT_CONFIGS:
+        words = ["predict", f"experiment_configs/{name}.yaml", f"model_defs/{name}", "--output", str(scratch)]
+        settings = read_settings(build_parser("dsat").parse_args(words))
+        own, smallest = settings.space.own(), settings.space.smallest()
+        found = {
+            "fingerprint": settings.fingerprint,
+            "trial 1": measuring_spec(settings, own, 1, _SEARCH_ID),
+            "trial 3": measuring_spec(settings, smallest, 3, _SEARCH_ID),
+            "results": results_config(settings, _SEARCH_ID),
+        }
+        shown = {key: _spec(value) if isinstance(value, TrialSpec) else value for key, value in found.items()}
+        shown["full"] = full_config(settings, smallest)
+        shown["command of a local trial"] = local_command(settings, "CONFIG", "PYTHON")
+        if settings.trial is not None:
+            shown["worker"] = _spec(worker_config(settings, 1, _SEARCH_ID))
+            shown["command of a local worker"] = worker_command(settings, "CONFIG", "MAILBOX", "PYTHON")
+        documents[name] = shown
+    return {"submissions.json": json.dumps(documents, indent=1) + "\n", "messages.json": _messages()}
+
+
+def _messages() -> str:
+    """What a driver writes for a worker of another release, and what that answers."""
+    failure = Failure(FailureKind.DEVICE_OOM, "CUDA out of memory", "forward", 1024, 1)
+    best = {"hparams": {"a": 1}, "metrics": {"throughput": 2.0}}
+    orders = (Order(1, 3, {"lr": 0.1}, 120.0, "throughput"), Order(2, 4, {"lr": 0.2}, 300.0, "latency", best))
+    messages = {
+        "orders": OrderBook(orders).to_json(),
+        "end": OrderBook((), {"best_ds_config.json": "{}"}).to_json(),
+        "notes": notes_of(OrderBook(orders[:1])),
+        "measured": Answer(1, Measured({"throughput": 2.5}), 1.5, 2, "", {"build_s": 0.5}).to_json(),
+        "failed": Answer(2, failure, 1.5, 1, "rank 1 did not answer").to_json(),
+    }
+    return json.dumps(messages, indent=1) + "\n"
+
+
+def _spec(spec: TrialSpec) -> dict[str, Any]:
+    return {"label": spec.label, "config": spec.config, "hparams": spec.hparams}
+
+
+def _experiment(folder: Path, base: Mapping[str, Any], slots: int) -> list[str]:
+    """Write an experiment; returns its config and its model definition."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "model_def.py").write_text(_TRIAL)
+    (folder / "model" / "ds.json").write_text(json.dumps(base))
+    config = {
+        "name": "golden",
+        "entrypoint": "model_def:MyTrial",
+        "hyperparameters": {"deepspeed_config": "ds.json"},
+        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 10}},
+        "resources": {"slots_per_trial": slots},
+    }
+    path = folder / "golden.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return [str(path), str(folder / "model")]
+
+
+def _searched(
+    words: list[str],
+    outcome_of: Callable[[Candidate], Outcome],
+    inputs: PredictInputs | None,
+) -> dict[str, str]:
+    """Run a search to its end; returns its files, what it submitted and what it printed."""
+    output = Path(words[1]).parent / f"out-{words[0]}"
+    settings = with_parallel(
+        read_settings(build_parser("dsat").parse_args([*words, "--output", str(output)])), 2
+    )
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    told: list[str] = []
+    with record.lock():
+        if inputs is not None:
+            record.append("inputs", {**inputs.to_json(), "seconds": 1.0})
+        method = search_method(
+            settings.method, settings.space, settings.options, Gates(settings.space), inputs
+        )
+        backend = _Answering(lambda trial_id: outcome_of(driver.trials[trial_id].candidate))
+        driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
+        driver.run([])
+    files = {path.name: path.read_text() for path in sorted(output.iterdir()) if path.suffix != ".lock"}
+    files["printed.txt"] = "".join(f"{line}\n" for line in told)
+    files["submitted.json"] = json.dumps([_spec(spec) for spec in backend.given], indent=1) + "\n"
+    files["kept.txt"] = "".join(f"{name}\n" for name in backend.results)
+    return {name: normalized(text, {record.search_id: "search id"}) for name, text in files.items()}
+
+
+def _formula(candidate: Candidate) -> Outcome:
+    """What 1.3 B parameters in bf16 with Adam on 8 devices of 40 GB would measure."""
+    micro, stage = candidate.batch.micro_batch_size, candidate.stage
+    peak = 1.3e9 * {0: 16, 1: 5.5, 2: 3.75, 3: 2.0}[stage] + micro * 1.1e9 + 3.2e9
+    if peak > 40e9:
+        return Failure(FailureKind.DEVICE_OOM, "out of memory", "forward", int(1.1e9))
+    step_s = candidate.batch.accumulation * (0.02 + 0.011 * micro) * (1.2 if stage == 3 else 1.0)
+    throughput = candidate.batch.train_batch_size / step_s
+    return Measured(
+        {
+            "throughput": throughput,
+            "latency": step_s * 1e6,
+            "FLOPS_per_gpu": throughput * 1e12,
+            "num_params": 1.3e9,
+            "num_trainable_params": 1.3e9,
+            "activation_bytes_per_record": 1.1e9,
+            "device_memory_bytes": 40e9,
+            "peak_memory_bytes": peak - 1.2e9,
+        }
+    )
