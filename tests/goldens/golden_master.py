@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
+import re
 import sqlite3
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from normalization import normalized
+from record import ROOT
 
 
 def schema(scratch: Path) -> dict[str, str]:
@@ -17,3 +26,194 @@ def schema(scratch: Path) -> dict[str, str]:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         dump = "\n".join(connection.iterdump())
     return {"schema.sql": f"-- schema version {version}\n{dump}\n"}
+
+
+_TIME = "2026-01-02T00:00:00Z"
+_DETACHED = """
+name: outside
+reproducibility: {experiment_seed: 1}
+searcher: {name: custom, metric: loss, smaller_is_better: true}
+checkpoint_storage: {type: shared_fs, host_path: /nonexistent}
+"""
+_QUERIES = {
+    "/api/v1/trials/{trial_id:int}/logs": "?limit=10",
+    "/api/v1/tasks/{task_id}/logs": "?limit=10",
+    "/api/v1/trials/metrics/trial_metrics": "?trialIds=1&group=custom",
+    "/api/v1/trials/metrics/training_metrics": "?trialIds=1",
+    "/api/v1/trials/metrics/validation_metrics": "?trialIds=1",
+    "/api/v1/experiments/metrics-stream/metric-names": "?ids=1&periodSeconds=1",
+    "/api/v1/tokens": "?showInactive=true",
+    "/experiments/{experiment_id:int}/preview_gc": "?saveExperimentBest=0&saveTrialBest=1&saveTrialLatest=1",
+    "/api/v1/trials/{trial_id:int}/workloads": "?includeBatchMetrics=true",
+    "/api/v1/resources/allocation/raw": "?timestampAfter=1970-01-01T00:00:00Z&timestampBefore=1970-01-02T00:00:00Z",
+    "/resources/allocation/raw": "?timestampAfter=1970-01-01T00:00:00Z&timestampBefore=1970-01-02T00:00:00Z",
+    "/resources/allocation/allocations-csv": "?timestampAfter=1970-01-01T00:00:00Z&timestampBefore=1970-01-02T00:00:00Z",
+    "/api/v1/resources/allocation/aggregated": "?startDate=1970-01-01&endDate=1970-01-02"
+    "&period=RESOURCE_ALLOCATION_AGGREGATION_PERIOD_DAILY",
+    "/resources/allocation/aggregated": "?startDate=1970-01-01&endDate=1970-01-02"
+    "&period=RESOURCE_ALLOCATION_AGGREGATION_PERIOD_DAILY",
+}
+"""What a route is asked for besides."""
+
+
+def answers(scratch: Path) -> dict[str, str]:
+    """Record the answer to every GET route of a master that has one of everything."""
+    from dstrial.master.app import all_routes
+
+    sys.path.append(str(ROOT / "tests" / "master" / "api"))
+    from serving import serving
+
+    with serving(scratch / "state") as master:
+        values = _seed(master)
+        sections = []
+        for route in sorted(all_routes(), key=lambda one: one.path):
+            if route.method == "GET":
+                for path in _filled(route.path, values):
+                    answer = master.get(path + _QUERIES.get(route.path, ""), "admin")
+                    sections.append(_section(route, path + _QUERIES.get(route.path, ""), answer))
+        containers = master.rows("SELECT resources_id AS id FROM allocations")
+        literals = {
+            str(scratch): "scratch",
+            f":{master.port}": ":port",
+            f'"port": {master.port}': '"port": port',
+            **{f" {row['id'][:8]} [rank": " container [rank" for row in containers},
+            f'"{master.services.agent_id}"': '"host"',
+            f"/agents/{master.services.agent_id}": "/agents/host",
+            **{value: f"token of {name}" for name, value in master.tokens.items()},
+        }
+    return {"answers.txt": normalized("\n".join(sections), literals, ["wallClockTime"])}
+
+
+def _seed(master: Any) -> dict[str, Sequence[Any]]:
+    """Make one of everything; returns the values for each parameter of a path."""
+    checkpoint, allocation, task = master.checkpoints[1], "1.request.1", "1.request"
+
+    def send(method: str, path: str, body: Any, token: str = "admin") -> dict[str, Any]:
+        answer = master.send(method, f"/api/v1/{path}", body, token=token)
+        assert answer.status == 200, (path, answer.content)
+        found: dict[str, Any] = answer.json
+        return found
+
+    user = {"username": "ada", "displayName": "Ada", "admin": False, "active": True}
+    send("POST", "users", {"user": user, "password": "Golden-password-1"})
+    workspace = send("POST", "workspaces", {"name": "golden"})["workspace"]["id"]
+    project = {"name": "paints", "description": "of walls", "workspaceId": workspace, "key": "PNT"}
+    project_id = send("POST", f"workspaces/{workspace}/projects", project)["project"]["id"]
+    send("POST", f"projects/{project_id}/notes", {"name": "a note", "contents": "# of a project"})
+    send("POST", f"workspaces/{workspace}/pin", {})
+    template = {"name": "base", "config": {"labels": ["x"], "max_restarts": 2}, "workspaceId": 0}
+    send("POST", "templates/base", template)
+    token = send("POST", "tokens", {"userId": 2, "lifespan": "72h", "description": "of a script"})
+    master.tokens["script"] = token["token"]
+    webhook = {
+        "name": "hook",
+        "url": "http://localhost:1/hook",
+        "webhookType": "WEBHOOK_TYPE_DEFAULT",
+        "mode": "WEBHOOK_MODE_SPECIFIC",
+        "triggers": [
+            {
+                "triggerType": "TRIGGER_TYPE_EXPERIMENT_STATE_CHANGE",
+                "condition": {"state": "COMPLETED"},
+            }
+        ],
+    }
+    send("POST", "webhooks", webhook)
+    for group, steps, values in (
+        ("training", 1, {"loss": 0.5}),
+        ("validation", 2, {"loss": 0.25, "accuracy": 1}),
+        ("custom", 2, {"speed": 3.5, "name": "x"}),
+    ):
+        metrics = {"avgMetrics": values, "batchMetrics": [values]}
+        report = {
+            "metrics": metrics,
+            "stepsCompleted": steps,
+            "trialId": 1,
+            "trialRunId": 1,
+            "reportTime": _TIME,
+        }
+        send("POST", "trials/1/metrics", {"group": group, "metrics": report}, "trial-1")
+    written = {
+        "uuid": checkpoint,
+        "taskId": task,
+        "allocationId": allocation,
+        "resources": {"model.pt": 10, "code/": 0},
+        "metadata": {"steps_completed": 2, "framework": "x"},
+        "state": "STATE_COMPLETED",
+        "reportTime": _TIME,
+    }
+    send("POST", "checkpoints", written, "trial-1")
+    line = {"taskId": task, "allocationId": allocation, "timestamp": _TIME, "stdtype": "stdout", "rankId": 0}
+    send("POST", "task/logs", {"logs": [{**line, "log": "a line", "level": "LOG_LEVEL_INFO"}]}, "trial-1")
+    model = {
+        "name": "net",
+        "description": "of the wall",
+        "labels": ["a"],
+        "metadata": {"by": "me"},
+        "notes": "n",
+    }
+    send("POST", "models", model)
+    version = {"checkpointUuid": checkpoint, "name": "first", "comment": "c", "labels": ["v"], "notes": "v"}
+    send("POST", "models/net/versions", version)
+    send("POST", "runs/1/metadata", {"runId": 1, "metadata": {"a": {"b": 1}}})
+    body = {"config": _DETACHED, "unmanaged": True}
+    outside = send("PUT", "experiments/by-external-id/theirs", body)["experiment"]["id"]
+    request = {"experimentId": outside, "hparams": {"lr": 0.5}, "unmanaged": True}
+    send("PUT", "trials", {"createTrialRequest": request, "externalTrialId": "one"})
+    command = {"description": "golden command", "entrypoint": ["true"], "resources": {"slots": 1}}
+    command_id = send("POST", "commands", {"config": command}, "determined")["command"]["id"]
+    board = {"config": {"description": "golden board"}, "experimentIds": [1]}
+    board_id = send("POST", "tensorboards", board, "determined")["tensorboard"]["id"]
+    text = "entrypoint: [python3, t.py]\ndescription: golden task\n"
+    file = {
+        "path": "t.py",
+        "type": 48,
+        "content": base64.b64encode(b"x = 1\n").decode(),
+        "mtime": "0",
+        "mode": 420,
+    }
+    generic = {"config": text, "contextDirectory": [file]}
+    generic_id = send("POST", "generic-tasks", generic, "determined")["taskId"]
+    return {
+        "agent_id": [master.services.agent_id],
+        "slot_id": ["0"],
+        "allocation_id": [allocation],
+        "resources_id": ["x"],
+        "checkpoint_uuid": [checkpoint],
+        "task_id": [task, command_id, board_id, generic_id],
+        "external_id": ["theirs"],
+        "external_trial_id": ["one"],
+        "experiment_id": [1, outside],
+        "trial_id": [1],
+        "run_id": [1],
+        "model": ["net"],
+        "version": [1],
+        "workspace_id": [1, workspace],
+        "project_id": [1, project_id],
+        "key": ["PNT"],
+        "template": ["base"],
+        "user_id": [2],
+        "username": ["ada"],
+    }
+
+
+def _filled(path: str, values: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """Fill in a path's parameters; a route that asks for another parameter needs a value in ``_seed``."""
+    before, brace, rest = path.partition("{")
+    if not brace:
+        yield path
+        return
+    name, _, behind = rest.partition("}")
+    for value in values[name.partition(":")[0]]:
+        yield from _filled(f"{before}{value}{behind}", values)
+
+
+def _section(route: Any, path: str, answer: Any) -> str:
+    """What a client gets: status, type and body; JSON, or each line of a stream, is spread out in its order."""
+    kind = answer.headers.get("content-type", "")
+    text = answer.content.decode(errors="replace")
+    if kind.startswith("application/json"):
+        lines = [json.loads(line) for line in text.splitlines()]
+        text = "\n".join(json.dumps(line, indent=1, ensure_ascii=False) for line in lines)
+    for nonce in re.findall(r'nonce="([^"]+)"', text):
+        text = text.replace(nonce, "<nonce>")
+    return f"GET {path} ({route.access.name})\n{answer.status} {kind}\n{text.rstrip()}\n"

@@ -27,6 +27,7 @@ RECORDERS = {
     "check": "golden_command_line:checks",
     "schema": "golden_master:schema",
     "search": "golden_dsat:search",
+    "answers": "golden_master:answers",
     "submissions": "golden_dsat:submissions",
 }
 """Name -> the function that takes an empty directory and returns file name -> normalized text."""
