@@ -28,6 +28,7 @@ RECORDERS = {
     "schema": "golden_master:schema",
     "search": "golden_dsat:search",
     "answers": "golden_master:answers",
+    "runs": "golden_runs:runs",
     "submissions": "golden_dsat:submissions",
 }
 """Name -> the function that takes an empty directory and returns file name -> normalized text."""
