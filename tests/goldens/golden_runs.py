@@ -69,9 +69,8 @@ def _trained(scratch: Path, config: Mapping[str, Any]) -> dict[str, str]:
     (scratch / "output").mkdir()
     (scratch / "golden.yaml").write_text(yaml.safe_dump(dict(config)))
     trial = config["entrypoint"].rpartition(" ")[2]
-    kept = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
     given = {
-        **{name: os.environ[name] for name in kept if name in os.environ},
+        **plain_environment(),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "DSTRIAL_RUNS_DIR": str(scratch / "runs"),
@@ -96,15 +95,23 @@ def _trained(scratch: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return described(run, places) | {"environment.json": _environments(scratch / "output", given, places)}
 
 
+def plain_environment() -> dict[str, str]:
+    """Return of this process's environment what a program needs to start."""
+    needed = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
+    return {name: os.environ[name] for name in needed if name in os.environ}
+
+
 def installation() -> dict[str, str]:
     """Return the paths and versions of this installation, as literals of ``normalized``."""
     (site,) = ROOT.glob("dstrial/**/sitecustomize.py")
+    (programs,) = ROOT.glob("dstrial/**/bin/deepspeed")
     versions = {
         f'"{version(name)}"': f"{name} version" for name in ("deepspeed", "determined", "dstrial", "torch")
     }
     return {
         str(_MODEL): "model",
         str(site.parent): "site directory",
+        str(programs.parent): "bin directory",
         str(ROOT): "repository",
         str(Path.home()): "home",
         sys.executable: "python",

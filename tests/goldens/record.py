@@ -28,8 +28,10 @@ RECORDERS = {
     "schema": "golden_master:schema",
     "search": "golden_dsat:search",
     "answers": "golden_master:answers",
+    "allocation": "golden_master:allocation",
     "runs": "golden_runs:runs",
     "submissions": "golden_dsat:submissions",
+    "fingerprints": "golden_master:fingerprints",
 }
 """Name -> the function that takes an empty directory and returns file name -> normalized text."""
 

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 from record import RECORDERS, committed, differences, recorded
 
-_MARKS: dict[str, list[pytest.MarkDecorator]] = {}
+_MARKS = {
+    "allocation": [pytest.mark.process, pytest.mark.timeout(400)],
+    "answers": [pytest.mark.process],
+    "runs": [pytest.mark.ranks, pytest.mark.timeout(600)],
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, [])) for name in RECORDERS])
