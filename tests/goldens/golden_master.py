@@ -1,4 +1,4 @@
-"""Records a master: its database's schema, what it answers, and what it starts an allocation with."""
+"""Records a master: its database's schema, what it answers, and digests that are stored."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import json
 import os
 import re
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from golden_runs import installation, plain_environment
 from normalization import normalized
 from record import ROOT
 
@@ -168,14 +166,7 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
     board = {"config": {"description": "golden board"}, "experimentIds": [1]}
     board_id = send("POST", "tensorboards", board, "determined")["tensorboard"]["id"]
     text = "entrypoint: [python3, t.py]\ndescription: golden task\n"
-    file = {
-        "path": "t.py",
-        "type": 48,
-        "content": base64.b64encode(b"x = 1\n").decode(),
-        "mtime": "0",
-        "mode": 420,
-    }
-    generic = {"config": text, "contextDirectory": [file]}
+    generic = {"config": text, "contextDirectory": [file_to_send("t.py", "x = 1\n")]}
     generic_id = send("POST", "generic-tasks", generic, "determined")["taskId"]
     return {
         "agent_id": [master.services.agent_id],
@@ -198,6 +189,12 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
         "user_id": [2],
         "username": ["ada"],
     }
+
+
+def file_to_send(path: str, text: str) -> dict[str, Any]:
+    """Return a file as clients send it."""
+    content = base64.b64encode(text.encode()).decode()
+    return {"path": path, "type": 48, "content": content, "mtime": "0", "mode": 420}
 
 
 def _filled(path: str, values: Mapping[str, Sequence[Any]]) -> Iterator[str]:
@@ -223,154 +220,12 @@ def _section(route: Any, path: str, answer: Any) -> str:
     return f"GET {path} ({route.access.name})\n{answer.status} {kind}\n{text.rstrip()}\n"
 
 
-_DUMP = """
-import json, os, pathlib, sys
-
-kind, directory = sys.argv[1], pathlib.Path(os.environ["DSTRIAL_ALLOCATION_DIR"])
-found = {"environment": dict(os.environ), "files": {}}
-if kind == "allocation":
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            found["files"][str(path.relative_to(directory))] = [oct(path.stat().st_mode), path.read_text()]
-output = pathlib.Path(os.environ["GOLDEN_OUTPUT"], kind + os.environ.get("RANK", "") + ".json")
-output.write_text(json.dumps(found))
-"""
-
-
-def allocation(scratch: Path) -> dict[str, str]:
-    """Record what a real master starts a trial with: its environment and its files; and what its ranks then see."""
-    sys.path.append(str(ROOT / "tests" / "master"))
-    from submitting import log_of, submit, wait_until
-
-    from dstrial.testing.master import master_for_test
-
-    output = scratch / "output"
-    output.mkdir()
-    steps = "python3 dump.py allocation && python3 -m dstrial.launch dump.py rank"
-    config = {
-        "name": "golden",
-        "entrypoint": ["bash", "-c", steps],
-        "environment": {"environment_variables": [f"GOLDEN_OUTPUT={output}"]},
-        "hyperparameters": {"lr": 0.5},
-        "max_restarts": 0,
-        "reproducibility": {"experiment_seed": 1},
-        "resources": {"slots_per_trial": 2},
-        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 1}},
-    }
-    with _plainly(), master_for_test(scratch) as master:
-        number = submit(master, config, script="", modelDefinition=[_file("dump.py", _DUMP)])
-        wait_until(master, number, "COMPLETED", deadline_s=120.0)
-        log = log_of(master, number)
-        record = json.loads(master.state.record_path.read_text())
-        given = dict(master.env)
-        state_files = sorted(str(path.relative_to(master.state.path)) for path in master.state.path.glob("*"))
-    found = {path.stem: json.loads(path.read_text()) for path in output.glob("*.json")}
-    literals = {**_names(found, record, scratch), f':{given["PATH"]}"': "PATH of the master"}
-    files = {
-        "environment.json": {
-            kind: _changed(
-                given if kind == "allocation" else found["allocation"]["environment"], one["environment"]
-            )
-            for kind, one in sorted(found.items())
-        },
-        "files.json": {
-            name: [mode, _content(name, text)] for name, (mode, text) in found["allocation"]["files"].items()
-        },
-        "master.json": record,
-        "state_directory.json": state_files,
-        "exit.json": _supervised(scratch / "supervised"),
-    }
-    texts = {name: json.dumps(content, indent=1) + "\n" for name, content in files.items()}
-    return {name: normalized(text, literals, ["time_us"]) for name, text in {**texts, "log.txt": log}.items()}
-
-
-def _file(path: str, text: str) -> dict[str, Any]:
-    content = base64.b64encode(text.encode()).decode()
-    return {"path": path, "type": 48, "content": content, "mtime": "0", "mode": 420}
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """Start programs with the same variables and umask wherever this runs."""
-    before = os.umask(0o022)
-    try:
-        with mock.patch.dict(os.environ, plain_environment(), clear=True):
-            yield
-    finally:
-        os.umask(before)
-
-
-def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """What an environment has that the one it comes from has not; None for what it lacks."""
-    more = {name: value for name, value in sorted(after.items()) if before.get(name) != value and name != "_"}
-    return {**more, **dict.fromkeys(sorted(set(before) - set(after)))}
-
-
-def _content(name: str, text: str) -> Any:
-    if name.startswith("workdir"):
-        return None
-    content = json.loads(text) if name.endswith(".json") else text
-    if name == "spec.json":
-        content["environment"] = "as in environment.json"
-    return content
-
-
-def _names(found: Mapping[str, Any], record: Mapping[str, Any], scratch: Path) -> dict[str, str]:
-    """Return what differs between two masters, with its name."""
-    seen, rank = found["allocation"]["environment"], found["rank0"]["environment"]
-    supervisor = json.loads(found["allocation"]["files"]["supervisor.json"][1])
-    ports = {name: value for name, value in seen.items() if "_PORT" in name and value.isdecimal()}
-    return {
-        str(scratch): "scratch",
-        **installation(),
-        f":{record['port']}": ":port",
-        **{f'"{value}"': f"port {name}" for name, value in ports.items()},
-        f'"{rank["MASTER_PORT"]}"': "port of the launcher",
-        f'"port\\": {rank["MASTER_PORT"]},': "port of the launcher",
-        f'"port": {record["port"]}': "port",
-        f'"pid": {record["pid"]}': "pid",
-        f'"start_time": "{record["start_time"]}"': "start time",
-        f'"pid": {supervisor["pid"]}': "pid of the supervisor",
-        f'"start_time": "{supervisor["start_time"]}"': "start time of the supervisor",
-        seen["DET_SESSION_TOKEN"]: "token of the allocation",
-        seen["DET_USER_TOKEN"]: "token of the user",
-        seen["DSTRIAL_ALLOCATION_MARKER"]: "marker",
-        seen["TMPDIR"]: "temporary directory",
-        seen["DET_AGENT_ID"]: "host",
-        f"] {seen['DET_CONTAINER_ID'][:8]} ": "container",
-        f'"{rank["DSTRIAL_LAUNCHER_PID"]}"': "pid of the launcher",
-        rank["DSTRIAL_SECRET"]: "secret",
-        rank["TORCHELASTIC_RUN_ID"]: "run id",
-        Path(rank["DSTRIAL_PHASE_FILE"]).parent.name: "directory of the launcher",
-    }
-
-
-def _supervised(directory: Path) -> dict[str, Any]:
-    """Return what a supervisor leaves of a command, and the names of its files."""
-    (supervisor,) = ROOT.glob("dstrial/master/**/supervisor.py")
-    directory.mkdir()
-    command = ["bash", "-c", "echo out; echo err >&2; exit 3"]
-    spec = {
-        "command": command,
-        "working_directory": str(directory),
-        "environment": {"PATH": os.defpath},
-        "umask": 18,
-    }
-    (directory / "spec.json").write_text(json.dumps(spec))
-    subprocess.run([sys.executable, "-I", "-S", str(supervisor), str(directory)], check=True, timeout=60)
-    lines = (directory / "output.log").read_text().splitlines()
-    return {
-        "files": sorted(path.name for path in directory.iterdir()),
-        "exit.json": json.loads((directory / "exit.json").read_text()),
-        "output.log": sorted(f"<time> {line.partition(' ')[2]}" for line in lines),
-    }
-
-
-def fingerprints(_scratch: Path) -> dict[str, str]:
+def fingerprints(scratch: Path) -> dict[str, str]:
     """Record digests that are stored, or compared with those of another release."""
     from determined.common.api.bindings import v1File
 
     from dstrial.checkpoint.seal import sealed
+    from dstrial.checkpoint.signature import signed
     from dstrial.cli.run_submission import fingerprint as of_submission
     from dstrial.master.launcher.failures import fingerprint as of_failure
     from dstrial.master.store.users import client_hash
@@ -378,7 +233,14 @@ def fingerprints(_scratch: Path) -> dict[str, str]:
 
     traceback = 'Traceback\n  File "/tmp/x/train.py", line 3, in main\nValueError: 3 at 0x7f12'
     file = v1File(content="eA==", gid=0, mode=420, mtime="0", path="train.py", type=48, uid=0)
+    key = scratch / "dstrial" / "checkpoint.key"
+    key.parent.mkdir()
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    with mock.patch.dict(os.environ, {"XDG_DATA_HOME": str(scratch)}):
+        manifest = signed({"format": 1, "files": {"a": {"bytes": 3}}})
     found = {
+        "manifest": manifest,
         "failure": of_failure(traceback),
         "submission": of_submission({"name": "golden", "hyperparameters": {"lr": 0.5}}, [file]),
         "webhook": signature("key", 1_700_000_000, b'{"event": 1}'),

@@ -28,7 +28,7 @@ RECORDERS = {
     "schema": "golden_master:schema",
     "search": "golden_dsat:search",
     "answers": "golden_master:answers",
-    "allocation": "golden_master:allocation",
+    "allocation": "golden_allocation:allocation",
     "runs": "golden_runs:runs",
     "submissions": "golden_dsat:submissions",
     "fingerprints": "golden_master:fingerprints",
