@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from determined.common.api import bindings
 
 from dstrial.errors import DstrialError
+from dstrial.master.advice import text_of
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.guard import require_owner
@@ -85,7 +86,7 @@ def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest]
                     of_owner(_within(project_id, perform), experiment_id, user),
                 )
             except DstrialError as problem:
-                error = str(problem)
+                error = text_of(problem)
             results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
         return {"results": results}
 

@@ -10,6 +10,7 @@ import orjson
 from determined.common.api import bindings
 
 from dstrial.errors import DstrialError, RequestError
+from dstrial.master.advice import text_of
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.guard import require_owner
@@ -161,7 +162,7 @@ def _each(prepare: Callable[[ApiRequest], Perform], text: str, *, is_owners: boo
             try:
                 await services.write(write)
             except DstrialError as problem:
-                error = str(problem)
+                error = text_of(problem)
             results.append(message(bindings.v1RunActionResult, id=run_id, error=error))
         return {"results": results}
 

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from dstrial.errors import DstrialError, RequestError
 from dstrial.master.api.errors import status_and_text
 from dstrial.master.api.rendering import to_json
+from dstrial.master.store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class NdjsonResponse(Response):
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         except (DstrialError, sqlite3.Error) as error:
-            if not isinstance(error, RequestError):
+            if not isinstance(error, (RequestError, StoreError)):
                 logger.exception("a stream ends early")
             await send(
                 {

@@ -8,12 +8,14 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
+from dstrial.master.advice import text_of
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import ADMIN, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import StoreError
 from dstrial.master.store.tokens import User
 
 _ADMIN_ONLY = ("username", "admin", "active")
@@ -170,9 +172,9 @@ async def patch_many(request: ApiRequest) -> dict[str, Any]:
             try:
                 users.change_user(tx, user_id, active=activate)
                 _end_tokens(tx, request, user_id, has_password=False, active=activate)
-            except RequestError as refusal:
+            except (RequestError, StoreError) as refusal:
                 tx.execute("ROLLBACK TO one_user")
-                error = str(refusal)
+                error = text_of(refusal)
             tx.execute("RELEASE one_user")
             results.append({"id": user_id, "error": error})
         return results

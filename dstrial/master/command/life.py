@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sqlite3
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands
 from dstrial.master.store.commands import ENDED, NewCommand
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.logs import add_master_line
 
 STOP_TIMEOUT_S = 30
@@ -31,8 +31,7 @@ def create(tx: Transaction, new: NewCommand) -> str:
     if new.parent_id is not None:
         state = commands.require(tx.connection, new.parent_id, ("GENERIC",))["state"]
         if state == "CANCELED" or state.startswith("STOPPING"):
-            raise RequestError(
-                400,
+            raise InvalidError(
                 f"task {new.parent_id}, which is to be the parent, is {state}; expected one that nobody is "
                 "stopping or has stopped. Leave --parent out.",
             )
@@ -161,13 +160,13 @@ def pause(tx: Transaction, task_id: str) -> None:
     """Pause a generic task and those of the tasks that it has made which may be paused.
 
     Raises:
-        RequestError: 404 unknown, 400 it has ended or may not be paused.
+        StoreError: unknown, it has ended or may not be paused.
     """
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "pause")
     if not row["is_pausable"]:
-        raise RequestError(
-            400, f"task {task_id} was made with --no_pause; expected one that may be paused. Kill it instead."
+        raise InvalidError(
+            f"task {task_id} was made with --no_pause; expected one that may be paused. Kill it instead."
         )
     for one in commands.tree(tx.connection, task_id):
         below = commands.require(tx.connection, one)
@@ -179,12 +178,12 @@ def unpause(tx: Transaction, task_id: str) -> None:
     """Start a paused task again, with those that it has made and that are paused.
 
     Raises:
-        RequestError: 404 unknown, 400 it is not paused.
+        StoreError: unknown, it is not paused.
     """
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "unpause")
     if row["state"] not in ("PAUSED", "STOPPING_PAUSED"):
-        raise RequestError(400, f"task {task_id} is {row['state']}; expected PAUSED. Leave it as it is.")
+        raise InvalidError(f"task {task_id} is {row['state']}; expected PAUSED. Leave it as it is.")
     for one in commands.tree(tx.connection, task_id):
         # One that is still ending starts anew when it has ended.
         tx.execute(
@@ -197,10 +196,9 @@ def unpause(tx: Transaction, task_id: str) -> None:
 
 def _require_open(row: sqlite3.Row, verb: str) -> None:
     if row["state"] in ENDED or row["state"] == "STOPPING_CANCELED":
-        raise RequestError(
-            400,
-            f"task {row['task_id']} is {row['state']}; expected one that has not ended to {verb} it. "
-            "Fork it with `det task fork`.",
+        raise InvalidError(
+            f"task {row['task_id']} is {row['state']}; expected one that has not ended to {verb} it.",
+            Hint.FORK_TASK,
         )
 
 

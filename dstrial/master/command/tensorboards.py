@@ -14,9 +14,10 @@ import sqlite3
 from collections.abc import Collection
 from pathlib import Path
 
-from dstrial.errors import MasterError, RequestError
+from dstrial.errors import MasterError
 from dstrial.master import checkpoint_gc
 from dstrial.master.store import experiments, trials
+from dstrial.master.store.errors import InvalidError
 
 MAX_TRIALS = 100
 
@@ -30,17 +31,15 @@ def sources(
     """Return name -> directory of everything that is to be shown; a directory need not exist yet.
 
     Raises:
-        RequestError: 404 for an experiment or trial that does not exist, 400 for none, for more than 100 trials, and
+        StoreError: an experiment or trial that does not exist, none, more than 100 trials, and
             for one whose storage is no directory of this machine.
     """
     if not experiment_ids and not trial_ids:
-        raise RequestError(
-            400,
+        raise InvalidError(
             "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t.",
         )
     if len(trial_ids) > MAX_TRIALS:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"trialIds has {len(trial_ids)} items; expected at most {MAX_TRIALS}. Name fewer, or the experiment.",
         )
     found: dict[str, Path] = {}
@@ -64,8 +63,7 @@ def _directory(connection: sqlite3.Connection, cluster_id: str, experiment_id: i
         return checkpoint_gc.tensorboard_directory(config["checkpoint_storage"], cluster_id, experiment_id)
     except MasterError as error:
         kind = config["checkpoint_storage"].get("type")
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"checkpoint_storage.type of experiment {experiment_id} is {kind!r}; expected shared_fs or directory, whose "
             "event files this machine has. Fetch them with the storage's own tools, and run `tensorboard --logdir`.",
         ) from error

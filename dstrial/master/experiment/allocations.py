@@ -132,7 +132,7 @@ def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
     """Record that the trial has seen that it should stop.
 
     Raises:
-        RequestError: 404 unknown.
+        StoreError: unknown.
     """
     allocation_rows.require(tx.connection, allocation_id)
     tx.execute("UPDATE allocations SET preempt_acked = 1 WHERE id = ?", (allocation_id,))

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.submission import Submission
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import ending
 from dstrial.master.experiment.states import DELETING, TERMINAL
@@ -25,6 +24,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.logs import add_master_line
 from dstrial.master.webhooks import events
 
@@ -62,7 +62,7 @@ def create(
         Its id; that of the existing one if there is one of this external id.
 
     Raises:
-        RequestError: 404 no such project, 400 an archived one, or an experiment that is being deleted.
+        StoreError: no such project, an archived one, or an experiment that is being deleted.
     """
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
@@ -100,7 +100,7 @@ def create_trial(
         Its id; that of the existing one if there is one of this external id, with the new hyperparameters.
 
     Raises:
-        RequestError: 404 unknown, 400 not an experiment of detached runs, or one that is being deleted.
+        StoreError: unknown, not an experiment of detached runs, or one that is being deleted.
     """
     experiment = _require(tx, experiment_id)
     _refuse_going(experiment)
@@ -125,7 +125,7 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
         resumes: whether to go on from its latest checkpoint.
 
     Raises:
-        RequestError: 404 unknown, 400 not detached, or its project is archived.
+        StoreError: unknown, not detached, or its project is archived.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial["experiment_id"])
@@ -168,13 +168,12 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
         state: RUNNING, COMPLETED, CANCELED or ERROR; None for a heartbeat.
 
     Raises:
-        RequestError: 404 unknown, 400 not detached, or another state.
+        StoreError: unknown, not detached, or another state.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial["experiment_id"])
     if state not in (None, "RUNNING", *_ENDS):
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"state is STATE_{state}; expected STATE_RUNNING, STATE_COMPLETED, STATE_CANCELED or STATE_ERROR. Send one of these.",
         )
     hear(tx, trial)
@@ -237,18 +236,17 @@ def refuse_detached(row: sqlite3.Row, verb: str) -> None:
         verb: what was asked for, ``pause`` for example.
     """
     if row["unmanaged"]:
-        raise RequestError(
-            400,
-            f"experiment {row['id']} has detached runs; expected one whose processes the master starts, to {verb} it. "
-            "Do it where its script runs; `det experiment kill` marks it as canceled.",
+        raise InvalidError(
+            f"experiment {row['id']} has detached runs; "
+            f"expected one whose processes the master starts, to {verb} it.",
+            Hint.KILL_DETACHED,
         )
 
 
 def _require(tx: Transaction, experiment_id: int) -> sqlite3.Row:
     row = experiment_rows.require(tx.connection, experiment_id)
     if not row["unmanaged"]:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"experiment {experiment_id} is not one of detached runs; expected one that a script has created with "
             "determined.experimental.core_v2. Use the external ids of such a one.",
         )
@@ -257,8 +255,8 @@ def _require(tx: Transaction, experiment_id: int) -> sqlite3.Row:
 
 def _refuse_going(row: sqlite3.Row) -> None:
     if row["state"] in DELETING:
-        raise RequestError(
-            400, f"experiment {row['id']} is being deleted; expected one that stays. Wait until it is gone."
+        raise InvalidError(
+            f"experiment {row['id']} is being deleted; expected one that stays. Wait until it is gone."
         )
 
 

@@ -7,7 +7,6 @@ import sqlite3
 from typing import Any
 
 from dstrial.config.submission import Submission
-from dstrial.errors import RequestError
 from dstrial.master.experiment import ending, searching
 from dstrial.master.experiment.detached import refuse_detached
 from dstrial.master.experiment.states import DELETING, TERMINAL
@@ -16,6 +15,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import models, projects, work
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.webhooks import events
 from dstrial.search import Create, Searcher
 
@@ -45,7 +45,7 @@ def create(
         Its id.
 
     Raises:
-        RequestError: 404 if there is no such project, 400 if it is archived, or the trial or checkpoint that the
+        StoreError: there is no such project, it is archived, or the trial or checkpoint that the
             experiment is to start from does not exist.
     """
     projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
@@ -67,8 +67,7 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
     trial_id = config["searcher"].get("source_trial_id")
     uuid = config["searcher"].get("source_checkpoint_uuid")
     if trial_id is not None and checkpoint_rows.latest_completed(tx.connection, int(trial_id)) is None:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"searcher.source_trial_id is {trial_id}; expected a trial with a complete checkpoint. "
             "Name another trial, or remove it.",
         )
@@ -76,10 +75,10 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
         return
     checkpoint = checkpoint_rows.get_checkpoint(tx.connection, str(uuid))
     if checkpoint is None or checkpoint["state"] not in ("COMPLETED", "PARTIALLY_DELETED"):
-        raise RequestError(
-            400,
-            f"searcher.source_checkpoint_uuid is {uuid}; expected a checkpoint that exists and has not been deleted. "
-            "Take its uuid from `det experiment list-checkpoints`.",
+        raise InvalidError(
+            f"searcher.source_checkpoint_uuid is {uuid}; "
+            f"expected a checkpoint that exists and has not been deleted.",
+            Hint.TAKE_CHECKPOINT,
         )
     if checkpoint["state"] == "COMPLETED":
         checkpoint_rows.refuse_going(tx.connection, checkpoint)
@@ -89,7 +88,7 @@ def pause(tx: Transaction, experiment_id: int) -> None:
     """Pause an experiment: trials save a checkpoint and free their slots.
 
     Raises:
-        RequestError: 404 unknown, 400 ended or stopping.
+        StoreError: unknown, ended or stopping.
     """
     state = _require_changeable(tx, experiment_id, "pause")
     if state == "PAUSED":
@@ -108,7 +107,7 @@ def activate(tx: Transaction, experiment_id: int) -> None:
     """Let a paused experiment go on from its checkpoints.
 
     Raises:
-        RequestError: 404 unknown, 400 ended or stopping.
+        StoreError: unknown, ended or stopping.
     """
     state = _require_changeable(tx, experiment_id, "activate")
     if state == "ACTIVE":
@@ -128,10 +127,9 @@ def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
     refuse_detached(row, verb)
     state = str(row["state"])
     if state not in ("ACTIVE", "PAUSED"):
-        raise RequestError(
-            400,
-            f"experiment {experiment_id} is {state}; expected ACTIVE or PAUSED to {verb} it. "
-            "Use `det experiment continue` for one that has ended.",
+        raise InvalidError(
+            f"experiment {experiment_id} is {state}; expected ACTIVE or PAUSED to {verb} it.",
+            Hint.CONTINUE_EXPERIMENT,
         )
     return state
 
@@ -152,12 +150,11 @@ def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) ->
     """Archive an experiment that has ended, or take it back.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended.
+        StoreError: unknown, not ended.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row["state"] not in TERMINAL:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"experiment {experiment_id} is {row['state']}; expected one that has ended. "
             "Cancel or kill it first.",
         )
@@ -174,7 +171,7 @@ def delete(tx: Transaction, experiment_id: int) -> None:
     """Begin to delete an experiment with its checkpoints, metrics and logs; it is DELETING until they are gone.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended, or with checkpoints that are registered as versions of models.
+        StoreError: unknown, not ended, or with checkpoints that are registered as versions of models.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row["state"] == "DELETING":
@@ -188,14 +185,12 @@ def delete(tx: Transaction, experiment_id: int) -> None:
 def check_deletable(tx: Transaction, row: sqlite3.Row) -> None:
     """Refuse (400) to delete an experiment that has not ended, or whose checkpoints are registered."""
     if row["state"] not in TERMINAL | DELETING:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"experiment {row['id']} is {row['state']}; expected one that has ended. Cancel or kill it first.",
         )
     versions = models.registered_of(tx.connection, row["id"])
     if versions:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"experiment {row['id']} has checkpoints that are registered as {', '.join(versions[:5])}; expected none that is. "
             "Delete these versions first, or archive the experiment instead.",
         )
@@ -205,17 +200,16 @@ def move(tx: Transaction, experiment_id: int, project_id: int) -> None:
     """Put an experiment into another project.
 
     Raises:
-        RequestError: 404 unknown, 400 if the experiment or one of the projects is archived.
+        StoreError: unknown, the experiment or one of the projects is archived.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     target = projects.require(tx.connection, project_id)
     source = projects.require(tx.connection, row["project_id"])
     if row["archived"] or row["state"] == "DELETING":
         state = "archived" if row["archived"] else "being deleted"
-        raise RequestError(
-            400,
-            f"experiment {experiment_id} is {state} and cannot be moved; expected one that is not. "
-            "Take it back with `det experiment unarchive` first.",
+        raise InvalidError(
+            f"experiment {experiment_id} is {state} and cannot be moved; expected one that is not.",
+            Hint.UNARCHIVE_EXPERIMENT,
         )
     projects.refuse_shut(source, "be changed")
     projects.refuse_shut(target, "take another experiment")
@@ -227,12 +221,11 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
     """Begin to delete the TensorBoard files of an experiment that has ended.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended.
+        StoreError: unknown, not ended.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row["state"] not in TERMINAL:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"experiment {experiment_id} is {row['state']}; expected one that has ended, which writes no files any more. "
             "Cancel or kill it first.",
         )
@@ -246,7 +239,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     the trial runs again even if it had completed.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended, a searcher that adapts, or nothing left to do.
+        StoreError: unknown, not ended, a searcher that adapts, or nothing left to do.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
@@ -267,14 +260,13 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
             "config. Continue without --config."
         )
     if problem is not None:
-        raise RequestError(400, problem)
+        raise InvalidError(problem)
     trials = trial_rows.of_experiment(tx.connection, experiment_id)
     again = [trial for trial in trials if trial["state"] != "COMPLETED"]
     if searcher == "single":
         again = trials
     if not again:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"experiment {experiment_id} has completed all of its trials; expected one that is left to run. "
             "Create a new experiment.",
         )
@@ -317,11 +309,11 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
             ``checkpoint_storage`` (any of its ``save_…`` numbers, which collects checkpoints anew).
 
     Raises:
-        RequestError: 404 unknown, 400 a wrong value.
+        StoreError: unknown, a wrong value.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row["state"] in DELETING:
-        raise RequestError(400, f"experiment {experiment_id} is being deleted; expected one that stays.")
+        raise InvalidError(f"experiment {experiment_id} is being deleted; expected one that stays.")
     config = json.loads(row["config"])
     _check_fields(fields)
     for name in ("name", "description", "notes", "max_slots", "priority", "weight", "log_retention_days"):
@@ -347,17 +339,13 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
 def _check_fields(fields: dict[str, Any]) -> None:
     priority, weight, max_slots = fields.get("priority"), fields.get("weight"), fields.get("max_slots")
     if priority is not None and not 1 <= priority <= 99:
-        raise RequestError(
-            400, f"priority is {priority}; expected 1 to 99, 1 the most urgent. Choose another."
-        )
+        raise InvalidError(f"priority is {priority}; expected 1 to 99, 1 the most urgent. Choose another.")
     if weight is not None and not 0 < weight < 1e9:
-        raise RequestError(400, f"weight is {weight}; expected a number above 0. Choose another.")
+        raise InvalidError(f"weight is {weight}; expected a number above 0. Choose another.")
     if max_slots is not None and max_slots < 0:
-        raise RequestError(400, f"max_slots is {max_slots}; expected at least 0, or none. Choose another.")
+        raise InvalidError(f"max_slots is {max_slots}; expected at least 0, or none. Choose another.")
     for name, value in (fields.get("checkpoint_storage") or {}).items():
         if not isinstance(value, int) or value < 0:
-            raise RequestError(
-                400, f"{name} is {value!r}; expected an integer of at least 0. Choose another."
-            )
+            raise InvalidError(f"{name} is {value!r}; expected an integer of at least 0. Choose another.")
     if fields.get("name") is not None and not str(fields["name"]).strip():
-        raise RequestError(400, "name is empty; expected a text. Choose a name.")
+        raise InvalidError("name is empty; expected a text. Choose a name.")

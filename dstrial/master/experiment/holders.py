@@ -6,11 +6,11 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.experiment import experiments
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, work, workspaces
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError
 
 
 def place(connection: sqlite3.Connection, project_id: int | None, config: Mapping[str, Any]) -> sqlite3.Row:
@@ -22,7 +22,7 @@ def place(connection: sqlite3.Connection, project_id: int | None, config: Mappin
         config: an experiment config, perhaps not checked yet.
 
     Raises:
-        RequestError: 404, there is no such project; 400, it is archived or only one of the two names is given.
+        NotFoundError: there is no such project; it is archived or only one of the two names is given.
 
     Source: Determined 0.38.1, order of request and config.
     """
@@ -44,7 +44,7 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
         Whether it is gone already, as it held none.
 
     Raises:
-        RequestError: 404 unknown, 400 if it is the one that is always there, or one of its experiments cannot be deleted.
+        StoreError: unknown, it is the one that is always there, or one of its experiments cannot be deleted.
     """
     row = projects.require(tx.connection, project_id)
     projects.refuse_immutable(row, "be deleted")
@@ -68,17 +68,16 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
         Whether it is gone already, as there were no experiments in it.
 
     Raises:
-        RequestError: 404 unknown, 400 if it is the one that is always there, has models, or an experiment in it cannot be
+        StoreError: unknown, it is the one that is always there, has models, or an experiment in it cannot be
             deleted.
     """
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
     models = tx.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchall()
     if models:
-        raise RequestError(
-            400,
-            f"workspace {row['name']!r} has the model {models[0]['name']!r}; expected none. "
-            "Move or delete its models first, see `det model list -w`.",
+        raise InvalidError(
+            f"workspace {row['name']!r} has the model {models[0]['name']!r}; expected none.",
+            Hint.MOVE_MODELS,
         )
     gone = [delete_project(tx, one["id"]) for one in projects.list_projects(tx.connection, workspace_id)]
     if all(gone):

@@ -7,7 +7,6 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import detached, ending, searching
 from dstrial.master.experiment.states import TERMINAL
@@ -16,6 +15,7 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import InvalidError
 from dstrial.master.store.logs import add_master_line
 
 _INVALID_HP_GRACE_US = 10_000_000
@@ -44,7 +44,7 @@ def report_metrics(
         per_batch: values by name of each batch since the last report, which are only kept.
 
     Raises:
-        RequestError: 404 unknown trial, 400 an older run or values that contradict an earlier report.
+        StoreError: unknown trial, an older run or values that contradict an earlier report.
     """
     added = metric_rows.add_report(
         tx,
@@ -123,10 +123,10 @@ def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
     """Take that a trial will end because its hyperparameters are invalid; it has ten seconds to do so.
 
     Raises:
-        RequestError: 404 unknown trial, 400 another reason.
+        StoreError: unknown trial, another reason.
     """
     if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
-        raise RequestError(400, f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
+        raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
     trial = trial_rows.require(tx.connection, trial_id)
     tx.execute("UPDATE trials SET early_exit = 'INVALID_HP' WHERE id = ?", (trial_id,))
     allocation = allocation_rows.live(tx.connection, trial_id)

@@ -13,6 +13,7 @@ from typing import Any
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.master import checkpoint_gc
+from dstrial.master.advice import text_of
 from dstrial.master.changes import Changes
 from dstrial.master.experiment import holders
 from dstrial.master.launcher import remove
@@ -110,9 +111,9 @@ class Janitor:
             else:
                 self._delete_experiment(experiment_id)
         except (DstrialError, OSError, sqlite3.IntegrityError, ValueError, LookupError) as error:
-            logger.error("%s of experiment %d: %s", row["kind"], experiment_id, error)
+            logger.error("%s of experiment %d: %s", row["kind"], experiment_id, text_of(error))
             if row["kind"] == "delete_experiment":
-                why = str(error)
+                why = text_of(error)
                 self._database.write(lambda tx: _mark_delete_failed(tx, experiment_id, why))
         self._database.write(lambda tx: work.done(tx, row["id"]))
 

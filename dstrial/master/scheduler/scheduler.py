@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import DstrialError
 from dstrial.master import launcher, resumption
+from dstrial.master.advice import text_of
 from dstrial.master.clock import now_us
 from dstrial.master.command import life
 from dstrial.master.experiment import allocations, ending
@@ -542,7 +543,7 @@ class Scheduler:
             launcher.prepare(request())
             handle = launcher.start(Path(row["directory"]))
         except (DstrialError, OSError) as error:
-            self._end(row, _failed_start(str(error)))
+            self._end(row, _failed_start(text_of(error)))
             return
         self._handles[row["id"]] = handle
         self._started(row, handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from dstrial.errors import RequestError
+from dstrial.master.store.errors import Hint, NotFoundError
 
 
 def get(connection: sqlite3.Connection, allocation_id: str) -> sqlite3.Row | None:
@@ -19,11 +19,11 @@ def require(connection: sqlite3.Connection, allocation_id: str) -> sqlite3.Row:
     """Return an allocation's row.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = get(connection, allocation_id)
     if row is None:
-        raise RequestError(404, f"allocation {allocation_id} is not found; expected one of `det task list`.")
+        raise NotFoundError(f"allocation {allocation_id} is not found", Hint.LIST_ALLOCATIONS)
     return row
 
 

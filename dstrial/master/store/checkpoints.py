@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -46,12 +46,11 @@ def add_checkpoint(
     with what its trial has written.
 
     Raises:
-        RequestError: 409 if it is another trial's.
+        StoreError: it is another trial's.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial["id"]:
-        raise RequestError(
-            409,
+        raise ConflictError(
             f"checkpoint {uuid} belongs to trial {known['trial_id']}; expected a uuid that is not in use.",
         )
     digest = None if known is None else known["manifest_sha256"]
@@ -123,13 +122,11 @@ def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> sqlite3.Row
     """Return a checkpoint, as :func:`get_checkpoint`.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = get_checkpoint(connection, uuid)
     if row is None:
-        raise RequestError(
-            404, f"checkpoint {uuid} is not found; expected one of `det experiment list-checkpoints`."
-        )
+        raise NotFoundError(f"checkpoint {uuid} is not found", Hint.LIST_CHECKPOINTS)
     return row
 
 
@@ -188,8 +185,7 @@ def refuse_going(connection: sqlite3.Connection, row: sqlite3.Row) -> None:
     if row["deleting_us"] is not None or experiment["state"] == "DELETING":
         state = "being deleted"
     if state != "COMPLETED":
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"checkpoint {row['uuid']} is {state}; expected a COMPLETED one, whose files are all there. Take another.",
         )
 
@@ -215,7 +211,7 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
     A deleted one keeps its list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = require_checkpoint(tx.connection, uuid)
     before: dict[str, int] = json.loads(row["resources"])
@@ -237,7 +233,7 @@ def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> Non
     """Replace a checkpoint's metadata; its number of batches and the SHA-256 of its manifest stay.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     digest = require_checkpoint(tx.connection, uuid)["manifest_sha256"]
     text = json.dumps(_with_digest(metadata, digest))
@@ -248,7 +244,7 @@ def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
     """Store that a trial uses a checkpoint, for inference (``TRIAL_SOURCE_INFO_TYPE_INFERENCE``) for example.
 
     Raises:
-        RequestError: 404, there is no such checkpoint.
+        NotFoundError: there is no such checkpoint.
     """
     require_checkpoint(tx.connection, uuid)
     tx.execute(
@@ -261,13 +257,13 @@ def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: in
     """Store that a trial uses a version of a registered model.
 
     Raises:
-        RequestError: 404, there is no such version.
+        NotFoundError: there is no such version.
     """
     known = "SELECT 1 FROM model_versions WHERE model_id = ? AND version = ?"
     if tx.execute(known, (model_id, version)).fetchone() is None:
-        raise RequestError(
-            404,
-            f"version {version} of model {model_id} is not found; expected one of `det model list-versions`.",
+        raise NotFoundError(
+            f"version {version} of model {model_id} is not found",
+            Hint.LIST_VERSIONS,
         )
     tx.execute(
         "INSERT OR IGNORE INTO trial_source_versions (model_id, version, trial_id, type) VALUES (?, ?, ?, ?)",

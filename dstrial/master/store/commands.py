@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.command import NAMES, CommandConfig, CommandKind
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, NotFoundError
 
 ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 """States in which a command stays."""
@@ -102,14 +102,12 @@ def require(
     """Return a command as :func:`get` does.
 
     Raises:
-        RequestError: 404, there is none of these kinds.
+        NotFoundError: there is none of these kinds.
     """
     row = get(connection, task_id)
     if row is None or row["kind"] not in kinds:
         what = " or ".join(NAMES[kind] for kind in kinds)
-        raise RequestError(
-            404, f"{what} {task_id[:80]!r} is not found; expected the id of one. See `det task list`."
-        )
+        raise NotFoundError(f"{what} {task_id[:80]!r} is not found; expected the id of one.", Hint.LIST_TASKS)
     return row
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.submission import Submission
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, NotFoundError
 
 
 def get(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row | None:
@@ -26,13 +26,11 @@ def require(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row:
     """Return an experiment's row.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = get(connection, experiment_id)
     if row is None:
-        raise RequestError(
-            404, f"experiment {experiment_id} is not found; expected one of `det experiment list --all`."
-        )
+        raise NotFoundError(f"experiment {experiment_id} is not found", Hint.LIST_EXPERIMENTS)
     return row
 
 
@@ -48,12 +46,11 @@ def require_of_project(connection: sqlite3.Connection, experiment_id: int, proje
     """Return an experiment's row.
 
     Raises:
-        RequestError: 404, there is none, or it is in another project.
+        NotFoundError: there is none, or it is in another project.
     """
     row = require(connection, experiment_id)
     if row["project_id"] != project_id:
-        raise RequestError(
-            404,
+        raise NotFoundError(
             f"experiment {experiment_id} is in project {row['project_id']}; expected one of project {project_id}. "
             "Ask in its own project.",
         )

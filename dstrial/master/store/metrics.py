@@ -9,9 +9,9 @@ import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.store import checkpoints
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError
 
 _NO_STEPS = -1
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -52,14 +52,13 @@ def add_report(
     archives what older runs had reported beyond the checkpoint that it started from.
 
     Raises:
-        RequestError: 404 unknown trial, 400 the report of an older run, 409 another value for a metric that is stored.
+        StoreError: unknown trial, the report of an older run, another value for a metric that is stored.
     """
     trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
     if trial is None:
-        raise RequestError(404, f"trial {trial_id} is not found; expected one that exists.")
+        raise NotFoundError(f"trial {trial_id} is not found; expected one that exists.")
     if run_id != trial["run_id"]:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"trialRunId is {run_id}; expected {trial['run_id']}, the current run of trial {trial_id}. "
             "Reports of an earlier run are refused.",
         )
@@ -125,8 +124,7 @@ def _merge(
     given = _plain(metrics)
     for name in stored.keys() & given.keys():
         if stored[name] != given[name]:
-            raise RequestError(
-                409,
+            raise ConflictError(
                 f"metric {name!r} of group {group!r} at batch {steps} is {given[name]!r}; expected {stored[name]!r}, "
                 "which was reported before. Report every metric once per batch.",
             )

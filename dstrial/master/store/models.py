@@ -8,9 +8,9 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 _ORDER = {
     "SORT_BY_NAME": "m.name",
@@ -107,13 +107,13 @@ def require(connection: sqlite3.Connection, name_or_id: str) -> sqlite3.Row:
     """Return one model, by its name or else by its number; names are compared whatever the case.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE m.name = ?", (name_or_id,)).fetchone()
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
         row = connection.execute(f"{_SELECT} WHERE m.id = ?", (int(name_or_id),)).fetchone()
     if row is None:
-        raise RequestError(404, f"model {name_or_id[:80]!r} is not found; expected one of `det model list`.")
+        raise NotFoundError(f"model {name_or_id[:80]!r} is not found", Hint.LIST_MODELS)
     return row
 
 
@@ -131,7 +131,7 @@ def create(
     """Store a model and return its number.
 
     Raises:
-        RequestError: 400 for a name that could not be asked for, 409 for one that exists.
+        StoreError: a name that could not be asked for, one that exists.
     """
     check_name(tx.connection, name, None)
     now = now_us()
@@ -159,14 +159,13 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
     Source: Determined 0.38.1; names and numbers share a place in the path of requests.
     """
     if not name.strip() or "/" in name or name.isdecimal():
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the model's name is {name[:80]!r}; expected a text without slashes that is not a number. Choose another.",
         )
     row = connection.execute("SELECT id FROM models WHERE name = ?", (name,)).fetchone()
     if row is not None and row["id"] != own_id:
-        raise RequestError(
-            409, f"model {name[:80]!r} exists; expected a name that is not in use. Choose another."
+        raise ConflictError(
+            f"model {name[:80]!r} exists; expected a name that is not in use. Choose another."
         )
 
 
@@ -229,15 +228,15 @@ def require_version(connection: sqlite3.Connection, model: sqlite3.Row, version:
     """Return one version of a model.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row: sqlite3.Row | None = connection.execute(
         f"{_VERSION_SELECT} AND v.version = ?", (model["id"], version)
     ).fetchone()
     if row is None:
-        raise RequestError(
-            404,
-            f"version {version} of model {model['name']!r} is not found; expected one of `det model list-versions`.",
+        raise NotFoundError(
+            f"version {version} of model {model['name']!r} is not found",
+            Hint.LIST_VERSIONS,
         )
     return row
 

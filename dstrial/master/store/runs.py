@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from dstrial.errors import RequestError
+from dstrial.master.store.errors import NotFoundError
 
 _SELECT = (
     "SELECT t.*, e.name AS experiment_name, e.description AS experiment_description, e.state AS experiment_state, "
@@ -32,9 +32,9 @@ def require(connection: sqlite3.Connection, run_id: int) -> sqlite3.Row:
     """Return one run, as :func:`list_runs` does.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE t.id = ?", (run_id,)).fetchone()
     if row is None:
-        raise RequestError(404, f"run {run_id} is not found; expected the number of a trial. Name another.")
+        raise NotFoundError(f"run {run_id} is not found; expected the number of a trial. Name another.")
     return row

@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.store import checkpoints
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, NotFoundError
 from dstrial.search import Create
 
 _TERMINAL = "('COMPLETED', 'CANCELED', 'ERROR')"
@@ -27,13 +27,11 @@ def require(connection: sqlite3.Connection, trial_id: int) -> sqlite3.Row:
     """Return a trial's row.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = get(connection, trial_id)
     if row is None:
-        raise RequestError(
-            404, f"trial {trial_id} is not found; expected one of `det experiment list-trials`."
-        )
+        raise NotFoundError(f"trial {trial_id} is not found", Hint.LIST_TRIALS)
     return row
 
 

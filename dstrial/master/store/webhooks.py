@@ -10,9 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dstrial.config.log_patterns import compile_pattern
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 TOPIC = "webhooks"
 """Published when webhooks are made or deleted."""
@@ -81,17 +81,16 @@ def create(tx: Transaction, webhook: Webhook) -> int:
     """Store a webhook and return its number.
 
     Raises:
-        RequestError: 400 for a name, address or trigger that cannot be one, or too many; 409 for a name that is taken.
+        StoreError: a name, address or trigger that cannot be one, or too many; a name that is taken.
     """
     check(webhook)
     if tx.execute("SELECT COUNT(*) FROM webhooks").fetchone()[0] >= _MAX_WEBHOOKS:
-        raise RequestError(
-            400, f"there are {_MAX_WEBHOOKS} webhooks; expected fewer. Delete one that is not needed."
+        raise InvalidError(
+            f"there are {_MAX_WEBHOOKS} webhooks; expected fewer. Delete one that is not needed."
         )
     num_log = tx.execute("SELECT COUNT(*) FROM webhook_triggers WHERE type = 'TASK_LOG'").fetchone()[0]
     if num_log + sum(one.type == "TASK_LOG" for one in webhook.triggers) > _MAX_LOG_TRIGGERS:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"there are {num_log} triggers on logs; expected at most {_MAX_LOG_TRIGGERS} with the new ones. Join patterns "
             "with |.",
         )
@@ -100,8 +99,8 @@ def create(tx: Transaction, webhook: Webhook) -> int:
         (webhook.name, webhook.workspace_id or 0),
     ).fetchone()
     if taken is not None:
-        raise RequestError(
-            409, f"webhook {webhook.name!r} already exists there; expected a new name. Choose another."
+        raise ConflictError(
+            f"webhook {webhook.name!r} already exists there; expected a new name. Choose another."
         )
     cursor = tx.execute(
         "INSERT INTO webhooks (name, url, type, mode, workspace_id, created_us) VALUES (?, ?, ?, ?, ?, ?)",
@@ -119,15 +118,13 @@ def create(tx: Transaction, webhook: Webhook) -> int:
 def check(webhook: Webhook) -> None:
     """Refuse (400) a webhook that cannot be one."""
     if not 1 <= len(webhook.name.strip()) <= _MAX_NAME or not webhook.name.isprintable():
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the name of the webhook is {webhook.name[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose "
             "another.",
         )
     check_url(webhook.url)
     if not 1 <= len(webhook.triggers) <= _MAX_TRIGGERS:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the webhook has {len(webhook.triggers)} triggers; expected 1 to {_MAX_TRIGGERS}. Say what it is to be told of.",
         )
     for trigger in webhook.triggers:
@@ -136,28 +133,24 @@ def check(webhook: Webhook) -> None:
 
 def _check_trigger(trigger: Trigger, mode: str) -> None:
     if trigger.type == "EXPERIMENT_STATE_CHANGE" and trigger.condition not in STATES:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the state of a trigger is {trigger.condition[:80]!r}; expected one of {', '.join(STATES)}. Name one of these.",
         )
     if trigger.type == "CUSTOM" and mode != "SPECIFIC":
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the mode of a webhook with a custom trigger is {mode}; expected SPECIFIC, so that experiments name it under "
             "integrations.webhooks. Change the mode.",
         )
     if trigger.type == "TASK_LOG":
         if not 1 <= len(trigger.condition) <= _MAX_PATTERN:
-            raise RequestError(
-                400,
+            raise InvalidError(
                 f"the regex of a trigger is {len(trigger.condition)} characters long; expected 1 to {_MAX_PATTERN}. Write a "
                 "pattern.",
             )
         try:
             compile_pattern(trigger.condition)
         except ValueError as error:
-            raise RequestError(
-                400,
+            raise InvalidError(
                 f"the regex of a trigger is {trigger.condition[:80]!r}; expected a regular expression of RE2 ({error}). "
                 "Correct it; RE2 has no look-around and no back-references.",
             ) from error
@@ -175,8 +168,7 @@ def check_url(url: str) -> None:
     except ValueError as error:
         problem = f"an address that can be read ({error})"
     if problem is not None:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the url of the webhook is {url[:80]!r}; expected {problem}. Write https://example.org/path, for example.",
         )
 
@@ -195,13 +187,11 @@ def require(connection: sqlite3.Connection, webhook_id: int) -> Webhook:
     """Return one webhook.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
     if row is None:
-        raise RequestError(
-            404, f"webhook {webhook_id} is not found; expected one of `dstrial webhook list`. Name another."
-        )
+        raise NotFoundError(f"webhook {webhook_id} is not found", Hint.LIST_WEBHOOKS)
     return _webhook(connection, row)
 
 

@@ -17,7 +17,7 @@ def state_of(connection: sqlite3.Connection, task_id: str) -> Literal["waiting",
     """Say how far a command has come with its service.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = commands.require(connection, task_id)
     if row["state"] in commands.ENDED:

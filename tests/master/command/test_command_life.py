@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dstrial.config.command import CommandKind, check_command
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.command import life
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import allocations, commands, logs, users
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Database
+from dstrial.master.store.errors import InvalidError
 
 NUM_SLOTS = 2
 
@@ -106,7 +106,7 @@ def test_what_waits_is_paused_and_killed_at_once(store: Store) -> None:
         assert commands.waiting(connection) == []
         assert commands.context(connection, task_id) == b"files"
     for verb in (life.pause, life.unpause):
-        with pytest.raises(RequestError, match="is CANCELED; expected one that has not ended"):
+        with pytest.raises(InvalidError, match="is CANCELED; expected one that has not ended"):
             store.do(verb, task_id)
 
 
@@ -167,12 +167,12 @@ def test_a_task_that_is_stopped_makes_no_other(store: Store, stop: Any) -> None:
     child = store.create(parent_id=parent)
     store.do(stop, parent)
     state = store.state(parent)
-    with pytest.raises(RequestError, match=f"is {state}; expected one that nobody is stopping"):
+    with pytest.raises(InvalidError, match=f"is {state}; expected one that nobody is stopping"):
         store.create(parent_id=parent)
     store.end(allocation_id, 143)
 
     if stop is life.kill:
-        with pytest.raises(RequestError, match="is CANCELED; expected one that nobody is stopping"):
+        with pytest.raises(InvalidError, match="is CANCELED; expected one that nobody is stopping"):
             store.create(parent_id=parent)
     with store.database.read() as connection:
         assert set(commands.tree(connection, parent)) == {parent, child}

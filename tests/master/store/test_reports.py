@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from dstrial.config.submission import MasterDefaults, check_submission
-from dstrial.errors import RequestError
 from dstrial.master.experiment import allocations, experiments, trials
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import logs, metrics
 from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.errors import ConflictError, InvalidError
 
 CONFIG = """
 entrypoint: python3 train.py
@@ -105,7 +105,7 @@ def test_other_names_at_the_same_batch_are_added_and_other_values_refused(store:
     store.report(1, {"loss": 2.0})
     store.report(1, {"accuracy": 0.5})
 
-    with pytest.raises(RequestError, match=r"expected 2\.0, which was reported before"):
+    with pytest.raises(ConflictError, match=r"expected 2\.0, which was reported before"):
         store.report(1, {"loss": 3.0})
     assert json.loads(store.row("metrics")["metrics"]) == {"loss": 2.0, "accuracy": 0.5}
 
@@ -122,7 +122,7 @@ def test_a_summary_of_numbers_words_and_nan(store: Store) -> None:
 
 
 def test_an_older_run_is_refused(store: Store) -> None:
-    with pytest.raises(RequestError, match="trialRunId is 7; expected 1"):
+    with pytest.raises(InvalidError, match="trialRunId is 7; expected 1"):
         store.report(1, {"loss": 1.0}, run_id=7)
 
 
