@@ -7,7 +7,7 @@ import sqlite3
 from typing import Any
 
 from dstrial.config.submission import Submission
-from dstrial.master.experiment import ending, searching
+from dstrial.master.experiment import ending
 from dstrial.master.experiment.detached import refuse_detached
 from dstrial.master.experiment.states import DELETING, TERMINAL
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -59,7 +59,7 @@ def create(
         project_id=project_id,
     )
     tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
-    searching.begin(tx, experiment_id)
+    ending.begin_search(tx, experiment_id)
     return experiment_id
 
 

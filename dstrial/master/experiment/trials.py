@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.experiment import detached, ending, searching
+from dstrial.master.experiment import detached, ending
 from dstrial.master.experiment.states import TERMINAL
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -70,7 +70,7 @@ def report_metrics(
         if trial["state"] in TERMINAL:
             return
         if not trial["is_stopped_by_searcher"]:
-            searching.validation_completed(tx, trial, metrics)
+            ending.validation_completed(tx, trial, metrics)
         elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
             # One that failed on its way to the end, and is there again.
             ending.stop_trial(tx, trial_id, "STOPPING_COMPLETED", ending.STOPPED_BY_SEARCHER)
@@ -108,7 +108,7 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
     trial = trial_rows.require(tx.connection, trial_id)
     share = min(max(progress, 0.0), 1.0) if progress == progress else 0.0
     tx.execute("UPDATE trials SET progress = ? WHERE id = ?", (share, trial_id))
-    searching.update_progress(tx, trial["experiment_id"])
+    ending.update_progress(tx, trial["experiment_id"])
     tx.publish(f"trial:{trial_id}", f"experiment:{trial['experiment_id']}")
 
 
