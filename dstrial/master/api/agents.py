@@ -17,6 +17,7 @@ from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
 from dstrial.master.services import VERSION, Services
 from dstrial.master.slots import AGENT
+from dstrial.master.store import allocations, jobs
 
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
 _MAX_AUX_CONTAINERS = 100
@@ -38,13 +39,8 @@ class _Use:
 
 
 def _use(connection: sqlite3.Connection, slot_ids: tuple[int, ...]) -> _Use:
-    rows = connection.execute(
-        "SELECT id, state, slots, resources_id, experiment_id FROM allocations WHERE state != 'TERMINATED' ORDER BY id"
-    ).fetchall()
-    num_queued = connection.execute(
-        "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
-        "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
-    ).fetchone()[0]
+    rows = allocations.not_ended(connection)
+    num_queued = jobs.count_without_slots(connection)
     return _Use(slot_store.disabled(connection, slot_ids), tuple(rows), num_queued)
 
 

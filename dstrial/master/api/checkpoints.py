@@ -29,6 +29,7 @@ from dstrial.master.clock import now_us, parse_time
 from dstrial.master.experiment import trials
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import metrics, work
+from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -72,10 +73,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
         raise body.wrong("reportTime", "a time") from error
 
     def perform(tx: Transaction) -> None:
-        trial = tx.execute(
-            "SELECT trials.* FROM tasks JOIN trials ON trials.id = tasks.trial_id WHERE tasks.id = ?",
-            (task_id,),
-        ).fetchone()
+        trial = trial_rows.of_task(tx.connection, task_id)
         if trial is None:
             raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task.")
         trials.report_checkpoint(

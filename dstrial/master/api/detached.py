@@ -21,7 +21,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.experiment import detached
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, logs
+from dstrial.master.store import listings, logs, tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.webhooks import events
@@ -152,7 +152,7 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
 
 
 def _trial_of(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row:
-    row = connection.execute("SELECT trial_id FROM tasks WHERE id = ?", (task_id,)).fetchone()
+    row = tasks.get(connection, task_id)
     if row is None or row["trial_id"] is None:
         raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task. Name another.")
     return trial_rows.require(connection, row["trial_id"])

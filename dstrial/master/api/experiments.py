@@ -33,10 +33,9 @@ from dstrial.master.interpreter import check_interpreter
 from dstrial.master.model_definition import pack, unpack
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, projects, templates, workspaces
+from dstrial.master.store import listings, metrics, projects, templates, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.metrics import as_number, metric_names
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16
@@ -164,7 +163,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
         if not config:
             config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
         if not tgz:
-            tgz = await services.read(_model_definition, parent_id)
+            tgz = await services.read(experiment_rows.model_definition, parent_id)
         config = await services.check(lambda: _with_secrets(services, config, template, parent))
     else:
         config = await services.check(lambda: _with_secrets(services, config, template))
@@ -311,14 +310,6 @@ def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) 
     )
 
 
-def _model_definition(connection: sqlite3.Connection, experiment_id: int) -> bytes:
-    experiment_rows.require(connection, experiment_id)
-    row = connection.execute(
-        "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (experiment_id,)
-    ).fetchone()
-    return b"" if row is None else bytes(row["tgz"])
-
-
 async def list_experiments(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments``: a page of experiments."""
     project_id = request.query_int("projectId") or None
@@ -412,7 +403,7 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
         active = json.loads(row["config"])
         config = await services.check(lambda: continued_config(active, changes))
         config = await services.check(lambda: _with_secrets(services, config, None, row))
-        tgz = await services.read(_model_definition, experiment_id)
+        tgz = await services.read(experiment_rows.model_definition, experiment_id)
         resumed = await services.read(_resumed_by, experiment_id)
         submission = await services.check(lambda: checked(services, config, tgz, resumed, active=active))
     changed = submission if changes else None
@@ -479,7 +470,7 @@ def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], A
 
 async def show_model_definition(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/model_def``: gzip tar in base64."""
-    tgz = await request.services.read(_model_definition, request.path_params["experiment_id"])
+    tgz = await request.services.read(experiment_rows.model_definition, request.path_params["experiment_id"])
     return message(bindings.v1GetModelDefResponse, b64Tgz=base64.b64encode(tgz).decode())
 
 
@@ -497,15 +488,11 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
 
     def read(connection: sqlite3.Connection) -> list[dict[str, Any]]:
         experiment = experiment_rows.require(connection, experiment_id)
-        rows = connection.execute(
-            "SELECT m.trial_id, m.end_us, m.metrics FROM metrics m JOIN trials t ON t.id = m.trial_id "
-            "WHERE t.experiment_id = ? AND m.group_name = 'validation' AND m.archived = 0 ORDER BY m.end_us",
-            (experiment_id,),
-        )
+        rows = metrics.validations(connection, experiment_id)
         best: float | None = None
         history = []
         for row in rows:
-            value = as_number(json.loads(row["metrics"]).get(experiment["searcher_metric"]))
+            value = metrics.as_number(json.loads(row["metrics"]).get(experiment["searcher_metric"]))
             if value is None or value != value:
                 continue
             if best is None or (value < best if experiment["smaller_is_better"] else value > best):
@@ -526,7 +513,7 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
 async def stream_metric_names(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/metrics-stream/metric-names``: the names that trials have reported."""
     ids = request.query_ints("ids")
-    names = await request.services.read(metric_names, ids)
+    names = await request.services.read(metrics.metric_names, ids)
     searcher = [
         (await request.services.read(experiment_rows.require, experiment_id))["searcher_metric"]
         for experiment_id in ids

@@ -16,29 +16,10 @@ from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
 from dstrial.master.command import life
-from dstrial.master.store import commands
+from dstrial.master.store import commands, jobs
 from dstrial.master.store.database import Transaction
 
 _MAX_PRIORITY = 99
-
-
-_QUEUE = """
-SELECT e.*, p.workspace_id, u.username AS owner_name, j.num_active, a.num_allocations, a.num_slots
-FROM experiments e
-JOIN users u ON u.id = e.owner_id
-JOIN projects p ON p.id = e.project_id
-LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_active FROM trials WHERE state = 'ACTIVE' GROUP BY experiment_id) j
-    ON j.experiment_id = e.id
-LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_allocations, SUM(json_array_length(slots)) AS num_slots
-           FROM allocations WHERE state != 'TERMINATED' GROUP BY experiment_id) a ON a.experiment_id = e.id
-WHERE (e.state = 'ACTIVE' AND e.unmanaged = 0) OR a.num_allocations > 0
-ORDER BY e.priority, e.queue_position, e.id
-"""
-
-
-def queue(connection: sqlite3.Connection) -> list[sqlite3.Row]:
-    """Return experiments that are active or still hold slots, the next one first."""
-    return connection.execute(_QUEUE).fetchall()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +27,7 @@ class _Job:
     """One entry: an experiment, or a command.
 
     Attributes:
-        row: of ``queue``, or of ``commands.queued``.
+        row: of ``jobs.queued_experiments``, or of ``commands.queued``.
         is_command: which of the two.
     """
 
@@ -66,7 +47,7 @@ class _Job:
 
 
 def _jobs(connection: sqlite3.Connection) -> list[_Job]:
-    found = [_Job(row, False) for row in queue(connection)]
+    found = [_Job(row, False) for row in jobs.queued_experiments(connection)]
     found += [_Job(row, True) for row in commands.queued(connection)]
     return sorted(found, key=lambda job: job.place)
 
@@ -95,7 +76,7 @@ def _command_json(job: _Job, num_ahead: int, pool_name: str) -> dict[str, Any]:
 
 
 def job_json(row: sqlite3.Row, num_ahead: int, pool_name: str) -> dict[str, Any]:
-    """Return one row of ``queue`` as a job."""
+    """Return an experiment of the queue as a job."""
     num_slots = row["num_slots"] or 0
     return message(
         bindings.v1Job,
@@ -123,7 +104,7 @@ async def _page(request: ApiRequest) -> tuple[list[dict[str, Any]], dict[str, in
     asked = request.query("resourcePool")
     states = request.query_choices("states", bindings.jobv1State)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-    jobs = [
+    found = [
         _command_json(job, num_ahead, pool_name)
         if job.is_command
         else job_json(job.row, num_ahead, pool_name)
@@ -131,21 +112,21 @@ async def _page(request: ApiRequest) -> tuple[list[dict[str, Any]], dict[str, in
         if asked in (None, "", pool_name) and (not states or job.state in states)
     ]
     if is_descending:
-        jobs.reverse()
-    page = page_of(len(jobs), request.query_int("offset"), request.query_int("limit"))
-    return jobs[page.start : page.end], page.to_json()
+        found.reverse()
+    page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
+    return found[page.start : page.end], page.to_json()
 
 
 async def list_jobs_v2(request: ApiRequest) -> dict[str, Any]:
     """``GET job-queues-v2``."""
-    jobs, pagination = await _page(request)
-    return {"jobs": [{"full": job, "limited": None} for job in jobs], "pagination": pagination}
+    found, pagination = await _page(request)
+    return {"jobs": [{"full": job, "limited": None} for job in found], "pagination": pagination}
 
 
 async def list_jobs(request: ApiRequest) -> dict[str, Any]:
     """``GET job-queues``."""
-    jobs, pagination = await _page(request)
-    return {"jobs": jobs, "pagination": pagination}
+    found, pagination = await _page(request)
+    return {"jobs": found, "pagination": pagination}
 
 
 async def show_stats(request: ApiRequest) -> dict[str, Any]:
@@ -184,48 +165,20 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
     if anchor_id:
         anchor = _find(tx, anchor_id)
         priority = anchor["priority"]
-        position = _place(tx, row["job_id"], anchor, is_ahead=bool(ahead_of))
+        position = jobs.position_beside(tx.connection, row["job_id"], anchor, is_ahead=bool(ahead_of))
     if "task_id" in row.keys():  # noqa: SIM118 - a row's own names, which it does not contain by itself
-        tx.execute("UPDATE commands SET queue_position = ? WHERE task_id = ?", (position, row["task_id"]))
+        jobs.move_command(tx, row["task_id"], position)
         life.set_priority(tx, row["task_id"], row["priority"] if priority is None else priority)
         return
-    config = json.loads(row["config"])
-    resources = dict(config.get("resources") or {})
-    for name, value in (("priority", priority), ("weight", weight)):
-        if value is not None:
-            resources[name] = value
-    tx.execute(
-        "UPDATE experiments SET priority = coalesce(?, priority), weight = coalesce(?, weight), queue_position = ?, "
-        "config = ? WHERE id = ?",
-        (priority, weight, position, json.dumps({**config, "resources": resources}), row["id"]),
-    )
-    tx.publish("scheduler", f"experiment:{row['id']}")
+    jobs.move_experiment(tx, row, position, priority, weight)
 
 
 def _find(tx: Transaction, job_id: str) -> sqlite3.Row:
     """Return the experiment, or the command, that has this place in the queue."""
-    row: sqlite3.Row | None = tx.execute("SELECT * FROM experiments WHERE job_id = ?", (job_id,)).fetchone()
-    if row is None:
-        row = tx.execute("SELECT * FROM commands WHERE job_id = ?", (job_id,)).fetchone()
+    row = jobs.experiment_of(tx.connection, job_id) or jobs.command_of(tx.connection, job_id)
     if row is None:
         raise RequestError(404, f"job {job_id[:80]!r} does not exist; see `det job list`")
     return row
-
-
-def _place(tx: Transaction, job_id: str, anchor: sqlite3.Row, *, is_ahead: bool) -> float:
-    """A queue position right before or behind another job of the same priority."""
-    own: float = anchor["queue_position"]
-    side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
-    neighbour = tx.execute(
-        f"SELECT {edge}(queue_position) FROM "  # noqa: S608 - one of two words of ours
-        "(SELECT job_id, priority, queue_position FROM experiments "
-        "UNION ALL SELECT job_id, priority, queue_position FROM commands WHERE end_us IS NULL) "
-        f"WHERE priority = ? AND job_id NOT IN (?, ?) AND queue_position {side} ?",
-        (anchor["priority"], job_id, anchor["job_id"], own),
-    ).fetchone()[0]
-    if neighbour is None:
-        return own - 1 if is_ahead else own + 1
-    return float((own + neighbour) / 2)
 
 
 routes = [

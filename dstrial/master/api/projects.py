@@ -92,15 +92,8 @@ async def show_by_key(request: ApiRequest) -> dict[str, Any]:
 async def list_recent(request: ApiRequest) -> dict[str, Any]:
     """``GET user/projects/activity``: the projects into which this user put an experiment last."""
     user_id, limit = request.user.id, request.query_int("limit") or _NUM_RECENT
-
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
-        rows = connection.execute(
-            "SELECT project_id FROM experiments WHERE owner_id = ? GROUP BY project_id ORDER BY MAX(start_us) DESC LIMIT ?",
-            (user_id, max(limit, 0)),
-        )
-        return [projects.require(connection, row["project_id"]) for row in rows]
-
-    return {"projects": [project_json(row) for row in await request.services.read(read)]}
+    rows = await request.services.read(projects.recent_of, user_id, max(limit, 0))
+    return {"projects": [project_json(row) for row in rows]}
 
 
 async def create_project(request: ApiRequest) -> dict[str, Any]:
@@ -236,14 +229,9 @@ async def list_metadata_values(request: ApiRequest) -> dict[str, Any]:
 
     def read(connection: sqlite3.Connection) -> list[str]:
         projects.require(connection, project_id)
-        rows = connection.execute(
-            "SELECT t.metadata FROM trials t JOIN experiments e ON e.id = t.experiment_id "
-            "WHERE e.project_id = ? AND t.metadata IS NOT NULL",
-            (project_id,),
-        )
         found: set[str] = set()
-        for row in rows:
-            value: Any = json.loads(row["metadata"])
+        for metadata in projects.metadata_of_runs(connection, project_id):
+            value: Any = json.loads(metadata)
             for part in key.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
             found.update(

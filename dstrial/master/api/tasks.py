@@ -18,20 +18,10 @@ from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us
 from dstrial.master.services import Services
-from dstrial.master.store import commands, work
+from dstrial.master.store import commands, tasks, work
 
 _SNAKE = re.compile("[A-Z]")
 _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED": "STATE_TERMINATED"}
-
-
-def _living(connection: sqlite3.Connection) -> list[sqlite3.Row]:
-    return connection.execute(
-        "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
-        "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
-        "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
-        "LEFT JOIN commands c ON c.task_id = a.task_id "
-        "WHERE a.state != 'TERMINATED' ORDER BY a.start_us, a.id"
-    ).fetchall()
 
 
 def _ports(row: sqlite3.Row) -> list[dict[str, Any]]:
@@ -105,7 +95,7 @@ def _collection(services: Services, row: sqlite3.Row) -> dict[str, Any]:
 async def _summaries(services: Services) -> dict[str, dict[str, Any]]:
     """Return what runs now, by allocation."""
     living, collections = await services.read(
-        lambda connection: (_living(connection), work.collections(connection))
+        lambda connection: (tasks.living(connection), work.collections(connection))
     )
     found = [_summary(services, row) for row in living] + [_collection(services, row) for row in collections]
     return {one["allocationId"]: one for one in found}
@@ -154,12 +144,10 @@ async def count_tasks(request: ApiRequest) -> dict[str, Any]:
 
 
 def _find_task(connection: sqlite3.Connection, task_id: str) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
-    row = connection.execute("SELECT * FROM tasks WHERE id = ?", (task_id,)).fetchone()
+    row = tasks.get(connection, task_id)
     if row is None:
         raise RequestError(404, f"task {task_id[:80]!r} does not exist; see `det task list`")
-    return row, connection.execute(
-        "SELECT * FROM allocations WHERE task_id = ? ORDER BY run_id DESC", (task_id,)
-    ).fetchall()
+    return row, tasks.allocations_of(connection, task_id)
 
 
 def allocation_json(row: sqlite3.Row) -> dict[str, Any]:
@@ -211,11 +199,7 @@ async def show_task(request: ApiRequest) -> dict[str, Any]:
 
 def _model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
     _find_task(connection, task_id)
-    row = connection.execute(
-        "SELECT m.tgz FROM tasks t JOIN model_definitions m ON m.experiment_id = t.experiment_id WHERE t.id = ?",
-        (task_id,),
-    ).fetchone()
-    return commands.context(connection, task_id) if row is None else bytes(row["tgz"])
+    return tasks.model_definition(connection, task_id)
 
 
 async def show_context_directory(request: ApiRequest) -> dict[str, Any]:

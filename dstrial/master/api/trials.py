@@ -16,10 +16,10 @@ from dstrial.master.api.shapes import as_data, checkpoint_workload, metrics_work
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import trials
 from dstrial.master.experiment.allocations import mark_ready
+from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, metrics
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.checkpoints import note_user, note_version_user, storage_id
 from dstrial.master.store.database import Transaction
 
 
@@ -89,10 +89,7 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
             per_batch = row["per_batch"] if has_batches else None
             workload = metrics_workload(row["metrics"], row["steps"], row["end_us"], per_batch)
             found.append((row["steps"], 1 if kind == "validation" else 0, {kind: workload}))
-        rows = connection.execute(
-            "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us", (trial_id,)
-        )
-        for row in rows:
+        for row in checkpoint_rows.by_batch(connection, trial_id):
             if hides_deleted and row["state"] == "DELETED":
                 continue
             workload = checkpoint_workload(
@@ -169,7 +166,7 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
 
     def perform(tx: Transaction) -> None:
         trial_rows.require(tx.connection, trial_id)
-        tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))
+        trial_rows.keep_logs(tx, trial_id, days)
 
     await request.services.write(perform)
     return {}
@@ -187,7 +184,7 @@ async def start_run(request: ApiRequest) -> dict[str, Any]:
         trial_rows.require(tx.connection, run_id)
         if allocation is not None:
             mark_ready(tx, allocation.id)
-        return None if storage is None else storage_id(tx, storage)
+        return None if storage is None else checkpoint_rows.storage_id(tx, storage)
 
     number = await request.services.write(perform)
     return message(bindings.v1RunPrepareForReportingResponse, storageId=number)
@@ -219,9 +216,9 @@ async def report_source(request: ApiRequest) -> dict[str, Any]:
 
     def perform(tx: Transaction) -> None:
         trial_rows.require(tx.connection, trial_id)
-        note_user(tx, uuid, trial_id, kind)
+        checkpoint_rows.note_user(tx, uuid, trial_id, kind)
         if model_id is not None and version is not None:
-            note_version_user(tx, model_id, version, trial_id, kind)
+            checkpoint_rows.note_version_user(tx, model_id, version, trial_id, kind)
 
     await request.services.write(perform)
     return {"trialId": trial_id, "checkpointUuid": uuid}

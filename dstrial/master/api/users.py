@@ -168,14 +168,12 @@ async def patch_many(request: ApiRequest) -> dict[str, Any]:
         results = []
         for user_id in ids:
             error = ""
-            tx.execute("SAVEPOINT one_user")
             try:
-                users.change_user(tx, user_id, active=activate)
-                _end_tokens(tx, request, user_id, has_password=False, active=activate)
+                with tx.savepoint():
+                    users.change_user(tx, user_id, active=activate)
+                    _end_tokens(tx, request, user_id, has_password=False, active=activate)
             except (RequestError, StoreError) as refusal:
-                tx.execute("ROLLBACK TO one_user")
                 error = text_of(refusal)
-            tx.execute("RELEASE one_user")
             results.append({"id": user_id, "error": error})
         return results
 

@@ -76,8 +76,7 @@ def seen_workspaces(connection: sqlite3.Connection, user: User) -> set[int] | No
     """Return the workspaces whose webhooks a user sees, beside those of all workspaces; None for any."""
     if user.admin:
         return None
-    rows = connection.execute("SELECT id FROM workspaces WHERE owner_id = ?", (user.id,))
-    return {row["id"] for row in rows}
+    return workspaces.owned_by(connection, user.id)
 
 
 def _may_edit(connection: sqlite3.Connection, user: User, workspace_id: int | None) -> bool:

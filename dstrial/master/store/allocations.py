@@ -40,3 +40,8 @@ def all_live(connection: sqlite3.Connection) -> list[sqlite3.Row]:
     return connection.execute(
         "SELECT * FROM allocations WHERE state IN ('ASSIGNED', 'RUNNING') ORDER BY start_us"
     ).fetchall()
+
+
+def not_ended(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return every allocation that has not ended, by id."""
+    return connection.execute("SELECT * FROM allocations WHERE state != 'TERMINATED' ORDER BY id").fetchall()

@@ -298,3 +298,26 @@ def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
     text = json.dumps(config, sort_keys=True)
     tx.execute("INSERT OR IGNORE INTO storages (config) VALUES (?)", (text,))
     return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])
+
+
+def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:
+    """Return the experiment of a checkpoint, None if there is no such checkpoint."""
+    row = connection.execute("SELECT experiment_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
+    return None if row is None else int(row["experiment_id"])
+
+
+def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, allocation_id: str) -> bool:
+    """Say whether a trial, or one of its allocations, starts from a checkpoint."""
+    row = connection.execute(
+        "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
+        "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)",
+        (allocation_id, trial_id, uuid, uuid),
+    ).fetchone()
+    return row is not None
+
+
+def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[sqlite3.Row]:
+    """Return the checkpoints of a trial by their batches."""
+    return connection.execute(
+        "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us", (trial_id,)
+    ).fetchall()

@@ -51,6 +51,18 @@ class Transaction:
         """Run one statement for many rows."""
         return self.connection.executemany(sql, rows)
 
+    @contextlib.contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """Take back what is written inside if it raises, and nothing of what was written before."""
+        self.execute("SAVEPOINT part")
+        try:
+            yield
+        except BaseException:
+            self.execute("ROLLBACK TO part")
+            raise
+        finally:
+            self.execute("RELEASE part")
+
     def publish(self, *topics: str) -> None:
         """Tell listeners after the commit that something about these topics has changed."""
         self._topics.update(topics)
@@ -199,6 +211,15 @@ def _perform(
     connection.execute("RELEASE job")
     topics |= transaction._topics
     done.append((future, result))
+
+
+def ping(connection: sqlite3.Connection) -> None:
+    """Read a row, whatever it is.
+
+    Raises:
+        sqlite3.Error: the database does not answer.
+    """
+    connection.execute("SELECT 1 FROM cluster").fetchone()
 
 
 def unusable(path: Path, error: sqlite3.DatabaseError) -> MasterError:

@@ -148,3 +148,16 @@ def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_slots": resources.get("max_slots"),
         "log_retention_days": (config.get("retention_policy") or {}).get("log_retention_days"),
     }
+
+
+def model_definition(connection: sqlite3.Connection, experiment_id: int) -> bytes:
+    """Return the model definition of an experiment, gzip tar; empty for none.
+
+    Raises:
+        NotFoundError: there is no such experiment.
+    """
+    require(connection, experiment_id)
+    row = connection.execute(
+        "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (experiment_id,)
+    ).fetchone()
+    return b"" if row is None else bytes(row["tgz"])

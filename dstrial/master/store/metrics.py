@@ -349,3 +349,12 @@ def metric_names(connection: sqlite3.Connection, experiment_ids: Collection[int]
                 group = {"avg_metrics": "training", "validation_metrics": "validation"}.get(key, key)
                 found.update((group, name) for name in names)
     return sorted(found)
+
+
+def validations(connection: sqlite3.Connection, experiment_id: int) -> list[sqlite3.Row]:
+    """Return the validations of an experiment's trials that are not archived, by time."""
+    return connection.execute(
+        "SELECT m.* FROM metrics m JOIN trials t ON t.id = m.trial_id "
+        "WHERE t.experiment_id = ? AND m.group_name = 'validation' AND m.archived = 0 ORDER BY m.end_us",
+        (experiment_id,),
+    ).fetchall()

@@ -182,3 +182,22 @@ def change(tx: Transaction, project_id: int, **fields: Any) -> None:
 def delete(tx: Transaction, project_id: int) -> None:
     """Delete a project that has no experiments any more."""
     tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))
+
+
+def recent_of(connection: sqlite3.Connection, user_id: int, limit: int) -> list[sqlite3.Row]:
+    """Return the projects into which a user put an experiment last, the latest first."""
+    rows = connection.execute(
+        "SELECT project_id FROM experiments WHERE owner_id = ? GROUP BY project_id ORDER BY MAX(start_us) DESC LIMIT ?",
+        (user_id, limit),
+    )
+    return [require(connection, row["project_id"]) for row in rows]
+
+
+def metadata_of_runs(connection: sqlite3.Connection, project_id: int) -> list[str]:
+    """Return the metadata, JSON, of a project's runs that have some."""
+    rows = connection.execute(
+        "SELECT t.metadata FROM trials t JOIN experiments e ON e.id = t.experiment_id "
+        "WHERE e.project_id = ? AND t.metadata IS NOT NULL",
+        (project_id,),
+    )
+    return [str(row["metadata"]) for row in rows]

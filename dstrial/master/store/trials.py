@@ -134,3 +134,16 @@ def _insert_task(tx: Transaction, task_id: str, experiment_id: int, trial_id: in
         "INSERT INTO tasks (id, type, experiment_id, trial_id, start_us) VALUES (?, 'TRIAL', ?, ?, ?)",
         (task_id, experiment_id, trial_id, now),
     )
+
+
+def of_task(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row | None:
+    """Return the trial of a task, None if there is no such task or it has none."""
+    row: sqlite3.Row | None = connection.execute(
+        "SELECT trials.* FROM tasks JOIN trials ON trials.id = tasks.trial_id WHERE tasks.id = ?", (task_id,)
+    ).fetchone()
+    return row
+
+
+def keep_logs(tx: Transaction, trial_id: int, days: int) -> None:
+    """Say how long the logs of a trial are kept, in days; -1 for ever."""
+    tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))

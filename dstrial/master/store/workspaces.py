@@ -131,3 +131,9 @@ def delete(tx: Transaction, workspace_id: int) -> None:
 
 def _json(value: Mapping[str, Any] | None) -> str | None:
     return None if value is None else json.dumps(dict(value))
+
+
+def owned_by(connection: sqlite3.Connection, user_id: int) -> set[int]:
+    """Return the workspaces of a user."""
+    rows = connection.execute("SELECT id FROM workspaces WHERE owner_id = ?", (user_id,))
+    return {int(row["id"]) for row in rows}

@@ -1,0 +1,67 @@
+"""Rows of tasks: what clients know trials and commands by while they run."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from dstrial.master.store import commands
+
+
+def get(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row | None:
+    """Return a task, None if it does not exist."""
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM tasks WHERE id = ?", (task_id,)).fetchone()
+    return row
+
+
+def allocations_of(connection: sqlite3.Connection, task_id: str) -> list[sqlite3.Row]:
+    """Return the allocations of a task, the latest first."""
+    return connection.execute(
+        "SELECT * FROM allocations WHERE task_id = ? ORDER BY run_id DESC", (task_id,)
+    ).fetchall()
+
+
+def living(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    """Return every living allocation, oldest first, with the priority, config and name of what it runs."""
+    return connection.execute(
+        "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
+        "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
+        "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
+        "LEFT JOIN commands c ON c.task_id = a.task_id "
+        "WHERE a.state != 'TERMINATED' ORDER BY a.start_us, a.id"
+    ).fetchall()
+
+
+def model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
+    """Return what a trial's experiment, or a command, was sent along with, gzip tar; empty for nothing."""
+    row = connection.execute(
+        "SELECT m.tgz FROM tasks t JOIN model_definitions m ON m.experiment_id = t.experiment_id WHERE t.id = ?",
+        (task_id,),
+    ).fetchone()
+    return commands.context(connection, task_id) if row is None else bytes(row["tgz"])
+
+
+def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: str | None) -> bool:
+    """Say whether a trial, or that of a task, is a detached run, whose lines come from outside."""
+    row = connection.execute(
+        "SELECT 1 FROM trials WHERE id = COALESCE(?, (SELECT trial_id FROM tasks WHERE id = ?)) "
+        "AND heartbeat_us IS NOT NULL",
+        (trial_id, task_id),
+    ).fetchone()
+    return row is not None
+
+
+def is_over(
+    connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
+) -> bool:
+    """Say whether every task of a trial, or one task, had ended before a time, and has no living allocation."""
+    column, value = ("trial_id", trial_id) if trial_id is not None else ("id", task_id)
+    open_tasks = connection.execute(
+        f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant
+        (value, before_us),
+    ).fetchone()[0]
+    column = "trial_id" if trial_id is not None else "task_id"
+    live = connection.execute(
+        f"SELECT COUNT(*) FROM allocations WHERE {column} = ? AND state != 'TERMINATED'",  # noqa: S608 - a constant
+        (value,),
+    ).fetchone()[0]
+    return not open_tasks and not live
