@@ -18,6 +18,8 @@ from dstrial.config.entrypoint import trial_spec
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import CheckpointError
 from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store.checkpoints import Checkpoint
+from dstrial.master.store.trials import Trial
 
 # The launchers that start as many ranks as there are slots; another command may start any number.
 _LAUNCHERS = ("dstrial.launch", "determined.launch.")
@@ -25,12 +27,12 @@ _LAUNCHERS = ("dstrial.launch", "determined.launch.")
 _LOCAL_ID = 0
 
 
-def of_trial(connection: sqlite3.Connection, trial: sqlite3.Row) -> SavedRun | None:
+def of_trial(connection: sqlite3.Connection, trial: Trial) -> SavedRun | None:
     """Return what the checkpoint of the store says from which a trial starts next; None without one of ours."""
-    latest = checkpoint_rows.latest_completed(connection, trial["id"])
+    latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
         return _read(latest)
-    return of_warm_start(connection, trial["warm_start_uuid"])
+    return of_warm_start(connection, trial.warm_start_uuid)
 
 
 def of_warm_start(connection: sqlite3.Connection, uuid: str | None) -> SavedRun | None:
@@ -57,7 +59,7 @@ def of_submission(connection: sqlite3.Connection, config: Mapping[str, Any]) -> 
     source = searcher.get("source_trial_id")
     if isinstance(source, int):
         latest = checkpoint_rows.latest_completed(connection, source)
-        uuid = None if latest is None else latest["uuid"]
+        uuid = None if latest is None else latest.uuid
     return of_warm_start(connection, None if uuid is None else str(uuid))
 
 
@@ -79,12 +81,12 @@ def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
         return None
 
 
-def _read(row: sqlite3.Row) -> SavedRun | None:
-    return SavedRun.from_metadata(str(row["uuid"]), json.loads(row["metadata"]))
+def _read(row: Checkpoint) -> SavedRun | None:
+    return SavedRun.from_metadata(str(row.uuid), json.loads(row.metadata))
 
 
 def slots_to_go_on_with(
-    connection: sqlite3.Connection, trial: sqlite3.Row, config: Mapping[str, Any], num_available: int
+    connection: sqlite3.Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> int | None:
     """Return the most slots, of those a trial can have, on which its own checkpoint goes on; None if there are none.
 
@@ -107,7 +109,7 @@ def slots_to_go_on_with(
 
 
 def why_it_waits(
-    connection: sqlite3.Connection, trial: sqlite3.Row, config: Mapping[str, Any], num_available: int
+    connection: sqlite3.Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> str | None:
     """Say what keeps a trial's own checkpoint from the slots that there are; None if it has none of ours."""
     saved = _own(connection, trial, config)
@@ -122,7 +124,7 @@ def why_it_waits(
     return str(problems[0]) if problems else None
 
 
-def _own(connection: sqlite3.Connection, trial: sqlite3.Row, config: Mapping[str, Any]) -> SavedRun | None:
+def _own(connection: sqlite3.Connection, trial: Trial, config: Mapping[str, Any]) -> SavedRun | None:
     if not follows_slots(config.get("entrypoint")):
         return None
     saved = of_trial(connection, trial) or _of_run_directory(config)

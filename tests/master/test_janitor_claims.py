@@ -110,4 +110,4 @@ def test_a_checkpoint_in_use_cannot_be_claimed(database: Database) -> None:
     assert database.write(lambda tx: checkpoints.claim(tx, "a")) == "version 1 of model 'net'"
     with database.read() as connection:
         row = checkpoints.require_checkpoint(connection, "a")
-    assert (row["deleting_us"], json.loads(row["resources"])) == (None, {"file": 1})
+    assert (row.deleting_us, json.loads(row.resources)) == (None, {"file": 1})

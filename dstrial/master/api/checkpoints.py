@@ -152,7 +152,7 @@ async def _remove(request: ApiRequest, globs: list[str]) -> None:
                     f"checkpoint {uuid} is {in_use[uuid]}; expected one that is not in use. Keep it, or delete the version "
                     "of the model first.",
                 )
-            by_experiment.setdefault(row["experiment_id"], []).append(uuid)
+            by_experiment.setdefault(row.experiment_id, []).append(uuid)
         for experiment_id, chosen in by_experiment.items():
             work.request(tx, "delete_checkpoints", experiment_id, {"uuids": chosen, "globs": globs})
 
@@ -169,7 +169,7 @@ async def set_metadata(request: ApiRequest) -> dict[str, Any]:
 
     def perform(tx: Transaction) -> None:
         # A client changes what it was shown, and sends all of it back.
-        before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid)["metadata"])
+        before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid).metadata)
         checkpoint_rows.set_metadata(tx, uuid, unmasked(metadata, [before], "the checkpoint's metadata"))
 
     await request.services.write(perform)
@@ -185,7 +185,7 @@ async def list_metrics(request: ApiRequest) -> dict[str, Any]:
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: sqlite3.Connection) -> list[metrics.Report]:
         checkpoint_rows.require_checkpoint(connection, uuid)
         return metrics.reports(connection, checkpoint_rows.users_of(connection, uuid, kind), group)
 
@@ -199,9 +199,9 @@ async def download(request: ApiRequest) -> StreamingResponse:
     """``//checkpoints/{uuid}``: its files as gzip tar, tar or zip, as ``Accept`` asks; made while it is sent."""
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
-    storage = json.loads(row["experiment_config"])["checkpoint_storage"]
+    storage = json.loads(row.experiment_config)["checkpoint_storage"]
     directory = checkpoint_directory(storage, uuid)
-    if row["state"] == "DELETED" or not directory.is_dir():
+    if row.state == "DELETED" or not directory.is_dir():
         raise RequestError(404, f"checkpoint {uuid} has no files any more; expected one that is not deleted.")
     accepted = request.headers.get("accept", "")
     kind = "zip" if "zip" in accepted and "gzip" not in accepted else "tar" if "x-tar" in accepted else "gzip"

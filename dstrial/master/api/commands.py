@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -20,7 +19,7 @@ MAX_BODY_BYTES = MAX_BYTES * 3 // 2
 """Largest body of a request that sends files along."""
 
 
-def _json(request: ApiRequest, row: sqlite3.Row) -> dict[str, Any]:
+def _json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
     return message(bindings.v1Command, **shapes.common_fields(request, row))
 
 

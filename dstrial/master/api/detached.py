@@ -67,16 +67,14 @@ async def find_trial(request: ApiRequest) -> dict[str, Any]:
 
     def read(connection: sqlite3.Connection) -> int:
         experiment = experiment_rows.by_external_id(connection, of_experiment)
-        trial = (
-            None if experiment is None else trial_rows.by_external_id(connection, experiment["id"], of_trial)
-        )
+        trial = None if experiment is None else trial_rows.by_external_id(connection, experiment.id, of_trial)
         if trial is None:
             raise RequestError(
                 404,
                 f"trial {shown(of_trial)} of experiment {shown(of_experiment)} is not found; expected external ids that a "
                 "script has used. Check both.",
             )
-        return int(trial["id"])
+        return int(trial.id)
 
     trial_id = await request.services.read(read)
     return message(bindings.v1GetTrialByExternalIDResponse, trial=await _shown(request.services, trial_id))
@@ -143,7 +141,7 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
     def perform(tx: Transaction) -> None:
         for task_id, lines in by_task.items():
             trial = _trial_of(tx.connection, task_id)
-            logs.add_task_logs(tx, task_id, trial["id"], None, lines)
+            logs.add_task_logs(tx, task_id, trial.id, None, lines)
             events.tell_lines(tx, task_id, told[task_id])
             detached.hear(tx, trial)
 
@@ -151,11 +149,11 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
     return {}
 
 
-def _trial_of(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row:
+def _trial_of(connection: sqlite3.Connection, task_id: str) -> trial_rows.Trial:
     row = tasks.get(connection, task_id)
-    if row is None or row["trial_id"] is None:
+    if row is None or row.trial_id is None:
         raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task. Name another.")
-    return trial_rows.require(connection, row["trial_id"])
+    return trial_rows.require(connection, row.trial_id)
 
 
 def _line(fields: Fields) -> logs.LogLine:

@@ -57,7 +57,7 @@ def of_owner(perform: Perform, experiment_id: int, user: User | None) -> Callabl
     def write(tx: Transaction) -> None:
         row = experiment_rows.require(tx.connection, experiment_id)
         if user is not None:
-            require_owner(user, row["owner_id"], f"experiment {experiment_id}")
+            require_owner(user, row.owner_id, f"experiment {experiment_id}")
         perform(tx, experiment_id)
 
     return write
@@ -128,7 +128,7 @@ def _chosen(connection: sqlite3.Connection, project_id: int, body: Fields) -> li
         not_ids=_integers(filters, "excludedExperimentIds"),
         project_id=None if project_id == _ALL_PROJECTS else project_id,
     )
-    return [row["id"] for row in listings.list_experiments(connection, wanted)]
+    return [row.id for row in listings.list_experiments(connection, wanted)]
 
 
 def _integers(fields: Fields, name: str) -> list[int]:

@@ -80,7 +80,7 @@ async def stream_task_logs(request: ApiRequest) -> NdjsonResponse:
     return ndjson(_lines(request, wanted, f"logs:{task_id}"))
 
 
-def _task(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row:
+def _task(connection: sqlite3.Connection, task_id: str) -> tasks.Task:
     row = tasks.get(connection, task_id)
     if row is None:
         raise RequestError(404, f"task {task_id[:80]!r} is not found; expected one of `det task list`.")
@@ -112,7 +112,7 @@ async def _lines(
         limit = _CHUNK if left is None else min(_CHUNK, left)
         rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
         if rows:
-            after = rows[-1]["id"]
+            after = rows[-1].id
             left = None if left is None else left - len(rows)
             yield [_line_json(services, wanted, row) for row in rows]
         if len(rows) == limit:
@@ -122,23 +122,23 @@ async def _lines(
         await services.changes.wait(topic, seen, wait_s)
 
 
-def _line_json(services: Services, wanted: logs.LogFilter, row: sqlite3.Row) -> dict[str, Any]:
+def _line_json(services: Services, wanted: logs.LogFilter, row: logs.StoredLine) -> dict[str, Any]:
     common = {
-        "id": str(row["id"]),
-        "level": f"LOG_LEVEL_{row['level'] or 'UNSPECIFIED'}",
+        "id": str(row.id),
+        "level": f"LOG_LEVEL_{row.level or 'UNSPECIFIED'}",
         "message": logs.format_message(row),
-        "timestamp": format_us(row["time_us"]),
-        "agentId": services.agent_id if row["allocation_id"] else None,
-        "containerId": row["container_id"],
-        "log": visible(row["log"]),
-        "rankId": row["rank"],
-        "source": row["source"],
-        "stdtype": row["stdtype"],
+        "timestamp": format_us(row.time_us),
+        "agentId": services.agent_id if row.allocation_id else None,
+        "containerId": row.container_id,
+        "log": visible(row.log),
+        "rankId": row.rank,
+        "source": row.source,
+        "stdtype": row.stdtype,
     }
     if wanted.trial_id is not None:
         return message(bindings.v1TrialLogsResponse, trialId=wanted.trial_id, **common)
     return message(
-        bindings.v1TaskLogsResponse, taskId=wanted.task_id, allocationId=row["allocation_id"], **common
+        bindings.v1TaskLogsResponse, taskId=wanted.task_id, allocationId=row.allocation_id, **common
     )
 
 
@@ -189,7 +189,7 @@ async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
     def perform(tx: Transaction) -> None:
         for (task_id, allocation_id), lines in by_task.items():
             row = _task(tx.connection, task_id)
-            logs.add_task_logs(tx, task_id, row["trial_id"], allocation_id, lines)
+            logs.add_task_logs(tx, task_id, row.trial_id, allocation_id, lines)
         for task_id, matches in told:
             events.tell_lines(tx, task_id, matches)
 

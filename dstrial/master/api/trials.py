@@ -35,7 +35,7 @@ async def list_trials(request: ApiRequest) -> dict[str, Any]:
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> tuple[Any, list[sqlite3.Row]]:
+    def read(connection: sqlite3.Connection) -> tuple[Any, list[listings.ListedTrial]]:
         experiment_rows.require(connection, experiment_id)
         chosen = sorted(states)
         page = page_of(listings.count_trials(connection, experiment_id, chosen), offset, limit)
@@ -60,7 +60,7 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
     """``GET trials/{id}``."""
     trial_id = request.path_params["trial_id"]
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: sqlite3.Connection) -> list[listings.ListedTrial]:
         trial_rows.require(connection, trial_id)
         return listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
 
@@ -82,26 +82,26 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
         trial_rows.require(connection, trial_id)
         found: list[tuple[int, int, dict[str, Any]]] = []
         for row in metrics.every_report(connection, trial_id):
-            group = row["group_name"]
+            group = row.group_name
             if wanted_group not in (None, "", group):
                 continue
             kind = "validation" if group == "validation" else "training"
-            per_batch = row["per_batch"] if has_batches else None
-            workload = metrics_workload(row["metrics"], row["steps"], row["end_us"], per_batch)
-            found.append((row["steps"], 1 if kind == "validation" else 0, {kind: workload}))
-        for row in checkpoint_rows.by_batch(connection, trial_id):
-            if hides_deleted and row["state"] == "DELETED":
+            per_batch = row.per_batch if has_batches else None
+            workload = metrics_workload(row.metrics, row.steps, row.end_us, per_batch)
+            found.append((row.steps, 1 if kind == "validation" else 0, {kind: workload}))
+        for saved in checkpoint_rows.by_batch(connection, trial_id):
+            if hides_deleted and saved.state == "DELETED":
                 continue
             workload = checkpoint_workload(
-                uuid=row["uuid"],
-                state=row["state"],
-                steps=row["steps"],
-                report_us=row["report_us"],
-                resources=row["resources"],
-                metadata=row["metadata"],
+                uuid=saved.uuid,
+                state=saved.state,
+                steps=saved.steps,
+                report_us=saved.report_us,
+                resources=saved.resources,
+                metadata=saved.metadata,
                 names=request.services.secret_names,
             )
-            found.append((row["steps"], 2, {"checkpoint": workload}))
+            found.append((saved.steps, 2, {"checkpoint": workload}))
         return found
 
     found = await request.services.read(read)
@@ -193,7 +193,7 @@ async def start_run(request: ApiRequest) -> dict[str, Any]:
 async def show_run_metadata(request: ApiRequest) -> dict[str, Any]:
     """``GET runs/{id}/metadata``: what the trial's code keeps there."""
     row = await request.services.read(trial_rows.require, request.path_params["run_id"])
-    return {"metadata": json.loads(row["metadata"]) if row["metadata"] else {}}
+    return {"metadata": json.loads(row.metadata) if row.metadata else {}}
 
 
 async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:

@@ -73,7 +73,7 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
 async def show(request: ApiRequest) -> dict[str, Any]:
     """``GET users/{id}``."""
     row = await request.services.read(users.find_by_id, request.path_params["user_id"])
-    return {"user": user_json(User.from_row(row))}
+    return {"user": user_json(row.without_password())}
 
 
 async def show_by_name(request: ApiRequest) -> dict[str, Any]:
@@ -82,7 +82,7 @@ async def show_by_name(request: ApiRequest) -> dict[str, Any]:
     row = await request.services.read(users.find_by_name, username)
     if row is None:
         raise RequestError(404, f"user {username!r} does not exist; see `det user list --all`")
-    return {"user": user_json(User.from_row(row))}
+    return {"user": user_json(row.without_password())}
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
@@ -107,7 +107,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
             display_name=name,
             active=active is not False,
         )
-        return User.from_row(users.find_by_id(tx.connection, user_id))
+        return users.find_by_id(tx.connection, user_id).without_password()
 
     return {"user": user_json(await request.services.write(write))}
 
@@ -132,7 +132,7 @@ async def patch(request: ApiRequest) -> dict[str, Any]:
             password=password,
         )
         _end_tokens(tx, request, user_id, has_password=password is not None, active=active)
-        return User.from_row(users.find_by_id(tx.connection, user_id))
+        return users.find_by_id(tx.connection, user_id).without_password()
 
     return {"user": user_json(await request.services.write(write))}
 
@@ -151,7 +151,7 @@ async def set_password(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> User:
         users.change_user(tx, user_id, password=password)
         _end_tokens(tx, request, user_id, has_password=True, active=None)
-        return User.from_row(users.find_by_id(tx.connection, user_id))
+        return users.find_by_id(tx.connection, user_id).without_password()
 
     return {"user": user_json(await request.services.write(write))}
 

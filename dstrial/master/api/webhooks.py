@@ -82,7 +82,7 @@ def seen_workspaces(connection: sqlite3.Connection, user: User) -> set[int] | No
 def _may_edit(connection: sqlite3.Connection, user: User, workspace_id: int | None) -> bool:
     """Whether a user may make and see the webhooks of a workspace: its owner, and administrators all."""
     return user.admin or (
-        workspace_id is not None and workspaces.require(connection, workspace_id)["owner_id"] == user.id
+        workspace_id is not None and workspaces.require(connection, workspace_id).owner_id == user.id
     )
 
 
@@ -227,10 +227,10 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> None:
         experiments.require(tx.connection, experiment_id)
         trial = None if trial_id is None else trials.require(tx.connection, trial_id)
-        if trial is not None and trial["experiment_id"] != experiment_id:
+        if trial is not None and trial.experiment_id != experiment_id:
             raise RequestError(
                 400,
-                f"trial {trial_id} is one of experiment {trial['experiment_id']}; expected one of {experiment_id}. Send both "
+                f"trial {trial_id} is one of experiment {trial.experiment_id}; expected one of {experiment_id}. Send both "
                 "as they belong together.",
             )
         told = events.tell_alert(
@@ -246,7 +246,7 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
                 f"the alert {title[:80]!r} is told to nobody: integrations.webhooks of the config names no webhook with a "
                 "custom trigger in this workspace"
             )
-            add_master_line(tx, trial["task_id"], trial_id, text, level="WARNING")
+            add_master_line(tx, trial.task_id, trial_id, text, level="WARNING")
 
     await request.services.write(write)
     return {}

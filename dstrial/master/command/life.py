@@ -7,7 +7,6 @@ master goes down, or a slot that it has is switched off. Every other one ends wi
 from __future__ import annotations
 
 import json
-import sqlite3
 
 from dstrial.master.clock import now_us
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
@@ -29,7 +28,7 @@ _STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
 def create(tx: Transaction, new: NewCommand) -> str:
     """Store a command, which starts as soon as there are slots for it, and return its task id."""
     if new.parent_id is not None:
-        state = commands.require(tx.connection, new.parent_id, ("GENERIC",))["state"]
+        state = commands.require(tx.connection, new.parent_id, ("GENERIC",)).state
         if state == "CANCELED" or state.startswith("STOPPING"):
             raise InvalidError(
                 f"task {new.parent_id}, which is to be the parent, is {state}; expected one that nobody is "
@@ -56,16 +55,16 @@ def assign(
     resources_id: str,
     directory: str,
     token_hashes: dict[str, str],
-) -> sqlite3.Row | None:
+) -> allocation_rows.Allocation | None:
     """Give a command slots; arguments as for an allocation of a trial.
 
     Returns:
         The allocation; None if the command does not want one any more.
     """
     row = commands.require(tx.connection, task_id)
-    if row["state"] != "ACTIVE" or row["allocation_id"] is not None:
+    if row.state != "ACTIVE" or row.allocation_id is not None:
         return None
-    run_id, now = row["run_id"] + 1, now_us()
+    run_id, now = row.run_id + 1, now_us()
     allocation_id = f"{task_id}.{run_id}"
     tx.execute(
         "UPDATE commands SET run_id = ?, exit_status = NULL, stop_reason = NULL WHERE task_id = ?",
@@ -84,14 +83,14 @@ def assign(
             resources_id,
             f"{directory}/{allocation_id}",
             now,
-            row["workspace_id"],
+            row.workspace_id,
         ),
     )
     tx.executemany(
         "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
-        [(hash_, kind, row["owner_id"], allocation_id, now) for kind, hash_ in token_hashes.items()],
+        [(hash_, kind, row.owner_id, allocation_id, now) for kind, hash_ in token_hashes.items()],
     )
-    _say(tx, task_id, allocation_id, f"Scheduling {row['description']} (id: {allocation_id})")
+    _say(tx, task_id, allocation_id, f"Scheduling {row.description} (id: {allocation_id})")
     _publish(tx, task_id, f"allocation:{allocation_id}")
     return allocation_rows.get(tx.connection, allocation_id)
 
@@ -103,56 +102,58 @@ def _say(tx: Transaction, task_id: str, allocation_id: str | None, text: str, le
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
     """Record the supervisor of an allocation; whatever has no port to wait for is ready then."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    command = commands.require(tx.connection, row["task_id"])
+    command = commands.require(tx.connection, row.task_id)
     tx.execute(
         "UPDATE allocations SET state = 'RUNNING', supervisor_pid = ?, supervisor_start = ?, is_ready = MAX(is_ready, ?) "
         "WHERE id = ? AND state != 'TERMINATED'",
-        (handle.pid, handle.start_time, command["kind"] != "TENSORBOARD", allocation_id),
+        (handle.pid, handle.start_time, command.kind != "TENSORBOARD", allocation_id),
     )
-    _say(tx, row["task_id"], allocation_id, f"Resources for {command['description']} have started")
-    _publish(tx, row["task_id"], f"allocation:{allocation_id}")
+    _say(tx, row.task_id, allocation_id, f"Resources for {command.description} have started")
+    _publish(tx, row.task_id, f"allocation:{allocation_id}")
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
     """Record that the service of an allocation answers."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    if not row["is_ready"] and row["state"] != "TERMINATED":
+    if not row.is_ready and row.state != "TERMINATED":
         tx.execute("UPDATE allocations SET is_ready = 1 WHERE id = ?", (allocation_id,))
-        _say(tx, row["task_id"], allocation_id, "Service of the task is available")
-        _publish(tx, row["task_id"], f"allocation:{allocation_id}")
+        _say(tx, row.task_id, allocation_id, "Service of the task is available")
+        _publish(tx, row.task_id, f"allocation:{allocation_id}")
 
 
-def release(tx: Transaction, allocation: sqlite3.Row, why: str, *, is_kill: bool = False) -> None:
+def release(
+    tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
+) -> None:
     """Ask the process of an allocation to end, with SIGTERM, or at once for ``is_kill``."""
     now = now_us()
     if is_kill:
-        if allocation["kill_us"] is not None:
+        if allocation.kill_us is not None:
             return
         tx.execute(
-            "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?", (now, why, allocation["id"])
+            "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?", (now, why, allocation.id)
         )
         text = f"forcibly killing allocation: {why}"
     else:
-        if allocation["preempt_us"] is not None or allocation["kill_us"] is not None:
+        if allocation.preempt_us is not None or allocation.kill_us is not None:
             return
         tx.execute(
             "UPDATE allocations SET preempt_us = ?, preempt_deadline_us = ? WHERE id = ?",
-            (now, now + STOP_TIMEOUT_S * 1_000_000, allocation["id"]),
+            (now, now + STOP_TIMEOUT_S * 1_000_000, allocation.id),
         )
         tx.execute(
             "UPDATE commands SET stop_reason = COALESCE(stop_reason, ?) WHERE task_id = ?",
-            (why, allocation["task_id"]),
+            (why, allocation.task_id),
         )
         text = f"gracefully terminating allocation: {why}"
-    _say(tx, allocation["task_id"], allocation["id"], text)
-    _publish(tx, allocation["task_id"], f"allocation:{allocation['id']}")
+    _say(tx, allocation.task_id, allocation.id, text)
+    _publish(tx, allocation.task_id, f"allocation:{allocation.id}")
 
 
 def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> None:
     """Kill a command and the tasks that it has made; nothing happens to what has ended."""
     for one in commands.tree(tx.connection, task_id):
         row = commands.require(tx.connection, one)
-        if row["state"] not in ENDED:
+        if row.state not in ENDED:
             _stop(tx, row, "STOPPING_CANCELED", why, is_kill=True)
 
 
@@ -164,13 +165,13 @@ def pause(tx: Transaction, task_id: str) -> None:
     """
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "pause")
-    if not row["is_pausable"]:
+    if not row.is_pausable:
         raise InvalidError(
             f"task {task_id} was made with --no_pause; expected one that may be paused. Kill it instead."
         )
     for one in commands.tree(tx.connection, task_id):
         below = commands.require(tx.connection, one)
-        if below["state"] == "ACTIVE" and below["is_pausable"]:
+        if below.state == "ACTIVE" and below.is_pausable:
             _stop(tx, below, "STOPPING_PAUSED", "the task was paused")
 
 
@@ -182,8 +183,8 @@ def unpause(tx: Transaction, task_id: str) -> None:
     """
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "unpause")
-    if row["state"] not in ("PAUSED", "STOPPING_PAUSED"):
-        raise InvalidError(f"task {task_id} is {row['state']}; expected PAUSED. Leave it as it is.")
+    if row.state not in ("PAUSED", "STOPPING_PAUSED"):
+        raise InvalidError(f"task {task_id} is {row.state}; expected PAUSED. Leave it as it is.")
     for one in commands.tree(tx.connection, task_id):
         # One that is still ending starts anew when it has ended.
         tx.execute(
@@ -194,17 +195,17 @@ def unpause(tx: Transaction, task_id: str) -> None:
         _publish(tx, one)
 
 
-def _require_open(row: sqlite3.Row, verb: str) -> None:
-    if row["state"] in ENDED or row["state"] == "STOPPING_CANCELED":
+def _require_open(row: commands.CommandInfo, verb: str) -> None:
+    if row.state in ENDED or row.state == "STOPPING_CANCELED":
         raise InvalidError(
-            f"task {row['task_id']} is {row['state']}; expected one that has not ended to {verb} it.",
+            f"task {row.task_id} is {row.state}; expected one that has not ended to {verb} it.",
             Hint.FORK_TASK,
         )
 
 
 def set_priority(tx: Transaction, task_id: str, priority: int) -> None:
     """Change how urgent a command is, 1 to 99."""
-    config = json.loads(commands.require(tx.connection, task_id)["config"])
+    config = json.loads(commands.require(tx.connection, task_id).config)
     config["resources"]["priority"] = priority
     tx.execute(
         "UPDATE commands SET priority = ?, config = ? WHERE task_id = ?",
@@ -213,48 +214,50 @@ def set_priority(tx: Transaction, task_id: str, priority: int) -> None:
     _publish(tx, task_id)
 
 
-def _stop(tx: Transaction, row: sqlite3.Row, stopping: str, why: str, *, is_kill: bool = False) -> None:
+def _stop(
+    tx: Transaction, row: commands.CommandInfo, stopping: str, why: str, *, is_kill: bool = False
+) -> None:
     tx.execute(
-        "UPDATE commands SET state = ?, stop_reason = ? WHERE task_id = ?", (stopping, why, row["task_id"])
+        "UPDATE commands SET state = ?, stop_reason = ? WHERE task_id = ?", (stopping, why, row.task_id)
     )
-    if row["allocation_id"] is None:
+    if row.allocation_id is None:
         _close(tx, row, _STOPPING_END[stopping], why)
         return
-    release(tx, allocation_rows.require(tx.connection, row["allocation_id"]), why, is_kill=is_kill)
+    release(tx, allocation_rows.require(tx.connection, row.allocation_id), why, is_kill=is_kill)
 
 
-def _close(tx: Transaction, row: sqlite3.Row, state: str, exit_status: str) -> None:
+def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: str) -> None:
     """Put a command that has no allocation into a state in which it stays."""
     now = now_us()
     is_end = state in ENDED
     tx.execute(
         "UPDATE commands SET state = ?, exit_status = ?, end_us = ? WHERE task_id = ?",
-        (state, exit_status, now if is_end else None, row["task_id"]),
+        (state, exit_status, now if is_end else None, row.task_id),
     )
     if is_end:
-        tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, row["task_id"]))
-        if row["kind"] != "GENERIC":
+        tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, row.task_id))
+        if row.kind != "GENERIC":
             # Generic tasks can be forked as long as logs are kept.
-            tx.execute("DELETE FROM command_contexts WHERE task_id = ?", (row["task_id"],))
-    _publish(tx, row["task_id"])
+            tx.execute("DELETE FROM command_contexts WHERE task_id = ?", (row.task_id,))
+    _publish(tx, row.task_id)
 
 
 def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _traceback: str | None = None) -> None:
     """End an allocation, all of whose lines are taken in, and decide what becomes of its command."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    if row["state"] == "TERMINATED":
+    if row.state == "TERMINATED":
         return
-    command = commands.require(tx.connection, row["task_id"])
-    was_asked = row["kill_us"] is not None or row["preempt_us"] is not None
-    is_unbegun = exit_.was_lost and row["state"] == "ASSIGNED" and not was_asked
-    reason = _UNBEGUN if is_unbegun else _describe(row, exit_, command["stop_reason"])
+    command = commands.require(tx.connection, row.task_id)
+    was_asked = row.kill_us is not None or row.preempt_us is not None
+    is_unbegun = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
+    reason = _UNBEGUN if is_unbegun else _describe(row, exit_, command.stop_reason)
     tx.execute(
         "UPDATE allocations SET state = 'TERMINATED', end_us = ?, exit_code = ?, exit_reason = ? WHERE id = ?",
         (exit_.time_us, exit_.exit_code, reason, allocation_id),
     )
     tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
     tx.publish("tokens", f"allocation:{allocation_id}")
-    starts_again = is_unbegun and _num_unbegun(tx, row["task_id"]) < _MAX_UNBEGUN
+    starts_again = is_unbegun and _num_unbegun(tx, row.task_id) < _MAX_UNBEGUN
     is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
     # The words of Determined 0.38.1, which scripts look for in logs.
     if exit_.exit_code == 0 and not was_asked:
@@ -265,13 +268,13 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
         told += f": {exit_.explanation}" if exit_.explanation else ""
     else:
         told = reason
-    text = f"{command['description']} {'has failed' if is_failure else 'was terminated'}: {told}"
-    _say(tx, row["task_id"], allocation_id, text, "ERROR" if is_failure else "INFO")
-    state = command["state"]
+    text = f"{command.description} {'has failed' if is_failure else 'was terminated'}: {told}"
+    _say(tx, row.task_id, allocation_id, text, "ERROR" if is_failure else "INFO")
+    state = command.state
     if state in _STOPPING_END:
         _close(tx, command, _STOPPING_END[state], reason)
-    elif (was_asked and command["is_pausable"]) or starts_again:
-        _publish(tx, row["task_id"])
+    elif (was_asked and command.is_pausable) or starts_again:
+        _publish(tx, row.task_id)
     elif was_asked:
         _close(tx, command, "CANCELED", reason)
     else:
@@ -284,12 +287,12 @@ def _num_unbegun(tx: Transaction, task_id: str) -> int:
     return int(tx.execute(count, (task_id, _UNBEGUN)).fetchone()[0])
 
 
-def _describe(row: sqlite3.Row, exit_: AllocationExit, stop_reason: str | None) -> str:
-    if row["kill_us"] is not None:
-        return f"allocation killed: {row['kill_reason']}"
+def _describe(row: allocation_rows.Allocation, exit_: AllocationExit, stop_reason: str | None) -> str:
+    if row.kill_us is not None:
+        return f"allocation killed: {row.kill_reason}"
     if exit_.was_lost:
         return "allocation lost: its supervisor was killed"
-    if row["preempt_us"] is not None:
+    if row.preempt_us is not None:
         return f"allocation terminated: {stop_reason}"
     if exit_.exit_code == 0:
         return "exited with code 0"

@@ -52,13 +52,13 @@ def sources(
             found[f"experiment-{experiment_id}-trial-{trial_id}"] = directory / "trial" / str(trial_id)
     for trial_id in trial_ids:
         row = trials.require(connection, trial_id)
-        directory = _directory(connection, cluster_id, row["experiment_id"])
+        directory = _directory(connection, cluster_id, row.experiment_id)
         found[f"trial-{trial_id}"] = directory / "trial" / str(trial_id)
     return found
 
 
 def _directory(connection: sqlite3.Connection, cluster_id: str, experiment_id: int) -> Path:
-    config = json.loads(experiments.require(connection, experiment_id)["config"])
+    config = json.loads(experiments.require(connection, experiment_id).config)
     try:
         return checkpoint_gc.tensorboard_directory(config["checkpoint_storage"], cluster_id, experiment_id)
     except MasterError as error:
@@ -72,7 +72,7 @@ def _directory(connection: sqlite3.Connection, cluster_id: str, experiment_id: i
 def _best_trials(connection: sqlite3.Connection, experiment_id: int) -> list[int] | None:
     """Return the trials to show of an experiment; None for all, those that begin later among them."""
     row = experiments.require(connection, experiment_id)
-    order = "ASC" if row["smaller_is_better"] else "DESC"
+    order = "ASC" if row.smaller_is_better else "DESC"
     rows = connection.execute(
         "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
         f"ORDER BY searcher_metric_value IS NULL, searcher_metric_value {order}, id LIMIT ?",

@@ -67,7 +67,7 @@ def create(
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
         _refuse_going(known)
-        return int(known["id"])
+        return int(known.id)
     projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
     experiment_id = experiment_rows.insert(
         tx,
@@ -110,8 +110,8 @@ def create_trial(
     if known is None:
         return trial_rows.insert_detached(tx, experiment_id, hparams or {}, external_id, now_us())
     if hparams is not None:
-        tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps(dict(hparams)), known["id"]))
-    return int(known["id"])
+        tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps(dict(hparams)), known.id))
+    return int(known.id)
 
 
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
@@ -128,35 +128,35 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
         StoreError: unknown, not detached, or its project is archived.
     """
     trial = trial_rows.require(tx.connection, trial_id)
-    experiment = _require(tx, trial["experiment_id"])
+    experiment = _require(tx, trial.experiment_id)
     _refuse_going(experiment)
-    projects.refuse_shut(projects.require(tx.connection, experiment["project_id"]), "be changed")
+    projects.refuse_shut(projects.require(tx.connection, experiment.project_id), "be changed")
     _reopen(tx, trial)
     latest = checkpoint_rows.latest_completed(tx.connection, trial_id) if resumes else None
-    run_id = trial["run_id"] + 1
+    run_id = trial.run_id + 1
     tx.execute(
         "UPDATE trials SET run_id = ?, runner_state = 'UNSPECIFIED', heartbeat_us = ? WHERE id = ?",
         (run_id, now_us(), trial_id),
     )
-    since = "anew" if latest is None else f"from checkpoint {latest['uuid']}"
+    since = "anew" if latest is None else f"from checkpoint {latest.uuid}"
     _say(tx, trial, f"detached run {run_id} of trial {trial_id} has begun {since}")
     if latest is None:
         return StartPoint(run_id, None, 0)
-    return StartPoint(run_id, str(latest["uuid"]), int(latest["steps"]))
+    return StartPoint(run_id, str(latest.uuid), int(latest.steps))
 
 
-def hear(tx: Transaction, trial: sqlite3.Row, *, is_current_run: bool = False) -> None:
+def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
     """Note a sign of life of a trial; one that had been given up goes on. Nothing happens to trials that are not detached."""
-    if trial["heartbeat_us"] is None:
+    if trial.heartbeat_us is None:
         return
-    tx.execute("UPDATE trials SET heartbeat_us = ? WHERE id = ?", (now_us(), trial["id"]))
-    experiment = experiment_rows.require(tx.connection, trial["experiment_id"])
-    if experiment["state"] in DELETING:
+    tx.execute("UPDATE trials SET heartbeat_us = ? WHERE id = ?", (now_us(), trial.id))
+    experiment = experiment_rows.require(tx.connection, trial.experiment_id)
+    if experiment.state in DELETING:
         return
     # A person's end is CANCELED. Another one may be that of an earlier run, whose script knows no better.
-    if trial["is_lost"] or (is_current_run and trial["state"] in ("COMPLETED", "ERROR")):
-        _reopen(tx, trial, is_archived=bool(experiment["archived"]))
-        _say(tx, trial, f"trial {trial['id']} was heard of again")
+    if trial.is_lost or (is_current_run and trial.state in ("COMPLETED", "ERROR")):
+        _reopen(tx, trial, is_archived=bool(experiment.archived))
+        _say(tx, trial, f"trial {trial.id} was heard of again")
 
 
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
@@ -171,15 +171,15 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
         StoreError: unknown, not detached, or another state.
     """
     trial = trial_rows.require(tx.connection, trial_id)
-    experiment = _require(tx, trial["experiment_id"])
+    experiment = _require(tx, trial.experiment_id)
     if state not in (None, "RUNNING", *_ENDS):
         raise InvalidError(
             f"state is STATE_{state}; expected STATE_RUNNING, STATE_COMPLETED, STATE_CANCELED or STATE_ERROR. Send one of these.",
         )
     hear(tx, trial)
-    if state is None or state == "RUNNING" or experiment["state"] in DELETING:
+    if state is None or state == "RUNNING" or experiment.state in DELETING:
         return
-    if trial["state"] in TERMINAL and not trial["is_lost"]:
+    if trial.state in TERMINAL and not trial.is_lost:
         return
     why = f"its script {_ENDS[state]}"
     _say(tx, trial, f"trial {trial_id} has ended: {why}", "ERROR" if state == "ERROR" else "INFO")
@@ -196,56 +196,45 @@ def give_up_silent(tx: Transaction, before_us: int) -> int:
     Returns:
         How many trials that were.
     """
-    rows = silent(tx.connection, before_us)
+    rows = trial_rows.silent_since(tx.connection, before_us)
     for row in rows:
-        minutes = (now_us() - row["heartbeat_us"]) / 60e6
+        assert row.heartbeat_us is not None
+        minutes = (now_us() - row.heartbeat_us) / 60e6
         why = f"nothing was heard of its script for {minutes:.1f} minutes"
-        _say(tx, row, f"trial {row['id']} is given up: {why}", "ERROR")
-        ending.close_trial(tx, row["id"], "ERROR", why=why)
-        tx.execute("UPDATE trials SET is_lost = 1 WHERE id = ?", (row["id"],))
-    for row in _empty(tx.connection, before_us):
-        ending.finish_experiment(tx, row["id"], "ERROR", "its script ended before it had a trial")
+        _say(tx, row, f"trial {row.id} is given up: {why}", "ERROR")
+        ending.close_trial(tx, row.id, "ERROR", why=why)
+        tx.execute("UPDATE trials SET is_lost = 1 WHERE id = ?", (row.id,))
+    for experiment_id in experiment_rows.detached_without_trial(tx.connection, before_us):
+        ending.finish_experiment(tx, experiment_id, "ERROR", "its script ended before it had a trial")
     return len(rows)
-
-
-def silent(connection: sqlite3.Connection, before_us: int) -> list[sqlite3.Row]:
-    """Return the detached runs that are active and were not heard of since a time."""
-    return connection.execute(
-        "SELECT * FROM trials WHERE state = 'ACTIVE' AND heartbeat_us < ? ORDER BY id", (before_us,)
-    ).fetchall()
 
 
 def is_anyone_silent(connection: sqlite3.Connection, before_us: int) -> bool:
     """Say whether :func:`give_up_silent` has something to do."""
-    return bool(silent(connection, before_us) or _empty(connection, before_us))
+    return bool(
+        trial_rows.silent_since(connection, before_us)
+        or experiment_rows.detached_without_trial(connection, before_us)
+    )
 
 
-def _empty(connection: sqlite3.Connection, before_us: int) -> list[sqlite3.Row]:
-    return connection.execute(
-        "SELECT id FROM experiments WHERE state = 'ACTIVE' AND unmanaged = 1 AND start_us < ? "
-        "AND NOT EXISTS (SELECT 1 FROM trials WHERE experiment_id = experiments.id)",
-        (before_us,),
-    ).fetchall()
-
-
-def refuse_detached(row: sqlite3.Row, verb: str) -> None:
+def refuse_detached(row: experiment_rows.Experiment, verb: str) -> None:
     """Refuse (400) what the master would have to do to processes that are not its own.
 
     Args:
         row: an experiment.
         verb: what was asked for, ``pause`` for example.
     """
-    if row["unmanaged"]:
+    if row.unmanaged:
         raise InvalidError(
-            f"experiment {row['id']} has detached runs; "
+            f"experiment {row.id} has detached runs; "
             f"expected one whose processes the master starts, to {verb} it.",
             Hint.KILL_DETACHED,
         )
 
 
-def _require(tx: Transaction, experiment_id: int) -> sqlite3.Row:
+def _require(tx: Transaction, experiment_id: int) -> experiment_rows.Experiment:
     row = experiment_rows.require(tx.connection, experiment_id)
-    if not row["unmanaged"]:
+    if not row.unmanaged:
         raise InvalidError(
             f"experiment {experiment_id} is not one of detached runs; expected one that a script has created with "
             "determined.experimental.core_v2. Use the external ids of such a one.",
@@ -253,27 +242,27 @@ def _require(tx: Transaction, experiment_id: int) -> sqlite3.Row:
     return row
 
 
-def _refuse_going(row: sqlite3.Row) -> None:
-    if row["state"] in DELETING:
+def _refuse_going(row: experiment_rows.Experiment) -> None:
+    if row.state in DELETING:
         raise InvalidError(
-            f"experiment {row['id']} is being deleted; expected one that stays. Wait until it is gone."
+            f"experiment {row.id} is being deleted; expected one that stays. Wait until it is gone."
         )
 
 
-def _reopen(tx: Transaction, trial: sqlite3.Row, *, is_archived: bool = False) -> None:
+def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
     """Let a trial that has ended be active again, and its experiment with it."""
     tx.execute(
         "UPDATE trials SET state = 'ACTIVE', end_us = NULL, is_closed = 0, is_lost = 0 WHERE id = ?",
-        (trial["id"],),
+        (trial.id,),
     )
-    tx.execute("UPDATE tasks SET end_us = NULL WHERE id = ?", (trial["task_id"],))
+    tx.execute("UPDATE tasks SET end_us = NULL WHERE id = ?", (trial.task_id,))
     tx.execute(
         "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, archived = ? WHERE id = ?",
-        (is_archived, trial["experiment_id"]),
+        (is_archived, trial.experiment_id),
     )
-    events.tell_state(tx, trial["experiment_id"])
-    tx.publish(f"trial:{trial['id']}", f"experiment:{trial['experiment_id']}")
+    events.tell_state(tx, trial.experiment_id)
+    tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
 
 
-def _say(tx: Transaction, trial: sqlite3.Row, text: str, level: str = "INFO") -> None:
-    add_master_line(tx, trial["task_id"], trial["id"], text, level=level)
+def _say(tx: Transaction, trial: trial_rows.Trial, text: str, level: str = "INFO") -> None:
+    add_master_line(tx, trial.task_id, trial.id, text, level=level)

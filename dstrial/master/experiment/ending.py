@@ -6,7 +6,6 @@ One module, as each leads to the other: a searcher that is told of an end stops 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from dstrial.errors import SearchError
 from dstrial.master.clock import now_us
 from dstrial.master.experiment.states import END_OF, STOPPING, TERMINAL, may_follow
 from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store import work
@@ -36,7 +36,7 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
         why: for the trial's log, without a full stop.
     """
     trial = trial_rows.require(tx.connection, trial_id)
-    if not may_follow(trial["state"], stopping):
+    if not may_follow(trial.state, stopping):
         return
     tx.execute("UPDATE trials SET state = ? WHERE id = ?", (stopping, trial_id))
     tx.publish(f"trial:{trial_id}")
@@ -52,25 +52,23 @@ def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) 
     if allocation is None:
         return
     now = now_us()
-    if is_kill or not allocation["is_ready"]:
-        if allocation["kill_us"] is None:
+    if is_kill or not allocation.is_ready:
+        if allocation.kill_us is None:
             tx.execute(
                 "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?",
-                (now, why, allocation["id"]),
+                (now, why, allocation.id),
             )
-            _say(tx, allocation["task_id"], trial_id, allocation["id"], f"forcibly killing allocation: {why}")
-    elif allocation["preempt_us"] is None:
-        experiment = experiment_rows.require(tx.connection, allocation["experiment_id"])
-        timeout_s = json.loads(experiment["config"]).get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
+            _say(tx, allocation.task_id, trial_id, allocation.id, f"forcibly killing allocation: {why}")
+    elif allocation.preempt_us is None:
+        experiment = experiment_rows.require(tx.connection, allocation.experiment_id)
+        timeout_s = json.loads(experiment.config).get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
         deadline = now + int(timeout_s) * 1_000_000
         tx.execute(
             "UPDATE allocations SET preempt_us = ?, preempt_deadline_us = ? WHERE id = ?",
-            (now, deadline, allocation["id"]),
+            (now, deadline, allocation.id),
         )
-        _say(
-            tx, allocation["task_id"], trial_id, allocation["id"], f"gracefully terminating allocation: {why}"
-        )
-    tx.publish("scheduler", f"allocation:{allocation['id']}")
+        _say(tx, allocation.task_id, trial_id, allocation.id, f"gracefully terminating allocation: {why}")
+    tx.publish("scheduler", f"allocation:{allocation.id}")
 
 
 def _say(tx: Transaction, task_id: str, trial_id: int, allocation_id: str, text: str) -> None:
@@ -96,17 +94,17 @@ def close_trial(
         (state, now, state, trial_id),
     )
     trial = trial_rows.require(tx.connection, trial_id)
-    tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, trial["task_id"]))
-    tx.publish(f"trial:{trial_id}", f"logs:trial:{trial_id}", f"logs:{trial['task_id']}", "scheduler")
+    tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, trial.task_id))
+    tx.publish(f"trial:{trial_id}", f"logs:trial:{trial_id}", f"logs:{trial.task_id}", "scheduler")
     if reason is None and state != "COMPLETED":
         reason = ExitReason.ERRORED if state == "ERROR" else ExitReason.USER_CANCELED
     if why is not None:
         tx.execute(
             "UPDATE experiments SET end_reason = ? WHERE id = ?",
-            (f"trial {trial_id}: {why}", trial["experiment_id"]),
+            (f"trial {trial_id}: {why}", trial.experiment_id),
         )
     _tell_searcher(tx, trial, reason)
-    finish_if_over(tx, trial["experiment_id"])
+    finish_if_over(tx, trial.experiment_id)
 
 
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
@@ -116,7 +114,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
         Whether anything changed; False if it has ended or stops more severely already.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if not may_follow(row["state"], stopping):
+    if not may_follow(row.state, stopping):
         return False
     tx.execute("UPDATE experiments SET state = ? WHERE id = ?", (stopping, experiment_id))
     tx.publish(f"experiment:{experiment_id}", "scheduler")
@@ -131,7 +129,7 @@ def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
     tx.execute("UPDATE experiments SET end_reason = ? WHERE id = ?", (why, experiment_id))
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         trial = trial_rows.require(tx.connection, trial_id)
-        add_master_line(tx, trial["task_id"], trial_id, f"the experiment has failed: {why}", level="ERROR")
+        add_master_line(tx, trial.task_id, trial_id, f"the experiment has failed: {why}", level="ERROR")
     stop_experiment(tx, experiment_id, "STOPPING_ERROR", "the experiment has failed")
 
 
@@ -140,10 +138,10 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
     row = experiment_rows.require(tx.connection, experiment_id)
     if trial_rows.open_ids(tx.connection, experiment_id):
         return
-    if row["state"] in STOPPING:
-        finish_experiment(tx, experiment_id, END_OF[row["state"]], None)
-    elif row["unmanaged"]:
-        ends = {trial["state"] for trial in trial_rows.of_experiment(tx.connection, experiment_id)}
+    if row.state in STOPPING:
+        finish_experiment(tx, experiment_id, END_OF[row.state], None)
+    elif row.unmanaged:
+        ends = {trial.state for trial in trial_rows.of_experiment(tx.connection, experiment_id)}
         worst = next(state for state in ("ERROR", "CANCELED", "COMPLETED") if state in ends)
         finish_experiment(tx, experiment_id, worst, None)
 
@@ -151,7 +149,7 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
     """Put an experiment into its terminal state; its checkpoints are collected afterwards, unless its runs are detached."""
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] in TERMINAL:
+    if row.state in TERMINAL:
         return
     tx.execute(
         "UPDATE experiments SET state = ?, end_us = ?, end_reason = COALESCE(end_reason, ?), "
@@ -162,41 +160,41 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
         tx.execute("UPDATE experiments SET end_reason = NULL WHERE id = ?", (experiment_id,))
     tx.publish(f"experiment:{experiment_id}")
     events.tell_state(tx, experiment_id)
-    if not row["unmanaged"]:
+    if not row.unmanaged:
         work.request(tx, "gc", experiment_id)
 
 
 def begin_search(tx: Transaction, experiment_id: int) -> None:
     """Start the search: the first trials exist when this returns."""
     row = experiment_rows.require(tx.connection, experiment_id)
-    config = json.loads(row["config"])
+    config = json.loads(row.config)
     searcher = Searcher.new(config, int(config["reproducibility"]["experiment_seed"]))
     _perform(tx, row, searcher, searcher.initial_trials())
 
 
-def validation_completed(tx: Transaction, trial: sqlite3.Row, metrics: dict[str, Any]) -> None:
+def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
     """Tell the searcher of a validation; a metric that it misses ends the experiment."""
-    _feed(tx, trial["experiment_id"], lambda s: s.validation_completed(trial["request_id"], metrics))
+    _feed(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
 
 
-def _tell_searcher(tx: Transaction, trial: sqlite3.Row, reason: ExitReason | None) -> None:
+def _tell_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReason | None) -> None:
     """Tell the searcher that a trial has ended, and why if it was early."""
 
     def event(searcher: Searcher) -> list[Action]:
         actions: list[Action] = []
         if reason is not None:
-            actions += searcher.trial_exited_early(trial["request_id"], reason)
-        return actions + searcher.trial_exited(trial["request_id"])
+            actions += searcher.trial_exited_early(trial.request_id, reason)
+        return actions + searcher.trial_exited(trial.request_id)
 
-    _feed(tx, trial["experiment_id"], event)
+    _feed(tx, trial.experiment_id, event)
 
 
 def _feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
     """Let the searcher take an event; nothing happens once the experiment stops, and for unmanaged ones."""
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["searcher_snapshot"] is None or row["state"] in STOPPING or row["state"] in TERMINAL:
+    if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
         return
-    searcher = Searcher.restore(json.loads(row["config"]), json.loads(row["searcher_snapshot"]))
+    searcher = Searcher.restore(json.loads(row.config), json.loads(row.searcher_snapshot))
     try:
         actions = event(searcher)
     except SearchError as error:
@@ -208,14 +206,14 @@ def _feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[
 def update_progress(tx: Transaction, experiment_id: int) -> None:
     """Compute the experiment's progress from its trials'."""
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["unmanaged"]:
+    if row.unmanaged:
         tx.execute(
             "UPDATE experiments SET progress = (SELECT AVG(progress) FROM trials WHERE experiment_id = ?) WHERE id = ?",
             (experiment_id, experiment_id),
         )
-    if row["searcher_snapshot"] is None or row["state"] in TERMINAL:
+    if row.searcher_snapshot is None or row.state in TERMINAL:
         return
-    searcher = Searcher.restore(json.loads(row["config"]), json.loads(row["searcher_snapshot"]))
+    searcher = Searcher.restore(json.loads(row.config), json.loads(row.searcher_snapshot))
     _store_progress(tx, experiment_id, searcher)
 
 
@@ -229,11 +227,14 @@ def _store_progress(tx: Transaction, experiment_id: int, searcher: Searcher) -> 
     tx.execute("UPDATE experiments SET progress = ? WHERE id = ?", (searcher.progress(shares), experiment_id))
 
 
-def _perform(tx: Transaction, row: sqlite3.Row, searcher: Searcher, actions: list[Action]) -> None:
-    experiment_id = row["id"]
+def _perform(
+    tx: Transaction, row: experiment_rows.Experiment, searcher: Searcher, actions: list[Action]
+) -> None:
+    experiment_id = row.id
+    warm_start = _warm_start(tx, row)
     for action in actions:
         if isinstance(action, Create):
-            trial_rows.insert(tx, row, action, now_us())
+            trial_rows.insert(tx, row, action, now_us(), warm_start)
     tx.execute(
         "UPDATE experiments SET searcher_snapshot = ? WHERE id = ?",
         (json.dumps(searcher.snapshot()), experiment_id),
@@ -247,6 +248,16 @@ def _perform(tx: Transaction, row: sqlite3.Row, searcher: Searcher, actions: lis
             finish_experiment(tx, experiment_id, state, reason)
         elif not isinstance(action, Create):
             trial = trial_rows.by_request(tx.connection, experiment_id, action.request_id)
-            if trial is not None and trial["state"] not in TERMINAL:
-                tx.execute("UPDATE trials SET is_stopped_by_searcher = 1 WHERE id = ?", (trial["id"],))
-                stop_trial(tx, trial["id"], "STOPPING_COMPLETED", STOPPED_BY_SEARCHER)
+            if trial is not None and trial.state not in TERMINAL:
+                tx.execute("UPDATE trials SET is_stopped_by_searcher = 1 WHERE id = ?", (trial.id,))
+                stop_trial(tx, trial.id, "STOPPING_COMPLETED", STOPPED_BY_SEARCHER)
+
+
+def _warm_start(tx: Transaction, row: experiment_rows.Experiment) -> str | None:
+    """Return the checkpoint of another trial that trials of an experiment start from."""
+    searcher = json.loads(row.config)["searcher"]
+    if searcher.get("source_trial_id") is None:
+        uuid: str | None = searcher.get("source_checkpoint_uuid")
+        return uuid
+    source = checkpoint_rows.latest_completed(tx.connection, int(searcher["source_trial_id"]))
+    return None if source is None else source.uuid

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
 from dstrial.config.submission import Submission
@@ -74,13 +73,13 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
     if uuid is None:
         return
     checkpoint = checkpoint_rows.get_checkpoint(tx.connection, str(uuid))
-    if checkpoint is None or checkpoint["state"] not in ("COMPLETED", "PARTIALLY_DELETED"):
+    if checkpoint is None or checkpoint.state not in ("COMPLETED", "PARTIALLY_DELETED"):
         raise InvalidError(
             f"searcher.source_checkpoint_uuid is {uuid}; "
             f"expected a checkpoint that exists and has not been deleted.",
             Hint.TAKE_CHECKPOINT,
         )
-    if checkpoint["state"] == "COMPLETED":
+    if checkpoint.state == "COMPLETED":
         checkpoint_rows.refuse_going(tx.connection, checkpoint)
 
 
@@ -97,7 +96,7 @@ def pause(tx: Transaction, experiment_id: int) -> None:
     events.tell_state(tx, experiment_id)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
-        if trial_rows.require(tx.connection, trial_id)["state"] == "ACTIVE":
+        if trial_rows.require(tx.connection, trial_id).state == "ACTIVE":
             tx.execute("UPDATE trials SET state = 'PAUSED' WHERE id = ?", (trial_id,))
             tx.publish(f"trial:{trial_id}")
             ending.release(tx, trial_id, "the experiment was paused")
@@ -125,7 +124,7 @@ def activate(tx: Transaction, experiment_id: int) -> None:
 def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, verb)
-    state = str(row["state"])
+    state = str(row.state)
     if state not in ("ACTIVE", "PAUSED"):
         raise InvalidError(
             f"experiment {experiment_id} is {state}; expected ACTIVE or PAUSED to {verb} it.",
@@ -153,9 +152,9 @@ def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) ->
         StoreError: unknown, not ended.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] not in TERMINAL:
+    if row.state not in TERMINAL:
         raise InvalidError(
-            f"experiment {experiment_id} is {row['state']}; expected one that has ended. "
+            f"experiment {experiment_id} is {row.state}; expected one that has ended. "
             "Cancel or kill it first.",
         )
     tx.execute("UPDATE experiments SET archived = ? WHERE id = ?", (is_archived, experiment_id))
@@ -174,7 +173,7 @@ def delete(tx: Transaction, experiment_id: int) -> None:
         StoreError: unknown, not ended, or with checkpoints that are registered as versions of models.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] == "DELETING":
+    if row.state == "DELETING":
         return
     check_deletable(tx, row)
     tx.execute("UPDATE experiments SET state = 'DELETING' WHERE id = ?", (experiment_id,))
@@ -182,16 +181,16 @@ def delete(tx: Transaction, experiment_id: int) -> None:
     work.request(tx, "delete_experiment", experiment_id)
 
 
-def check_deletable(tx: Transaction, row: sqlite3.Row) -> None:
+def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
     """Refuse (400) to delete an experiment that has not ended, or whose checkpoints are registered."""
-    if row["state"] not in TERMINAL | DELETING:
+    if row.state not in TERMINAL | DELETING:
         raise InvalidError(
-            f"experiment {row['id']} is {row['state']}; expected one that has ended. Cancel or kill it first.",
+            f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first.",
         )
-    versions = models.registered_of(tx.connection, row["id"])
+    versions = models.registered_of(tx.connection, row.id)
     if versions:
         raise InvalidError(
-            f"experiment {row['id']} has checkpoints that are registered as {', '.join(versions[:5])}; expected none that is. "
+            f"experiment {row.id} has checkpoints that are registered as {', '.join(versions[:5])}; expected none that is. "
             "Delete these versions first, or archive the experiment instead.",
         )
 
@@ -204,9 +203,9 @@ def move(tx: Transaction, experiment_id: int, project_id: int) -> None:
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     target = projects.require(tx.connection, project_id)
-    source = projects.require(tx.connection, row["project_id"])
-    if row["archived"] or row["state"] == "DELETING":
-        state = "archived" if row["archived"] else "being deleted"
+    source = projects.require(tx.connection, row.project_id)
+    if row.archived or row.state == "DELETING":
+        state = "archived" if row.archived else "being deleted"
         raise InvalidError(
             f"experiment {experiment_id} is {state} and cannot be moved; expected one that is not.",
             Hint.UNARCHIVE_EXPERIMENT,
@@ -224,9 +223,9 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
         StoreError: unknown, not ended.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] not in TERMINAL:
+    if row.state not in TERMINAL:
         raise InvalidError(
-            f"experiment {experiment_id} is {row['state']}; expected one that has ended, which writes no files any more. "
+            f"experiment {experiment_id} is {row.state}; expected one that has ended, which writes no files any more. "
             "Cancel or kill it first.",
         )
     work.request(tx, "delete_tensorboard", experiment_id)
@@ -243,11 +242,11 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
-    searcher = row["searcher_type"]
+    searcher = row.searcher_type
     problem = None
-    if row["state"] not in TERMINAL:
+    if row.state not in TERMINAL:
         problem = (
-            f"experiment {experiment_id} is {row['state']}; expected one that has ended. Activate it instead."
+            f"experiment {experiment_id} is {row.state}; expected one that has ended. Activate it instead."
         )
     elif searcher not in ("single", "random", "grid"):
         problem = (
@@ -262,7 +261,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     if problem is not None:
         raise InvalidError(problem)
     trials = trial_rows.of_experiment(tx.connection, experiment_id)
-    again = [trial for trial in trials if trial["state"] != "COMPLETED"]
+    again = [trial for trial in trials if trial.state != "COMPLETED"]
     if searcher == "single":
         again = trials
     if not again:
@@ -272,9 +271,10 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
         )
     if submission is not None:
         experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)
-        _resample(tx, again[0]["id"], submission)
-    snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id)["searcher_snapshot"])
-    reopened = {trial["request_id"] for trial in again}
+        _resample(tx, again[0].id, submission)
+    # Not unmanaged, as that was refused, so it has one.
+    snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id).searcher_snapshot or "")
+    reopened = {trial.request_id for trial in again}
     for name in ("closed", "failed", "cancelled", "stopped"):
         snapshot[name] = [request_id for request_id in snapshot[name] if request_id not in reopened]
     snapshot["is_shut_down"] = False
@@ -312,9 +312,9 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
         StoreError: unknown, a wrong value.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] in DELETING:
+    if row.state in DELETING:
         raise InvalidError(f"experiment {experiment_id} is being deleted; expected one that stays.")
-    config = json.loads(row["config"])
+    config = json.loads(row.config)
     _check_fields(fields)
     for name in ("name", "description", "notes", "max_slots", "priority", "weight", "log_retention_days"):
         if name in fields:

@@ -13,7 +13,9 @@ from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 
 
-def place(connection: sqlite3.Connection, project_id: int | None, config: Mapping[str, Any]) -> sqlite3.Row:
+def place(
+    connection: sqlite3.Connection, project_id: int | None, config: Mapping[str, Any]
+) -> projects.ProjectInfo:
     """Return the project of a new experiment: the request's, else the config's, else the one that is always there.
 
     Args:
@@ -52,7 +54,7 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
     for experiment in held:
         experiments.check_deletable(tx, experiment)
     for experiment in held:
-        experiments.delete(tx, experiment["id"])
+        experiments.delete(tx, experiment.id)
     if not held:
         projects.delete(tx, project_id)
         return True
@@ -76,10 +78,10 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
     models = tx.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchall()
     if models:
         raise InvalidError(
-            f"workspace {row['name']!r} has the model {models[0]['name']!r}; expected none.",
+            f"workspace {row.name!r} has the model {models[0]['name']!r}; expected none.",
             Hint.MOVE_MODELS,
         )
-    gone = [delete_project(tx, one["id"]) for one in projects.list_projects(tx.connection, workspace_id)]
+    gone = [delete_project(tx, one.id) for one in projects.list_projects(tx.connection, workspace_id)]
     if all(gone):
         workspaces.delete(tx, workspace_id)
         return True
@@ -94,9 +96,9 @@ def finish_project(tx: Transaction, project_id: int) -> None:
     if not left:
         projects.delete(tx, project_id)
         return
-    why = next((row["end_reason"] for row in left if row["end_reason"]), "it came while they were deleted")
+    why = next((row.end_reason for row in left if row.end_reason), "it came while they were deleted")
     projects.change(
-        tx, project_id, state="DELETE_FAILED", error=f"experiment {left[0]['id']} could not be deleted: {why}"
+        tx, project_id, state="DELETE_FAILED", error=f"experiment {left[0].id} could not be deleted: {why}"
     )
 
 
@@ -104,7 +106,7 @@ def finish_workspace(tx: Transaction, workspace_id: int) -> None:
     """Delete a workspace whose projects have been deleted; if one could not be, say so and keep it."""
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
-        why = f"project {left[0]['name']!r} could not be deleted: {left[0]['error']}"
+        why = f"project {left[0].name!r} could not be deleted: {left[0].error}"
     elif tx.execute("SELECT 1 FROM models WHERE workspace_id = ?", (workspace_id,)).fetchone() is not None:
         why = "a model came while its projects were deleted"
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,10 +65,10 @@ def report_metrics(
     trial = trial_rows.require(tx.connection, trial_id)
     detached.hear(tx, trial, is_current_run=True)
     if group == "validation":
-        tx.publish(f"experiment:{trial['experiment_id']}")
-        if trial["state"] in TERMINAL:
+        tx.publish(f"experiment:{trial.experiment_id}")
+        if trial.state in TERMINAL:
             return
-        if not trial["is_stopped_by_searcher"]:
+        if not trial.is_stopped_by_searcher:
             ending.validation_completed(tx, trial, metrics)
         elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
             # One that failed on its way to the end, and is there again.
@@ -80,7 +79,7 @@ def report_checkpoint(
     tx: Transaction,
     *,
     uuid: str,
-    trial: sqlite3.Row,
+    trial: trial_rows.Trial,
     allocation_id: str | None,
     storage_id: int | None,
     state: str,
@@ -100,7 +99,7 @@ def report_checkpoint(
         metadata=metadata,
         report_us=report_us,
     )
-    tx.publish(f"trial:{trial['id']}", f"experiment:{trial['experiment_id']}")
+    tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
 
 
 def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
@@ -108,8 +107,8 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
     trial = trial_rows.require(tx.connection, trial_id)
     share = min(max(progress, 0.0), 1.0) if progress == progress else 0.0
     tx.execute("UPDATE trials SET progress = ? WHERE id = ?", (share, trial_id))
-    ending.update_progress(tx, trial["experiment_id"])
-    tx.publish(f"trial:{trial_id}", f"experiment:{trial['experiment_id']}")
+    ending.update_progress(tx, trial.experiment_id)
+    tx.publish(f"trial:{trial_id}", f"experiment:{trial.experiment_id}")
 
 
 def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
@@ -133,10 +132,10 @@ def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
     if allocation is not None:
         tx.execute(
             "UPDATE allocations SET preempt_deadline_us = ? WHERE id = ?",
-            (now_us() + _INVALID_HP_GRACE_US, allocation["id"]),
+            (now_us() + _INVALID_HP_GRACE_US, allocation.id),
         )
     add_master_line(
-        tx, trial["task_id"], trial_id, "the trial says that its hyperparameters are invalid", level="WARNING"
+        tx, trial.task_id, trial_id, "the trial says that its hyperparameters are invalid", level="WARNING"
     )
     tx.publish("scheduler", f"trial:{trial_id}")
 

@@ -95,27 +95,27 @@ class Janitor:
         else:
             self._perform(row)
 
-    def _perform(self, row: sqlite3.Row) -> None:
-        experiment_id, payload = int(row["experiment_id"]), json.loads(row["payload"])
+    def _perform(self, row: work.Work) -> None:
+        experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
         try:
-            if row["kind"] == "gc":
+            if row.kind == "gc":
                 self._collect(experiment_id)
-            elif row["kind"] == "delete_checkpoints":
+            elif row.kind == "delete_checkpoints":
                 self._delete_checkpoints(payload["uuids"], payload["globs"])
-            elif row["kind"] == "delete_tensorboard":
+            elif row.kind == "delete_tensorboard":
                 self._delete_tensorboard(experiment_id)
-            elif row["kind"] == "delete_project":
+            elif row.kind == "delete_project":
                 self._database.write(lambda tx: holders.finish_project(tx, payload["id"]))
-            elif row["kind"] == "delete_workspace":
+            elif row.kind == "delete_workspace":
                 self._database.write(lambda tx: holders.finish_workspace(tx, payload["id"]))
             else:
                 self._delete_experiment(experiment_id)
         except (DstrialError, OSError, sqlite3.IntegrityError, ValueError, LookupError) as error:
-            logger.error("%s of experiment %d: %s", row["kind"], experiment_id, text_of(error))
-            if row["kind"] == "delete_experiment":
+            logger.error("%s of experiment %d: %s", row.kind, experiment_id, text_of(error))
+            if row.kind == "delete_experiment":
                 why = text_of(error)
                 self._database.write(lambda tx: _mark_delete_failed(tx, experiment_id, why))
-        self._database.write(lambda tx: work.done(tx, row["id"]))
+        self._database.write(lambda tx: work.done(tx, row.id))
 
     def _collect(self, experiment_id: int) -> None:
         with self._database.read() as connection:
@@ -126,12 +126,10 @@ class Janitor:
                 connection, experiment_id=experiment_id, states=("COMPLETED",)
             )
             in_use = checkpoints.in_use(connection)
-        storage = json.loads(experiment["config"])["checkpoint_storage"]
-        candidates = [_candidate(row) for row in rows if row["uuid"] not in in_use]
+        storage = json.loads(experiment.config)["checkpoint_storage"]
+        candidates = [_candidate(row) for row in rows if row.uuid not in in_use]
         policy = checkpoint_gc.Policy.from_storage(storage)
-        uuids = checkpoint_gc.plan(
-            candidates, policy, smaller_is_better=bool(experiment["smaller_is_better"])
-        )
+        uuids = checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment.smaller_is_better))
         self._delete_checkpoints(uuids, ["**/*"])
 
     def _delete_checkpoints(self, uuids: list[str], globs: list[str]) -> None:
@@ -146,7 +144,7 @@ class Janitor:
             if used_as is not None:
                 logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
                 continue
-            storage = json.loads(row["experiment_config"])["checkpoint_storage"]
+            storage = json.loads(row.experiment_config)["checkpoint_storage"]
             try:
                 left = checkpoint_gc.delete_files(storage, uuid, globs)
             except DstrialError as error:
@@ -171,8 +169,8 @@ class Janitor:
                 )
             ]
         for row in rows:
-            storage = json.loads(row["experiment_config"])["checkpoint_storage"]
-            checkpoint_gc.delete_files(storage, row["uuid"])
+            storage = json.loads(row.experiment_config)["checkpoint_storage"]
+            checkpoint_gc.delete_files(storage, row.uuid)
         self._delete_tensorboard(experiment_id)
         for directory, trial_id in directories:
             remove(directory)
@@ -186,7 +184,7 @@ class Janitor:
             cluster = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
         if row is None or cluster is None:
             return
-        storage = json.loads(row["config"])["checkpoint_storage"]
+        storage = json.loads(row.config)["checkpoint_storage"]
         if storage["type"] in ("shared_fs", "directory"):
             checkpoint_gc.delete_tensorboard_files(storage, cluster["value"], experiment_id)
 
@@ -199,10 +197,10 @@ class Janitor:
         self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))
 
 
-def _candidate(row: sqlite3.Row) -> checkpoint_gc.Candidate:
-    validation: dict[str, Any] = json.loads(row["validation"]) if row["validation"] else {}
-    metric = as_number(validation.get(row["searcher_metric"]))
-    return checkpoint_gc.Candidate(row["uuid"], row["trial_id"], row["steps"], metric)
+def _candidate(row: checkpoints.CheckpointInfo) -> checkpoint_gc.Candidate:
+    validation: dict[str, Any] = json.loads(row.validation) if row.validation else {}
+    metric = as_number(validation.get(row.searcher_metric))
+    return checkpoint_gc.Candidate(row.uuid, row.trial_id, row.steps, metric)
 
 
 def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:

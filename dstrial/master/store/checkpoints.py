@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sqlite3
@@ -10,8 +11,9 @@ from typing import Any, Literal
 
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.trials import Trial
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -28,11 +30,43 @@ _SELECT = (
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A row of checkpoints; ``schema.sql`` says what the columns hold."""
+
+    uuid: str
+    experiment_id: int
+    trial_id: int
+    task_id: str
+    allocation_id: str | None
+    run_id: int
+    storage_id: int | None
+    state: str
+    steps: int
+    resources: str
+    metadata: str
+    size: int
+    report_us: int
+    deleting_us: int | None
+    manifest_sha256: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointInfo(Checkpoint):
+    """A checkpoint with its trial's hyperparameters, its experiment's config, and the metrics of its validation."""
+
+    trial_hparams: str
+    experiment_config: str
+    searcher_metric: str
+    smaller_is_better: bool
+    validation: str | None
+
+
 def add_checkpoint(
     tx: Transaction,
     *,
     uuid: str,
-    trial: sqlite3.Row,
+    trial: Trial,
     allocation_id: str | None,
     storage_id: int | None,
     state: str,
@@ -49,7 +83,7 @@ def add_checkpoint(
         StoreError: it is another trial's.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
-    if known is not None and known["trial_id"] != trial["id"]:
+    if known is not None and known["trial_id"] != trial.id:
         raise ConflictError(
             f"checkpoint {uuid} belongs to trial {known['trial_id']}; expected a uuid that is not in use.",
         )
@@ -64,11 +98,11 @@ def add_checkpoint(
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             uuid,
-            trial["experiment_id"],
-            trial["id"],
-            trial["task_id"],
+            trial.experiment_id,
+            trial.id,
+            trial.task_id,
             allocation_id,
-            trial["run_id"],
+            trial.run_id,
             storage_id,
             state,
             int(metadata.get("steps_completed") or 0),
@@ -79,7 +113,7 @@ def add_checkpoint(
             digest,
         ),
     )
-    _count(tx, trial["id"])
+    _count(tx, trial.id)
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
@@ -112,13 +146,12 @@ def update_best(tx: Transaction, trial_id: int) -> None:
     )
 
 
-def get_checkpoint(connection: sqlite3.Connection, uuid: str) -> sqlite3.Row | None:
+def get_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo | None:
     """Return a checkpoint with its trial's hyperparameters, its experiment's config and its validation."""
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE checkpoints.uuid = ?", (uuid,)).fetchone()
-    return row
+    return fetch_one(CheckpointInfo, connection, f"{_SELECT} WHERE checkpoints.uuid = ?", (uuid,))
 
 
-def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> sqlite3.Row:
+def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo:
     """Return a checkpoint, as :func:`get_checkpoint`.
 
     Raises:
@@ -130,14 +163,15 @@ def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> sqlite3.Row
     return row
 
 
-def latest_completed(connection: sqlite3.Connection, trial_id: int) -> sqlite3.Row | None:
+def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
     """Return the complete checkpoint of a trial with the most batches, the newest of several."""
-    row: sqlite3.Row | None = connection.execute(
+    return fetch_one(
+        Checkpoint,
+        connection,
         "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' "
         "ORDER BY steps DESC, report_us DESC LIMIT 1",
         (trial_id,),
-    ).fetchone()
-    return row
+    )
 
 
 def in_use(connection: sqlite3.Connection) -> dict[str, str]:
@@ -176,17 +210,17 @@ def release_claims(tx: Transaction, uuid: str | None = None) -> None:
     tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
 
 
-def refuse_going(connection: sqlite3.Connection, row: sqlite3.Row) -> None:
+def refuse_going(connection: sqlite3.Connection, row: Checkpoint) -> None:
     """Refuse (400) a checkpoint that is not complete, or that is being deleted, by itself or with its experiment."""
-    state = row["state"]
+    state = row.state
     experiment = connection.execute(
-        "SELECT state FROM experiments WHERE id = ?", (row["experiment_id"],)
+        "SELECT state FROM experiments WHERE id = ?", (row.experiment_id,)
     ).fetchone()
-    if row["deleting_us"] is not None or experiment["state"] == "DELETING":
+    if row.deleting_us is not None or experiment["state"] == "DELETING":
         state = "being deleted"
     if state != "COMPLETED":
         raise InvalidError(
-            f"checkpoint {row['uuid']} is {state}; expected a COMPLETED one, whose files are all there. Take another.",
+            f"checkpoint {row.uuid} is {state}; expected a COMPLETED one, whose files are all there. Take another.",
         )
 
 
@@ -196,13 +230,13 @@ def list_checkpoints(
     trial_id: int | None = None,
     experiment_id: int | None = None,
     states: tuple[str, ...] = (),
-) -> list[sqlite3.Row]:
+) -> list[CheckpointInfo]:
     """Return the checkpoints of a trial or an experiment, oldest first."""
     column, value = ("trial_id", trial_id) if trial_id is not None else ("experiment_id", experiment_id)
     sql = f"{_SELECT} WHERE checkpoints.{column} = ?"
     if states:
         sql += f" AND checkpoints.state IN ({', '.join('?' * len(states))})"
-    return connection.execute(f"{sql} ORDER BY checkpoints.report_us", (value, *states)).fetchall()
+    return fetch_all(CheckpointInfo, connection, f"{sql} ORDER BY checkpoints.report_us", (value, *states))
 
 
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
@@ -214,19 +248,19 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
         NotFoundError: there is none.
     """
     row = require_checkpoint(tx.connection, uuid)
-    before: dict[str, int] = json.loads(row["resources"])
+    before: dict[str, int] = json.loads(row.resources)
     if not [path for path in resources if not path.endswith("/")]:
         state, resources = "DELETED", before
     elif set(before) - set(resources):
         state = "PARTIALLY_DELETED"
     else:
-        state = row["state"]
+        state = row.state
     tx.execute(
         "UPDATE checkpoints SET state = ?, resources = ?, size = ?, deleting_us = NULL WHERE uuid = ?",
         (state, json.dumps(dict(resources)), sum(resources.values()), uuid),
     )
-    _count(tx, row["trial_id"])
-    tx.publish(f"trial:{row['trial_id']}", f"experiment:{row['experiment_id']}")
+    _count(tx, row.trial_id)
+    tx.publish(f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
 
 def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
@@ -235,7 +269,7 @@ def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> Non
     Raises:
         NotFoundError: there is none.
     """
-    digest = require_checkpoint(tx.connection, uuid)["manifest_sha256"]
+    digest = require_checkpoint(tx.connection, uuid).manifest_sha256
     text = json.dumps(_with_digest(metadata, digest))
     tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (text, uuid))
 
@@ -316,8 +350,11 @@ def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, alloca
     return row is not None
 
 
-def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[sqlite3.Row]:
+def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
     """Return the checkpoints of a trial by their batches."""
-    return connection.execute(
-        "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us", (trial_id,)
-    ).fetchall()
+    return fetch_all(
+        Checkpoint,
+        connection,
+        "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us",
+        (trial_id,),
+    )

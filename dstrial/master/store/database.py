@@ -8,6 +8,8 @@ What a function publishes is told to listeners only after its commit.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import queue
 import sqlite3
@@ -30,11 +32,54 @@ _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
 
 
+Connection: TypeAlias = sqlite3.Connection
+"""What the functions of the store read from; nobody else asks it anything."""
+
+
+@functools.cache
+def _flags(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a dataclass that are told as 0 and 1 by SQLite, which has no truth values."""
+    return tuple(field.name for field in dataclasses.fields(kind) if field.type in ("bool", "bool | None"))
+
+
+Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
+
+
+def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
+    """Yield what a statement finds.
+
+    Args:
+        kind: a dataclass whose fields are called as the columns, each of them and no other.
+        connection: to read from.
+        sql: the statement.
+        parameters: its values.
+    """
+    cursor = connection.execute(sql, parameters)
+    names = [column[0] for column in cursor.description]
+    flags = _flags(kind)  # type: ignore[arg-type]  # a class is hashable
+    for row in cursor:
+        values = dict(zip(names, row, strict=True))
+        for name in flags:
+            if values[name] is not None:
+                values[name] = bool(values[name])
+        yield kind(**values)
+
+
+def fetch_all(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> list[T]:
+    """Return all that a statement finds; as :func:`fetch_each`."""
+    return list(fetch_each(kind, connection, sql, parameters))
+
+
+def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> T | None:
+    """Return the first of what a statement finds, None for nothing; as :func:`fetch_each`."""
+    return next(fetch_each(kind, connection, sql, parameters), None)
+
+
 class Transaction:
     """One write in progress: statements on the writer's connection, and topics to publish at its commit.
 
     Attributes:
-        connection: the writer's connection; rows are ``sqlite3.Row``.
+        connection: the writer's connection.
     """
 
     __slots__ = ("_topics", "connection")

@@ -10,11 +10,26 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.master.store import checkpoints
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_each, fetch_one
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError
 
 _NO_STEPS = -1
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """A row of metrics; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    trial_id: int
+    run_id: int
+    group_name: str
+    steps: int
+    end_us: int
+    metrics: str
+    per_batch: str | None
+    archived: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -276,14 +291,11 @@ def _plain_value(value: Any) -> Any:
     return [_plain_value(item) for item in value] if isinstance(value, list) else value
 
 
-def get_report(connection: sqlite3.Connection, report_id: int | None) -> sqlite3.Row | None:
+def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report | None:
     """Return one report, None for None."""
     if report_id is None:
         return None
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM metrics WHERE id = ?", (report_id,)
-    ).fetchone()
-    return row
+    return fetch_one(Report, connection, "SELECT * FROM metrics WHERE id = ?", (report_id,))
 
 
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
@@ -302,7 +314,7 @@ def reports(
     *,
     after: tuple[int, int] | None = None,
     limit: int = 1000,
-) -> list[sqlite3.Row]:
+) -> list[Report]:
     """Return reports that are not archived, by trial and batch.
 
     Args:
@@ -312,7 +324,7 @@ def reports(
         after: trial and offset (rows of that trial already taken), to go on.
         limit: at most this many.
     """
-    taken: list[sqlite3.Row] = []
+    taken: list[Report] = []
     condition = "" if group is None else " AND group_name = ?"
     for trial_id in sorted(trial_ids):
         offset = 0
@@ -320,19 +332,23 @@ def reports(
             if trial_id < after[0]:
                 continue
             offset = after[1] if trial_id == after[0] else 0
-        taken += connection.execute(
+        taken += fetch_all(
+            Report,
+            connection,
             f"SELECT * FROM metrics WHERE trial_id = ? AND archived = 0{condition} "  # noqa: S608 - a constant
             "ORDER BY steps, id LIMIT ? OFFSET ?",
             (trial_id, *(() if group is None else (group,)), limit - len(taken), offset),
-        ).fetchall()
+        )
         if len(taken) >= limit:
             break
     return taken
 
 
-def every_report(connection: sqlite3.Connection, trial_id: int) -> Iterator[sqlite3.Row]:
+def every_report(connection: sqlite3.Connection, trial_id: int) -> Iterator[Report]:
     """Yield a trial's reports that are not archived and belong to a batch, by batch."""
-    yield from connection.execute(
+    yield from fetch_each(
+        Report,
+        connection,
         "SELECT * FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
         (trial_id,),
     )
@@ -351,10 +367,12 @@ def metric_names(connection: sqlite3.Connection, experiment_ids: Collection[int]
     return sorted(found)
 
 
-def validations(connection: sqlite3.Connection, experiment_id: int) -> list[sqlite3.Row]:
+def validations(connection: sqlite3.Connection, experiment_id: int) -> list[Report]:
     """Return the validations of an experiment's trials that are not archived, by time."""
-    return connection.execute(
+    return fetch_all(
+        Report,
+        connection,
         "SELECT m.* FROM metrics m JOIN trials t ON t.id = m.trial_id "
         "WHERE t.experiment_id = ? AND m.group_name = 'validation' AND m.archived = 0 ORDER BY m.end_us",
         (experiment_id,),
-    ).fetchall()
+    )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 _ORDER = {
@@ -30,6 +30,58 @@ _VERSION_SELECT = (
 )
 _MODEL_FIELDS = ("name", "description", "notes", "metadata", "labels", "workspace_id", "is_archived")
 _VERSION_FIELDS = ("name", "comment", "notes", "metadata", "labels")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """A row of models; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    name: str
+    description: str
+    notes: str
+    metadata: str
+    labels: str
+    owner_id: int
+    workspace_id: int
+    is_archived: bool
+    last_version: int
+    created_us: int
+    updated_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Version:
+    """A row of model_versions; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    model_id: int
+    version: int
+    checkpoint_uuid: str
+    name: str
+    comment: str
+    notes: str
+    metadata: str
+    labels: str
+    owner_id: int
+    created_us: int
+    updated_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInfo(Model):
+    """A model with its owner and workspace, and its number of versions."""
+
+    username: str
+    workspace_name: str
+    num_versions: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VersionInfo(Version):
+    """A version with the name of who registered it."""
+
+    username: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +117,7 @@ def list_models(
     *,
     sort_by: str | None = None,
     is_descending: bool = False,
-) -> list[sqlite3.Row]:
+) -> list[ModelInfo]:
     """Return models with their owner's and workspace's name and their number of versions.
 
     Args:
@@ -100,18 +152,18 @@ def list_models(
     order = "DESC" if is_descending else "ASC"
     column = _ORDER.get(sort_by or "", "m.id")
     sql = f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY {column} {order}, m.id {order}"
-    return connection.execute(sql, values).fetchall()
+    return fetch_all(ModelInfo, connection, sql, values)
 
 
-def require(connection: sqlite3.Connection, name_or_id: str) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
     """Return one model, by its name or else by its number; names are compared whatever the case.
 
     Raises:
         NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE m.name = ?", (name_or_id,)).fetchone()
+    row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.name = ?", (name_or_id,))
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
-        row = connection.execute(f"{_SELECT} WHERE m.id = ?", (int(name_or_id),)).fetchone()
+        row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.id = ?", (int(name_or_id),))
     if row is None:
         raise NotFoundError(f"model {name_or_id[:80]!r} is not found", Hint.LIST_MODELS)
     return row
@@ -215,27 +267,25 @@ def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: 
 
 def list_versions(
     connection: sqlite3.Connection, model_id: int, *, by_time: bool = False, is_descending: bool = False
-) -> list[sqlite3.Row]:
+) -> list[VersionInfo]:
     """Return the versions of a model with the name of who registered them, by number or by time."""
     order = "DESC" if is_descending else "ASC"
     column = "v.created_us" if by_time else "v.version"
-    return connection.execute(
-        f"{_VERSION_SELECT} ORDER BY {column} {order}, v.id {order}", (model_id,)
-    ).fetchall()
+    return fetch_all(
+        VersionInfo, connection, f"{_VERSION_SELECT} ORDER BY {column} {order}, v.id {order}", (model_id,)
+    )
 
 
-def require_version(connection: sqlite3.Connection, model: sqlite3.Row, version: int) -> sqlite3.Row:
+def require_version(connection: sqlite3.Connection, model: Model, version: int) -> VersionInfo:
     """Return one version of a model.
 
     Raises:
         NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(
-        f"{_VERSION_SELECT} AND v.version = ?", (model["id"], version)
-    ).fetchone()
+    row = fetch_one(VersionInfo, connection, f"{_VERSION_SELECT} AND v.version = ?", (model.id, version))
     if row is None:
         raise NotFoundError(
-            f"version {version} of model {model['name']!r} is not found",
+            f"version {version} of model {model.name!r} is not found",
             Hint.LIST_VERSIONS,
         )
     return row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import secrets
@@ -10,7 +11,7 @@ import string
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 DEFAULT_ID = 1
@@ -28,21 +29,54 @@ _SELECT = (
 )
 
 
-def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[sqlite3.Row]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Project:
+    """A row of projects; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    workspace_id: int
+    name: str
+    key: str
+    description: str
+    notes: str
+    owner_id: int
+    created_us: int
+    is_immutable: bool
+    is_archived: bool
+    state: str
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProjectInfo(Project):
+    """A project with its owner and workspace, and what is in it."""
+
+    username: str
+    workspace_name: str
+    is_shut: bool
+    num_experiments: int
+    num_active: int
+    num_runs: int
+    last_us: int | None
+
+
+def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[ProjectInfo]:
     """Return a workspace's projects by number, with their owner's name and what is in them.
 
     ``is_shut`` says whether the project or its workspace is archived.
     """
-    return connection.execute(f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)).fetchall()
+    return fetch_all(
+        ProjectInfo, connection, f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)
+    )
 
 
-def require(connection: sqlite3.Connection, project_id: int) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, project_id: int) -> ProjectInfo:
     """Return one project, as :func:`list_projects` does.
 
     Raises:
         NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE p.id = ?", (project_id,)).fetchone()
+    row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.id = ?", (project_id,))
     if row is None:
         raise NotFoundError(
             f"project {project_id} is not found",
@@ -51,15 +85,15 @@ def require(connection: sqlite3.Connection, project_id: int) -> sqlite3.Row:
     return row
 
 
-def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> sqlite3.Row:
+def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> ProjectInfo:
     """Return the project of a workspace, both by name, whatever the case.
 
     Raises:
         NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(
-        f"{_SELECT} WHERE w.name = ? AND p.name = ?", (workspace, project)
-    ).fetchone()
+    row = fetch_one(
+        ProjectInfo, connection, f"{_SELECT} WHERE w.name = ? AND p.name = ?", (workspace, project)
+    )
     if row is None:
         raise NotFoundError(
             f"project {project[:80]!r} in workspace {workspace[:80]!r} is not found",
@@ -68,34 +102,34 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> sq
     return row
 
 
-def by_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
+def by_key(connection: sqlite3.Connection, key: str) -> ProjectInfo:
     """Return the project of a key, whatever its case.
 
     Raises:
         NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE p.key = ?", (key,)).fetchone()
+    row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.key = ?", (key,))
     if row is None:
         raise NotFoundError(f"project key {key[:80]!r} is not found; expected that of a project.")
     return row
 
 
-def refuse_shut(row: sqlite3.Row, verb: str) -> None:
+def refuse_shut(row: ProjectInfo, verb: str) -> None:
     """Refuse (400) a project that is archived, itself or with its workspace, or being deleted for what ``verb`` says."""
-    state = "archived" if row["is_shut"] else "being deleted" if row["state"] != "UNSPECIFIED" else None
+    state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
-            f"project {row['name']!r} of workspace {row['workspace_name']!r} is {state} and cannot {verb}; "
+            f"project {row.name!r} of workspace {row.workspace_name!r} is {state} and cannot {verb}; "
             f"expected one that is in use.",
             Hint.UNARCHIVE_PROJECT,
         )
 
 
-def refuse_immutable(row: sqlite3.Row, verb: str) -> None:
+def refuse_immutable(row: Project, verb: str) -> None:
     """Refuse (400) the project that is always there for what ``verb`` says."""
-    if row["is_immutable"]:
+    if row.is_immutable:
         raise InvalidError(
-            f"project {row['name']!r} is immutable and cannot {verb}; expected one of your own.",
+            f"project {row.name!r} is immutable and cannot {verb}; expected one of your own.",
             Hint.CREATE_PROJECT,
         )
 
@@ -184,7 +218,7 @@ def delete(tx: Transaction, project_id: int) -> None:
     tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))
 
 
-def recent_of(connection: sqlite3.Connection, user_id: int, limit: int) -> list[sqlite3.Row]:
+def recent_of(connection: sqlite3.Connection, user_id: int, limit: int) -> list[ProjectInfo]:
     """Return the projects into which a user put an experiment last, the latest first."""
     rows = connection.execute(
         "SELECT project_id FROM experiments WHERE owner_id = ? GROUP BY project_id ORDER BY MAX(start_us) DESC LIMIT ?",

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 
 from dstrial.master.store import commands
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import fetch_all, fetch_one
 
 
-def get(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """A row of tasks; ``schema.sql`` says what the columns hold."""
+
+    id: str
+    type: str
+    experiment_id: int | None
+    trial_id: int | None
+    start_us: int
+    end_us: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LivingAllocation(Allocation):
+    """An allocation that has not ended, with the priority, config and name of what it runs."""
+
+    priority: int
+    config: str
+    name: str
+
+
+def get(connection: sqlite3.Connection, task_id: str) -> Task | None:
     """Return a task, None if it does not exist."""
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM tasks WHERE id = ?", (task_id,)).fetchone()
-    return row
+    return fetch_one(Task, connection, "SELECT * FROM tasks WHERE id = ?", (task_id,))
 
 
-def allocations_of(connection: sqlite3.Connection, task_id: str) -> list[sqlite3.Row]:
+def allocations_of(connection: sqlite3.Connection, task_id: str) -> list[Allocation]:
     """Return the allocations of a task, the latest first."""
-    return connection.execute(
-        "SELECT * FROM allocations WHERE task_id = ? ORDER BY run_id DESC", (task_id,)
-    ).fetchall()
+    return fetch_all(
+        Allocation, connection, "SELECT * FROM allocations WHERE task_id = ? ORDER BY run_id DESC", (task_id,)
+    )
 
 
-def living(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+def living(connection: sqlite3.Connection) -> list[LivingAllocation]:
     """Return every living allocation, oldest first, with the priority, config and name of what it runs."""
-    return connection.execute(
+    return fetch_all(
+        LivingAllocation,
+        connection,
         "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
         "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
         "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
         "LEFT JOIN commands c ON c.task_id = a.task_id "
-        "WHERE a.state != 'TERMINATED' ORDER BY a.start_us, a.id"
-    ).fetchall()
+        "WHERE a.state != 'TERMINATED' ORDER BY a.start_us, a.id",
+    )
 
 
 def model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:

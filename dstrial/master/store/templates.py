@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 
-def list_templates(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """A row of templates; ``schema.sql`` says what the columns hold."""
+
+    name: str
+    config: str
+    workspace_id: int
+
+
+def list_templates(connection: sqlite3.Connection) -> list[Template]:
     """Return all templates by name."""
-    return connection.execute("SELECT * FROM templates ORDER BY name").fetchall()
+    return fetch_all(Template, connection, "SELECT * FROM templates ORDER BY name")
 
 
-def require(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, name: str) -> Template:
     """Return one template.
 
     Raises:
         NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM templates WHERE name = ?", (name,)).fetchone()
+    row = fetch_one(Template, connection, "SELECT * FROM templates WHERE name = ?", (name,))
     if row is None:
         raise NotFoundError(f"template {name[:80]!r} is not found", Hint.LIST_TEMPLATES)
     return row

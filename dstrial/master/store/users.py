@@ -6,6 +6,7 @@ reading the database lets nobody log in. A blank password is stored blank.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import secrets
@@ -13,7 +14,7 @@ import sqlite3
 from collections.abc import Mapping
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 from dstrial.master.store.tokens import TOPIC, User
 
@@ -27,6 +28,25 @@ _MAX_NAME = 256
 
 FIRST_USERS = {"determined": False, "admin": True}
 """Users of a fresh master -> whether each is an administrator."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredUser(User):
+    """A user with the hash of its password."""
+
+    password_hash: str
+
+    def without_password(self) -> User:
+        """Return the user as handlers may see one."""
+        return User(
+            self.id,
+            self.username,
+            self.display_name,
+            self.admin,
+            self.active,
+            self.modified_us,
+            self.last_auth_us,
+        )
 
 
 def new_passwords(*, is_blank: bool) -> dict[str, str]:
@@ -120,10 +140,10 @@ def change_user(
         StoreError: no such user, a new name that cannot be one or is taken, the last active administrator.
     """
     row = find_by_id(tx.connection, user_id)
-    if username is not None and username != row["username"]:
+    if username is not None and username != row.username:
         _check_name(username)
         other = find_by_name(tx.connection, username)
-        if other is not None and other["id"] != user_id:
+        if other is not None and other.id != user_id:
             raise _taken(username)
     columns = {
         "username": username,
@@ -138,26 +158,23 @@ def change_user(
     tx.execute(f"UPDATE users SET {assignments} WHERE id = :id", {**given, "id": user_id})  # noqa: S608 - our columns
     if tx.execute("SELECT 1 FROM users WHERE admin AND active").fetchone() is None:
         raise ConflictError(
-            f"user {row['username']!r} is the last active administrator; expected one to remain. Make another one first.",
+            f"user {row.username!r} is the last active administrator; expected one to remain. Make another one first.",
         )
     tx.publish(TOPIC)
 
 
-def find_by_name(connection: sqlite3.Connection, username: str) -> sqlite3.Row | None:
+def find_by_name(connection: sqlite3.Connection, username: str) -> StoredUser | None:
     """Return a user's row."""
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM users WHERE username = ?", (username,)
-    ).fetchone()
-    return row
+    return fetch_one(StoredUser, connection, "SELECT * FROM users WHERE username = ?", (username,))
 
 
-def find_by_id(connection: sqlite3.Connection, user_id: int) -> sqlite3.Row:
+def find_by_id(connection: sqlite3.Connection, user_id: int) -> StoredUser:
     """Return a user's row.
 
     Raises:
         NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM users WHERE id = ?", (user_id,)).fetchone()
+    row = fetch_one(StoredUser, connection, "SELECT * FROM users WHERE id = ?", (user_id,))
     if row is None:
         raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
     return row

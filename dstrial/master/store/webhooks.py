@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from dstrial.config.log_patterns import compile_pattern
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.experiments import Experiment
 
 TOPIC = "webhooks"
 """Published when webhooks are made or deleted."""
@@ -35,6 +36,41 @@ _MAX_LOG_TRIGGERS = 50
 _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_PATTERN = 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TriggeredWebhook:
+    """A webhook with one of its triggers."""
+
+    id: int
+    name: str
+    url: str
+    type: str
+    mode: str
+    workspace_id: int | None
+    created_us: int
+    num_delivered: int
+    num_failed: int
+    num_dropped: int
+    last_us: int | None
+    last_result: str | None
+    trigger_id: int
+    condition: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DueEvent:
+    """The waiting event of a webhook that is due first, with where it goes."""
+
+    id: int
+    webhook_id: int
+    event: str
+    created_us: int
+    due_us: int
+    num_attempts: int
+    given_up_us: int | None
+    url: str
+    type: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,16 +270,20 @@ def delete(tx: Transaction, webhook_id: int) -> None:
     tx.publish(TOPIC)
 
 
-def triggered(connection: sqlite3.Connection, kind: str, condition: str | None = None) -> list[sqlite3.Row]:
+def triggered(
+    connection: sqlite3.Connection, kind: str, condition: str | None = None
+) -> list[TriggeredWebhook]:
     """Return the triggers of a type, and of a condition if it is given, with the columns of their webhooks.
 
     The trigger's own number is ``trigger_id``.
     """
-    return connection.execute(
+    return fetch_all(
+        TriggeredWebhook,
+        connection,
         "SELECT w.*, t.id AS trigger_id, t.condition FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "
         "WHERE t.type = ? AND (? IS NULL OR t.condition = ?) ORDER BY t.id",
         (kind, condition, condition),
-    ).fetchall()
+    )
 
 
 def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> None:
@@ -262,12 +302,14 @@ def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> Non
     tx.publish(EVENTS_TOPIC)
 
 
-def next_events(connection: sqlite3.Connection) -> Sequence[sqlite3.Row]:
+def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
     """Return for each webhook the waiting event that is due first, with the webhook's ``url`` and ``type``."""
-    return connection.execute(
+    return fetch_all(
+        DueEvent,
+        connection,
         "SELECT e.*, w.url, w.type FROM webhooks w JOIN webhook_events e ON e.id = (SELECT id FROM webhook_events "
-        "WHERE webhook_id = w.id AND given_up_us IS NULL ORDER BY due_us, id LIMIT 1) ORDER BY e.due_us"
-    ).fetchall()
+        "WHERE webhook_id = w.id AND given_up_us IS NULL ORDER BY due_us, id LIMIT 1) ORDER BY e.due_us",
+    )
 
 
 def note_result(
@@ -305,3 +347,54 @@ def note_result(
             "ORDER BY given_up_us DESC, id DESC LIMIT ?)",
             (webhook_id, webhook_id, KEPT_FAILED),
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LineTrigger(TriggeredWebhook):
+    """A webhook with its trigger on a task's lines, and with that task."""
+
+    task_type: str
+    trial_id: int | None
+    experiment_id: int | None
+    command_workspace: int | None
+
+
+def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: int) -> LineTrigger | None:
+    """Return a trigger with its webhook and a task, None if it, or the task, is gone."""
+    return fetch_one(
+        LineTrigger,
+        connection,
+        "SELECT w.*, t.id AS trigger_id, t.condition, k.type AS task_type, k.trial_id, k.experiment_id, "
+        "c.workspace_id AS command_workspace "
+        "FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id JOIN tasks k ON k.id = ? "
+        "LEFT JOIN commands c ON c.task_id = k.id WHERE t.id = ?",
+        (task_id, trigger_id),
+    )
+
+
+def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
+    """Note that a task has set off a trigger, and say whether it is the first time."""
+    cursor = tx.execute(
+        "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)", (task_id, trigger_id)
+    )
+    return bool(cursor.rowcount)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToldExperiment(Experiment):
+    """An experiment with its project and workspace."""
+
+    project_name: str
+    workspace_id: int
+    workspace_name: str
+
+
+def told_experiment(connection: sqlite3.Connection, experiment_id: int) -> ToldExperiment | None:
+    """Return what webhooks are told of an experiment, None if it or its project is gone."""
+    return fetch_one(
+        ToldExperiment,
+        connection,
+        "SELECT e.*, p.name AS project_name, w.id AS workspace_id, w.name AS workspace_name FROM experiments e "
+        "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id WHERE e.id = ?",
+        (experiment_id,),
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 DEFAULT_ID = 1
@@ -24,26 +25,52 @@ _SELECT = (
 )
 
 
-def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[sqlite3.Row]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workspace:
+    """A row of workspaces; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    name: str
+    owner_id: int
+    created_us: int
+    is_immutable: bool
+    is_archived: bool
+    state: str
+    error: str
+    checkpoint_storage: str | None
+    agent_user_group: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkspaceInfo(Workspace):
+    """A workspace with its owner, what is in it, and when a user pinned it."""
+
+    username: str
+    num_projects: int
+    num_experiments: int
+    pinned_us: int | None
+
+
+def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[WorkspaceInfo]:
     """Return all workspaces by number, with their owner's name, what is in them, and when this user pinned them."""
-    return connection.execute(f"{_SELECT} ORDER BY w.id", {"user_id": user_id}).fetchall()
+    return fetch_all(WorkspaceInfo, connection, f"{_SELECT} ORDER BY w.id", {"user_id": user_id})
 
 
-def require(connection: sqlite3.Connection, workspace_id: int, user_id: int = 0) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, workspace_id: int, user_id: int = 0) -> WorkspaceInfo:
     """Return one workspace, as :func:`list_workspaces` does.
 
     Raises:
         NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(
-        f"{_SELECT} WHERE w.id = :id", {"id": workspace_id, "user_id": user_id}
-    ).fetchone()
+    row = fetch_one(
+        WorkspaceInfo, connection, f"{_SELECT} WHERE w.id = :id", {"id": workspace_id, "user_id": user_id}
+    )
     if row is None:
         raise NotFoundError(f"workspace {workspace_id} is not found", Hint.LIST_WORKSPACES)
     return row
 
 
-def by_name(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
     """Return the workspace of a name, whatever its case.
 
     Raises:
@@ -55,21 +82,21 @@ def by_name(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
     return require(connection, row["id"])
 
 
-def refuse_archived(row: sqlite3.Row, verb: str) -> None:
+def refuse_archived(row: Workspace, verb: str) -> None:
     """Refuse (400) a workspace that is archived or being deleted for what ``verb`` says."""
-    state = "archived" if row["is_archived"] else "being deleted" if row["state"] != "UNSPECIFIED" else None
+    state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
-            f"workspace {row['name']!r} is {state} and cannot {verb}; expected one that is in use.",
+            f"workspace {row.name!r} is {state} and cannot {verb}; expected one that is in use.",
             Hint.UNARCHIVE_WORKSPACE,
         )
 
 
-def refuse_immutable(row: sqlite3.Row, verb: str) -> None:
+def refuse_immutable(row: Workspace, verb: str) -> None:
     """Refuse (400) the workspace that is always there for what ``verb`` says."""
-    if row["is_immutable"]:
+    if row.is_immutable:
         raise InvalidError(
-            f"workspace {row['name']!r} is immutable and cannot {verb}; expected one of your own.",
+            f"workspace {row.name!r} is immutable and cannot {verb}; expected one of your own.",
             Hint.CREATE_WORKSPACE,
         )
 

@@ -21,6 +21,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import listings, logs
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import webhooks as webhook_rows
+from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.tokens import User
 from dstrial.master.web.plot import Plot, line_plot
 
@@ -53,18 +54,18 @@ def render(name: str, status: int = 200, **values: Any) -> Response:
     return Response(text, status_code=status, media_type="text/html", headers=headers)
 
 
-def _experiment(row: sqlite3.Row) -> dict[str, Any]:
+def _experiment(row: listings.ListedExperiment) -> dict[str, Any]:
     return {
-        "id": row["id"],
-        "name": row["name"],
-        "owner": row["username"],
+        "id": row.id,
+        "name": row.name,
+        "owner": row.username,
         "state": shown_state(row).removeprefix("STATE_"),
-        "progress": round(100 * row["progress"], 1),
-        "trials": row["num_trials"],
-        "metric": row["searcher_metric"],
-        "best": row["best_metric"],
-        "start": format_us(row["start_us"])[:19].replace("T", " "),
-        "reason": row["end_reason"] or "",
+        "progress": round(100 * row.progress, 1),
+        "trials": row.num_trials,
+        "metric": row.searcher_metric,
+        "best": row.best_metric,
+        "start": format_us(row.start_us)[:19].replace("T", " "),
+        "reason": row.end_reason or "",
     }
 
 
@@ -83,26 +84,24 @@ def _series(connection: sqlite3.Connection, trial_id: int, group: str, metric: s
 
 
 def _trials(
-    connection: sqlite3.Connection, experiment: sqlite3.Row, names: SecretNames
+    connection: sqlite3.Connection, experiment: Experiment, names: SecretNames
 ) -> list[dict[str, Any]]:
-    rows = listings.list_trials(
-        connection, now_us=now_us(), experiment_id=experiment["id"], limit=_MAX_TRIALS
-    )
+    rows = listings.list_trials(connection, now_us=now_us(), experiment_id=experiment.id, limit=_MAX_TRIALS)
     shown = []
     for row in rows:
         plots = [
-            (f"validation: {experiment['searcher_metric']}",
-             _series(connection, row["id"], "validation", experiment["searcher_metric"])),
-            ("training: loss", _series(connection, row["id"], "training", "loss")),
+            (f"validation: {experiment.searcher_metric}",
+             _series(connection, row.id, "validation", experiment.searcher_metric)),
+            ("training: loss", _series(connection, row.id, "training", "loss")),
         ]  # fmt: skip
         shown.append(
             {
-                "id": row["id"],
+                "id": row.id,
                 "state": shown_state(row).removeprefix("STATE_"),
-                "batches": row["total_batches"],
-                "restarts": row["restarts"],
-                "best": row["searcher_metric_value"],
-                "hparams": json.dumps(json.loads(masked_json(row["hparams"], names)), indent=1),
+                "batches": row.total_batches,
+                "restarts": row.restarts,
+                "best": row.searcher_metric_value,
+                "hparams": json.dumps(json.loads(masked_json(row.hparams, names)), indent=1),
                 "plots": [(title, plot) for title, plot in plots if plot is not None],
             }
         )
@@ -155,7 +154,7 @@ def _read(
         "trials": trials,
         "trial_id": trial_id,
         "log": "".join(lines),
-        "is_live": any(row["state"] == "ACTIVE" for row in rows),
+        "is_live": any(row.state == "ACTIVE" for row in rows),
         "webhooks": [_webhook(one) for one in webhook_rows.list_webhooks(connection, workspace_ids)],
     }
 

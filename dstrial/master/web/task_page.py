@@ -20,9 +20,9 @@ def state_of(connection: sqlite3.Connection, task_id: str) -> Literal["waiting",
         NotFoundError: there is none.
     """
     row = commands.require(connection, task_id)
-    if row["state"] in commands.ENDED:
+    if row.state in commands.ENDED:
         return "ended"
-    return "ready" if row["is_ready"] else "waiting"
+    return "ready" if row.is_ready else "waiting"
 
 
 def waiting(task_id: str) -> Response:

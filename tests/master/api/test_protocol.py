@@ -67,7 +67,7 @@ def test_checkpoint_collection_is_a_task_while_it_lasts_and_long_enough_to_be_se
     with database.read() as connection:
         row = work.next_pending(connection)
     assert row is not None
-    database.write(lambda tx: work.done(tx, row["id"]))
+    database.write(lambda tx: work.done(tx, row.id))
     with database.read() as connection:
         assert work.next_pending(connection) is None
     # Clients wait for it to appear and to disappear, and look twice a second.

@@ -14,6 +14,7 @@ from dstrial.config.submission import MasterDefaults, check_submission
 from dstrial.master.experiment import allocations, experiments, trials
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import logs, metrics
+from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import ConflictError, InvalidError
 
@@ -48,8 +49,8 @@ class Store:
             )
         )
         assert row is not None
-        self.allocation_id = row["id"]
-        self.run_id = row["run_id"]
+        self.allocation_id = row.id
+        self.run_id = row.run_id
         self.database.write(lambda tx: allocations.started(tx, self.allocation_id, SupervisorHandle(1, "x")))
 
     def end(self, exit_code: int = 0, traceback: str | None = None) -> None:
@@ -66,7 +67,7 @@ class Store:
 
     def checkpoint(self, steps: int) -> None:
         def perform(tx: Transaction) -> None:
-            trial = tx.execute("SELECT * FROM trials WHERE id = 1").fetchone()
+            trial = trial_rows.require(tx.connection, 1)
             trials.report_checkpoint(
                 tx, uuid=f"ck{steps}", trial=trial, allocation_id=self.allocation_id, storage_id=None,
                 state="COMPLETED", resources={"a": 5}, metadata={"steps_completed": steps}, report_us=steps,
@@ -83,7 +84,7 @@ class Store:
 
     def steps(self, group: str = "training") -> list[int]:
         with self.database.read() as connection:
-            return [row["steps"] for row in metrics.reports(connection, [1], group)]
+            return [row.steps for row in metrics.reports(connection, [1], group)]
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_log_filters_choose_by_rank_level_source_and_text(store: Store) -> None:
     def found(**chosen: Any) -> list[str]:
         with store.database.read() as connection:
             rows = logs.query(connection, logs.LogFilter(trial_id=1, sources=("task",), **chosen))
-        return [row["log"].strip() for row in rows]
+        return [row.log.strip() for row in rows]
 
     assert found() == ["one", "two", "three"]
     assert found(rank_ids=(-1,)) == ["three"]
