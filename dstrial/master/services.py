@@ -21,7 +21,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.links import LoginLinks
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import users
-from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.database import Database, Transaction, make_cluster_id
 from dstrial.master.store.tokens import TokenStore
 from dstrial.master.webhooks.log_triggers import LogTriggers
 from dstrial.master.webhooks.sender import Sender
@@ -170,17 +170,12 @@ def open_services(
         database=database,
         changes=changes,
         slots=slots,
-        cluster_id=database.write(_cluster_id),
+        cluster_id=database.write(make_cluster_id),
         master_id=str(uuid.uuid4()),
         agent_id=socket.gethostname() or "localhost",
         address=f"http://127.0.0.1:{port}",
         signing_key=load_key(StateDirectory(state_dir).webhook_key_path, settings.signing_key),
     )
-
-
-def _cluster_id(tx: Transaction) -> str:
-    tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
-    return str(tx.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()["value"])
 
 
 def _write_secret(path: Path, content: dict[str, Any]) -> None:

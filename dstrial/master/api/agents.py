@@ -11,13 +11,13 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master import slots as slot_store
 from dstrial.master.api.frame import USER, ApiRequest, Handler, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
 from dstrial.master.services import VERSION, Services
-from dstrial.master.slots import AGENT
 from dstrial.master.store import allocations, jobs
+from dstrial.master.store import slots as slot_store
+from dstrial.master.store.slots import AGENT
 
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
 _MAX_AUX_CONTAINERS = 100

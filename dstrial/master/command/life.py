@@ -11,7 +11,7 @@ import json
 from dstrial.master.clock import now_us
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands
+from dstrial.master.store import commands, tasks, tokens, workspaces
 from dstrial.master.store.commands import ENDED, NewCommand
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import Hint, InvalidError
@@ -64,32 +64,19 @@ def assign(
     row = commands.require(tx.connection, task_id)
     if row.state != "ACTIVE" or row.allocation_id is not None:
         return None
-    run_id, now = row.run_id + 1, now_us()
-    allocation_id = f"{task_id}.{run_id}"
-    tx.execute(
-        "UPDATE commands SET run_id = ?, exit_status = NULL, stop_reason = NULL WHERE task_id = ?",
-        (run_id, task_id),
+    run_id = row.run_id + 1
+    commands.update(tx, task_id, run_id=run_id, exit_status=None, stop_reason=None)
+    allocation_id = allocation_rows.insert(
+        tx,
+        task_id=task_id,
+        run_id=run_id,
+        slots=slots,
+        ports=ports,
+        resources_id=resources_id,
+        directory=directory,
+        workspace_name=workspaces.name_of(tx.connection, row.workspace_id),
     )
-    tx.execute(
-        "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-        "directory, start_us, workspace_name) VALUES (?, ?, 0, 0, ?, 'ASSIGNED', ?, ?, ?, ?, ?, "
-        "(SELECT name FROM workspaces WHERE id = ?))",
-        (
-            allocation_id,
-            task_id,
-            run_id,
-            json.dumps(slots),
-            json.dumps(ports),
-            resources_id,
-            f"{directory}/{allocation_id}",
-            now,
-            row.workspace_id,
-        ),
-    )
-    tx.executemany(
-        "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
-        [(hash_, kind, row.owner_id, allocation_id, now) for kind, hash_ in token_hashes.items()],
-    )
+    tokens.keep_allocation_tokens(tx, allocation_id, row.owner_id, token_hashes)
     _say(tx, task_id, allocation_id, f"Scheduling {row.description} (id: {allocation_id})")
     _publish(tx, task_id, f"allocation:{allocation_id}")
     return allocation_rows.get(tx.connection, allocation_id)
@@ -103,11 +90,15 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> No
     """Record the supervisor of an allocation; whatever has no port to wait for is ready then."""
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
-    tx.execute(
-        "UPDATE allocations SET state = 'RUNNING', supervisor_pid = ?, supervisor_start = ?, is_ready = MAX(is_ready, ?) "
-        "WHERE id = ? AND state != 'TERMINATED'",
-        (handle.pid, handle.start_time, command.kind != "TENSORBOARD", allocation_id),
-    )
+    if row.state != "TERMINATED":
+        allocation_rows.update(
+            tx,
+            allocation_id,
+            state="RUNNING",
+            supervisor_pid=handle.pid,
+            supervisor_start=handle.start_time,
+            is_ready=row.is_ready or command.kind != "TENSORBOARD",
+        )
     _say(tx, row.task_id, allocation_id, f"Resources for {command.description} have started")
     _publish(tx, row.task_id, f"allocation:{allocation_id}")
 
@@ -116,7 +107,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
     """Record that the service of an allocation answers."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready and row.state != "TERMINATED":
-        tx.execute("UPDATE allocations SET is_ready = 1 WHERE id = ?", (allocation_id,))
+        allocation_rows.update(tx, allocation_id, is_ready=True)
         _say(tx, row.task_id, allocation_id, "Service of the task is available")
         _publish(tx, row.task_id, f"allocation:{allocation_id}")
 
@@ -129,21 +120,16 @@ def release(
     if is_kill:
         if allocation.kill_us is not None:
             return
-        tx.execute(
-            "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?", (now, why, allocation.id)
-        )
+        allocation_rows.update(tx, allocation.id, kill_us=now, kill_reason=why)
         text = f"forcibly killing allocation: {why}"
     else:
         if allocation.preempt_us is not None or allocation.kill_us is not None:
             return
-        tx.execute(
-            "UPDATE allocations SET preempt_us = ?, preempt_deadline_us = ? WHERE id = ?",
-            (now, now + STOP_TIMEOUT_S * 1_000_000, allocation.id),
+        allocation_rows.update(
+            tx, allocation.id, preempt_us=now, preempt_deadline_us=now + STOP_TIMEOUT_S * 1_000_000
         )
-        tx.execute(
-            "UPDATE commands SET stop_reason = COALESCE(stop_reason, ?) WHERE task_id = ?",
-            (why, allocation.task_id),
-        )
+        if commands.require(tx.connection, allocation.task_id).stop_reason is None:
+            commands.update(tx, allocation.task_id, stop_reason=why)
         text = f"gracefully terminating allocation: {why}"
     _say(tx, allocation.task_id, allocation.id, text)
     _publish(tx, allocation.task_id, f"allocation:{allocation.id}")
@@ -187,11 +173,8 @@ def unpause(tx: Transaction, task_id: str) -> None:
         raise InvalidError(f"task {task_id} is {row.state}; expected PAUSED. Leave it as it is.")
     for one in commands.tree(tx.connection, task_id):
         # One that is still ending starts anew when it has ended.
-        tx.execute(
-            "UPDATE commands SET state = 'ACTIVE', stop_reason = NULL WHERE task_id = ? "
-            "AND state IN ('PAUSED', 'STOPPING_PAUSED')",
-            (one,),
-        )
+        if commands.require(tx.connection, one).state in ("PAUSED", "STOPPING_PAUSED"):
+            commands.update(tx, one, state="ACTIVE", stop_reason=None)
         _publish(tx, one)
 
 
@@ -207,19 +190,14 @@ def set_priority(tx: Transaction, task_id: str, priority: int) -> None:
     """Change how urgent a command is, 1 to 99."""
     config = json.loads(commands.require(tx.connection, task_id).config)
     config["resources"]["priority"] = priority
-    tx.execute(
-        "UPDATE commands SET priority = ?, config = ? WHERE task_id = ?",
-        (priority, json.dumps(config), task_id),
-    )
+    commands.update(tx, task_id, priority=priority, config=json.dumps(config))
     _publish(tx, task_id)
 
 
 def _stop(
     tx: Transaction, row: commands.CommandInfo, stopping: str, why: str, *, is_kill: bool = False
 ) -> None:
-    tx.execute(
-        "UPDATE commands SET state = ?, stop_reason = ? WHERE task_id = ?", (stopping, why, row.task_id)
-    )
+    commands.update(tx, row.task_id, state=stopping, stop_reason=why)
     if row.allocation_id is None:
         _close(tx, row, _STOPPING_END[stopping], why)
         return
@@ -230,15 +208,12 @@ def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: 
     """Put a command that has no allocation into a state in which it stays."""
     now = now_us()
     is_end = state in ENDED
-    tx.execute(
-        "UPDATE commands SET state = ?, exit_status = ?, end_us = ? WHERE task_id = ?",
-        (state, exit_status, now if is_end else None, row.task_id),
-    )
+    commands.update(tx, row.task_id, state=state, exit_status=exit_status, end_us=now if is_end else None)
     if is_end:
-        tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, row.task_id))
+        tasks.update(tx, row.task_id, end_us=now)
         if row.kind != "GENERIC":
             # Generic tasks can be forked as long as logs are kept.
-            tx.execute("DELETE FROM command_contexts WHERE task_id = ?", (row.task_id,))
+            commands.forget_context(tx, row.task_id)
     _publish(tx, row.task_id)
 
 
@@ -251,13 +226,19 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     was_asked = row.kill_us is not None or row.preempt_us is not None
     is_unbegun = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
     reason = _UNBEGUN if is_unbegun else _describe(row, exit_, command.stop_reason)
-    tx.execute(
-        "UPDATE allocations SET state = 'TERMINATED', end_us = ?, exit_code = ?, exit_reason = ? WHERE id = ?",
-        (exit_.time_us, exit_.exit_code, reason, allocation_id),
+    allocation_rows.update(
+        tx,
+        allocation_id,
+        state="TERMINATED",
+        end_us=exit_.time_us,
+        exit_code=exit_.exit_code,
+        exit_reason=reason,
     )
-    tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
-    tx.publish("tokens", f"allocation:{allocation_id}")
-    starts_again = is_unbegun and _num_unbegun(tx, row.task_id) < _MAX_UNBEGUN
+    tokens.end_allocation_tokens(tx, allocation_id)
+    tx.publish(f"allocation:{allocation_id}")
+    starts_again = (
+        is_unbegun and allocation_rows.count_ended_as(tx.connection, row.task_id, _UNBEGUN) < _MAX_UNBEGUN
+    )
     is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
     # The words of Determined 0.38.1, which scripts look for in logs.
     if exit_.exit_code == 0 and not was_asked:
@@ -279,12 +260,6 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
         _close(tx, command, "CANCELED", reason)
     else:
         _close(tx, command, "ERROR" if is_failure else "COMPLETED", reason)
-
-
-def _num_unbegun(tx: Transaction, task_id: str) -> int:
-    """Return how many allocations of a command ended before their process began."""
-    count = "SELECT COUNT(*) FROM allocations WHERE task_id = ? AND exit_reason = ?"
-    return int(tx.execute(count, (task_id, _UNBEGUN)).fetchone()[0])
 
 
 def _describe(row: allocation_rows.Allocation, exit_: AllocationExit, stop_reason: str | None) -> str:

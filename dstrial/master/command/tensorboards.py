@@ -71,11 +71,5 @@ def _directory(connection: sqlite3.Connection, cluster_id: str, experiment_id: i
 
 def _best_trials(connection: sqlite3.Connection, experiment_id: int) -> list[int] | None:
     """Return the trials to show of an experiment; None for all, those that begin later among them."""
-    row = experiments.require(connection, experiment_id)
-    order = "ASC" if row.smaller_is_better else "DESC"
-    rows = connection.execute(
-        "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
-        f"ORDER BY searcher_metric_value IS NULL, searcher_metric_value {order}, id LIMIT ?",
-        (experiment_id, MAX_TRIALS + 1),
-    ).fetchall()
-    return None if len(rows) <= MAX_TRIALS else [int(row["id"]) for row in rows[:MAX_TRIALS]]
+    found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
+    return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

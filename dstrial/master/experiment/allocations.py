@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dstrial.master.clock import now_us
 from dstrial.master.experiment import ending
 from dstrial.master.experiment.states import END_OF, STOPPING, TERMINAL
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
@@ -14,7 +13,7 @@ from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import metrics as metric_rows
-from dstrial.master.store import projects
+from dstrial.master.store import projects, tokens
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
@@ -56,35 +55,24 @@ def assign(
         return None
     if allocation_rows.live(tx.connection, trial_id) is not None:
         return None
-    now = now_us()
     run_id = trial.run_id + 1
-    allocation_id = f"{trial.task_id}.{run_id}"
     uuid, steps = _start_point(tx, trial)
-    tx.execute("UPDATE trials SET run_id = ?, runner_state = 'UNSPECIFIED' WHERE id = ?", (run_id, trial_id))
-    tx.execute(
-        "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-        "directory, steps_at_start, checkpoint_uuid, start_us, workspace_name) "
-        "VALUES (?, ?, ?, ?, ?, 'ASSIGNED', ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            allocation_id,
-            trial.task_id,
-            trial_id,
-            trial.experiment_id,
-            run_id,
-            json.dumps(slots),
-            json.dumps(ports),
-            resources_id,
-            f"{directory}/{allocation_id}",
-            steps,
-            uuid,
-            now,
-            projects.require(tx.connection, experiment.project_id).workspace_name,
-        ),
+    trial_rows.update(tx, trial_id, run_id=run_id, runner_state="UNSPECIFIED")
+    allocation_id = allocation_rows.insert(
+        tx,
+        task_id=trial.task_id,
+        run_id=run_id,
+        slots=slots,
+        ports=ports,
+        resources_id=resources_id,
+        directory=directory,
+        workspace_name=projects.require(tx.connection, experiment.project_id).workspace_name,
+        trial_id=trial_id,
+        experiment_id=trial.experiment_id,
+        steps_at_start=steps,
+        checkpoint_uuid=uuid,
     )
-    tx.executemany(
-        "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
-        [(hash_, kind, experiment.owner_id, allocation_id, now) for kind, hash_ in token_hashes.items()],
-    )
+    tokens.keep_allocation_tokens(tx, allocation_id, experiment.owner_id, token_hashes)
     name = f"Trial {trial_id} (Experiment {trial.experiment_id})"
     for text in (f"Scheduling {name} (id: {allocation_id})", f"{name} was assigned to an agent"):
         add_master_line(tx, trial.task_id, trial_id, text, allocation_id=allocation_id)
@@ -103,11 +91,14 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
     """Record the supervisor of an allocation."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    tx.execute(
-        "UPDATE allocations SET state = 'RUNNING', supervisor_pid = ?, supervisor_start = ? "
-        "WHERE id = ? AND state != 'TERMINATED'",
-        (handle.pid, handle.start_time, allocation_id),
-    )
+    if row.state != "TERMINATED":
+        allocation_rows.update(
+            tx,
+            allocation_id,
+            state="RUNNING",
+            supervisor_pid=handle.pid,
+            supervisor_start=handle.start_time,
+        )
     name = f"Trial {row.trial_id} (Experiment {row.experiment_id})"
     add_master_line(
         tx, row.task_id, row.trial_id, f"Resources for {name} have started", allocation_id=allocation_id
@@ -119,7 +110,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
     """Record that the trial's own code has called, so that it can be asked to stop from now on."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready:
-        tx.execute("UPDATE allocations SET is_ready = 1 WHERE id = ?", (allocation_id,))
+        allocation_rows.update(tx, allocation_id, is_ready=True)
         tx.publish(f"allocation:{allocation_id}", f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
 
@@ -130,7 +121,7 @@ def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
         StoreError: unknown.
     """
     allocation_rows.require(tx.connection, allocation_id)
-    tx.execute("UPDATE allocations SET preempt_acked = 1 WHERE id = ?", (allocation_id,))
+    allocation_rows.update(tx, allocation_id, preempt_acked=True)
 
 
 def allocation_exited(
@@ -148,14 +139,17 @@ def allocation_exited(
     if row.state == "TERMINATED":
         return
     reason = _describe(row, exit_)
-    tx.execute(
-        "UPDATE allocations SET state = 'TERMINATED', end_us = ?, exit_code = ?, exit_reason = ? WHERE id = ?",
-        (exit_.time_us, exit_.exit_code, reason, allocation_id),
+    allocation_rows.update(
+        tx,
+        allocation_id,
+        state="TERMINATED",
+        end_us=exit_.time_us,
+        exit_code=exit_.exit_code,
+        exit_reason=reason,
     )
-    tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
+    tokens.end_allocation_tokens(tx, allocation_id)
     trial = trial_rows.require(tx.connection, row.trial_id)
     tx.publish(
-        "tokens",
         "scheduler",
         f"allocation:{allocation_id}",
         f"trial:{trial.id}",
@@ -202,7 +196,7 @@ def _judge(
     has_end = is_stop and _has_last_checkpoint(tx, trial_id)
     if is_stop and not has_end and _may_save_later(tx, row, exit_):
         experiment = experiment_rows.require(tx.connection, row.experiment_id)
-        tx.execute("UPDATE trials SET state = ? WHERE id = ?", (experiment.state, trial_id))
+        trial_rows.update(tx, trial_id, state=experiment.state)
         if not exit_.was_lost:
             _failed(tx, row, trial, reason, traceback)
     elif state in STOPPING:
@@ -243,12 +237,8 @@ def _may_save_later(tx: Transaction, row: allocation_rows.Allocation, exit_: All
 def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
     """Return how many runs in a row were lost without a report, with this one."""
     count = 0
-    for row in tx.execute(
-        "SELECT exit_reason, num_reports FROM allocations WHERE trial_id = ? AND run_id <= ? "
-        "ORDER BY run_id DESC LIMIT ?",
-        (trial_id, run_id, _MAX_LOSSES),
-    ):
-        if row["num_reports"] or not str(row["exit_reason"]).startswith("allocation lost"):
+    for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
+        if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):
             break
         count += 1
     return count
@@ -281,9 +271,7 @@ def _failed(
     elif mark is not None and mark == trial.last_failure:
         verdict = "failed twice in the same way before its first batch, and is not tried again"
     num_restarts = trial.restarts if verdict is not None else restarts
-    tx.execute(
-        "UPDATE trials SET restarts = ?, last_failure = ? WHERE id = ?", (num_restarts, mark, trial.id)
-    )
+    trial_rows.update(tx, trial.id, restarts=num_restarts, last_failure=mark)
 
     def say(text: str, level: str = "ERROR") -> None:
         add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=row.id)
@@ -291,7 +279,7 @@ def _failed(
     if verdict is None:
         count = f"({restarts} of {limit} restarts)"
         if trial.is_node_excluded:
-            tx.execute("UPDATE trials SET is_node_excluded = 2 WHERE id = ?", (trial.id,))
+            trial_rows.update(tx, trial.id, is_node_excluded=2)
             say(f"trial failed and is started again where it may be {count}", "WARNING")
         else:
             say(f"trial failed and is started again {count}", "WARNING")

@@ -21,7 +21,7 @@ from dstrial.master.experiment import ending
 from dstrial.master.experiment.states import DELETING, TERMINAL
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import projects
+from dstrial.master.store import projects, tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import Hint, InvalidError
@@ -77,10 +77,8 @@ def create(
         parent_id=None,
         project_id=project_id,
     )
-    tx.execute(
-        "UPDATE experiments SET unmanaged = 1, external_id = ? WHERE id = ?", (external_id, experiment_id)
-    )
-    tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, b""))
+    experiment_rows.update(tx, experiment_id, unmanaged=True, external_id=external_id)
+    experiment_rows.add_model_definition(tx, experiment_id, b"")
     tx.publish(f"experiment:{experiment_id}")
     return experiment_id
 
@@ -110,7 +108,7 @@ def create_trial(
     if known is None:
         return trial_rows.insert_detached(tx, experiment_id, hparams or {}, external_id, now_us())
     if hparams is not None:
-        tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps(dict(hparams)), known.id))
+        trial_rows.update(tx, known.id, hparams=json.dumps(dict(hparams)))
     return int(known.id)
 
 
@@ -134,10 +132,7 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
     _reopen(tx, trial)
     latest = checkpoint_rows.latest_completed(tx.connection, trial_id) if resumes else None
     run_id = trial.run_id + 1
-    tx.execute(
-        "UPDATE trials SET run_id = ?, runner_state = 'UNSPECIFIED', heartbeat_us = ? WHERE id = ?",
-        (run_id, now_us(), trial_id),
-    )
+    trial_rows.update(tx, trial_id, run_id=run_id, runner_state="UNSPECIFIED", heartbeat_us=now_us())
     since = "anew" if latest is None else f"from checkpoint {latest.uuid}"
     _say(tx, trial, f"detached run {run_id} of trial {trial_id} has begun {since}")
     if latest is None:
@@ -149,7 +144,7 @@ def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = Fal
     """Note a sign of life of a trial; one that had been given up goes on. Nothing happens to trials that are not detached."""
     if trial.heartbeat_us is None:
         return
-    tx.execute("UPDATE trials SET heartbeat_us = ? WHERE id = ?", (now_us(), trial.id))
+    trial_rows.update(tx, trial.id, heartbeat_us=now_us())
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
     if experiment.state in DELETING:
         return
@@ -203,7 +198,7 @@ def give_up_silent(tx: Transaction, before_us: int) -> int:
         why = f"nothing was heard of its script for {minutes:.1f} minutes"
         _say(tx, row, f"trial {row.id} is given up: {why}", "ERROR")
         ending.close_trial(tx, row.id, "ERROR", why=why)
-        tx.execute("UPDATE trials SET is_lost = 1 WHERE id = ?", (row.id,))
+        trial_rows.update(tx, row.id, is_lost=True)
     for experiment_id in experiment_rows.detached_without_trial(tx.connection, before_us):
         ending.finish_experiment(tx, experiment_id, "ERROR", "its script ended before it had a trial")
     return len(rows)
@@ -251,14 +246,10 @@ def _refuse_going(row: experiment_rows.Experiment) -> None:
 
 def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
     """Let a trial that has ended be active again, and its experiment with it."""
-    tx.execute(
-        "UPDATE trials SET state = 'ACTIVE', end_us = NULL, is_closed = 0, is_lost = 0 WHERE id = ?",
-        (trial.id,),
-    )
-    tx.execute("UPDATE tasks SET end_us = NULL WHERE id = ?", (trial.task_id,))
-    tx.execute(
-        "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, archived = ? WHERE id = ?",
-        (is_archived, trial.experiment_id),
+    trial_rows.update(tx, trial.id, state="ACTIVE", end_us=None, is_closed=False, is_lost=False)
+    tasks.update(tx, trial.task_id, end_us=None)
+    experiment_rows.update(
+        tx, trial.experiment_id, state="ACTIVE", end_us=None, end_reason=None, archived=is_archived
     )
     events.tell_state(tx, trial.experiment_id)
     tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")

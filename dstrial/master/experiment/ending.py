@@ -15,8 +15,8 @@ from dstrial.master.experiment.states import END_OF, STOPPING, TERMINAL, may_fol
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import tasks, work
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store import work
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
 from dstrial.master.webhooks import events
@@ -38,7 +38,7 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
     trial = trial_rows.require(tx.connection, trial_id)
     if not may_follow(trial.state, stopping):
         return
-    tx.execute("UPDATE trials SET state = ? WHERE id = ?", (stopping, trial_id))
+    trial_rows.update(tx, trial_id, state=stopping)
     tx.publish(f"trial:{trial_id}")
     if allocation_rows.live(tx.connection, trial_id) is None:
         close_trial(tx, trial_id, END_OF[stopping])
@@ -54,19 +54,13 @@ def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) 
     now = now_us()
     if is_kill or not allocation.is_ready:
         if allocation.kill_us is None:
-            tx.execute(
-                "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?",
-                (now, why, allocation.id),
-            )
+            allocation_rows.update(tx, allocation.id, kill_us=now, kill_reason=why)
             _say(tx, allocation.task_id, trial_id, allocation.id, f"forcibly killing allocation: {why}")
     elif allocation.preempt_us is None:
         experiment = experiment_rows.require(tx.connection, allocation.experiment_id)
         timeout_s = json.loads(experiment.config).get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
         deadline = now + int(timeout_s) * 1_000_000
-        tx.execute(
-            "UPDATE allocations SET preempt_us = ?, preempt_deadline_us = ? WHERE id = ?",
-            (now, deadline, allocation.id),
-        )
+        allocation_rows.update(tx, allocation.id, preempt_us=now, preempt_deadline_us=deadline)
         _say(tx, allocation.task_id, trial_id, allocation.id, f"gracefully terminating allocation: {why}")
     tx.publish("scheduler", f"allocation:{allocation.id}")
 
@@ -88,21 +82,17 @@ def close_trial(
         why: for the experiment, if this trial ends it in ERROR.
     """
     now = now_us()
-    tx.execute(
-        "UPDATE trials SET state = ?, end_us = ?, is_closed = 1, "
-        "progress = CASE WHEN ? = 'COMPLETED' THEN 1 ELSE progress END WHERE id = ?",
-        (state, now, state, trial_id),
-    )
+    columns: dict[str, Any] = {"state": state, "end_us": now, "is_closed": True}
+    if state == "COMPLETED":
+        columns["progress"] = 1
+    trial_rows.update(tx, trial_id, **columns)
     trial = trial_rows.require(tx.connection, trial_id)
-    tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, trial.task_id))
+    tasks.update(tx, trial.task_id, end_us=now)
     tx.publish(f"trial:{trial_id}", f"logs:trial:{trial_id}", f"logs:{trial.task_id}", "scheduler")
     if reason is None and state != "COMPLETED":
         reason = ExitReason.ERRORED if state == "ERROR" else ExitReason.USER_CANCELED
     if why is not None:
-        tx.execute(
-            "UPDATE experiments SET end_reason = ? WHERE id = ?",
-            (f"trial {trial_id}: {why}", trial.experiment_id),
-        )
+        experiment_rows.update(tx, trial.experiment_id, end_reason=f"trial {trial_id}: {why}")
     _tell_searcher(tx, trial, reason)
     finish_if_over(tx, trial.experiment_id)
 
@@ -116,7 +106,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
     row = experiment_rows.require(tx.connection, experiment_id)
     if not may_follow(row.state, stopping):
         return False
-    tx.execute("UPDATE experiments SET state = ? WHERE id = ?", (stopping, experiment_id))
+    experiment_rows.update(tx, experiment_id, state=stopping)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         stop_trial(tx, trial_id, stopping, why)
@@ -126,7 +116,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
 
 def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
     """End an experiment in ERROR, for a reason that is not one trial's; its trials are killed."""
-    tx.execute("UPDATE experiments SET end_reason = ? WHERE id = ?", (why, experiment_id))
+    experiment_rows.update(tx, experiment_id, end_reason=why)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         trial = trial_rows.require(tx.connection, trial_id)
         add_master_line(tx, trial.task_id, trial_id, f"the experiment has failed: {why}", level="ERROR")
@@ -151,13 +141,12 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
         return
-    tx.execute(
-        "UPDATE experiments SET state = ?, end_us = ?, end_reason = COALESCE(end_reason, ?), "
-        "progress = CASE WHEN ? = 'COMPLETED' THEN 1 ELSE progress END WHERE id = ?",
-        (state, now_us(), reason if state != "COMPLETED" else None, state, experiment_id),
-    )
+    columns: dict[str, Any] = {"state": state, "end_us": now_us()}
     if state == "COMPLETED":
-        tx.execute("UPDATE experiments SET end_reason = NULL WHERE id = ?", (experiment_id,))
+        columns.update(progress=1, end_reason=None)
+    elif row.end_reason is None:
+        columns["end_reason"] = reason
+    experiment_rows.update(tx, experiment_id, **columns)
     tx.publish(f"experiment:{experiment_id}")
     events.tell_state(tx, experiment_id)
     if not row.unmanaged:
@@ -207,10 +196,7 @@ def update_progress(tx: Transaction, experiment_id: int) -> None:
     """Compute the experiment's progress from its trials'."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.unmanaged:
-        tx.execute(
-            "UPDATE experiments SET progress = (SELECT AVG(progress) FROM trials WHERE experiment_id = ?) WHERE id = ?",
-            (experiment_id, experiment_id),
-        )
+        experiment_rows.take_progress(tx, experiment_id)
     if row.searcher_snapshot is None or row.state in TERMINAL:
         return
     searcher = Searcher.restore(json.loads(row.config), json.loads(row.searcher_snapshot))
@@ -218,13 +204,8 @@ def update_progress(tx: Transaction, experiment_id: int) -> None:
 
 
 def _store_progress(tx: Transaction, experiment_id: int, searcher: Searcher) -> None:
-    shares = {
-        trial["request_id"]: float(trial["progress"])
-        for trial in tx.execute(
-            "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
-        )
-    }
-    tx.execute("UPDATE experiments SET progress = ? WHERE id = ?", (searcher.progress(shares), experiment_id))
+    shares = trial_rows.shares(tx.connection, experiment_id)
+    experiment_rows.update(tx, experiment_id, progress=searcher.progress(shares))
 
 
 def _perform(
@@ -235,10 +216,7 @@ def _perform(
     for action in actions:
         if isinstance(action, Create):
             trial_rows.insert(tx, row, action, now_us(), warm_start)
-    tx.execute(
-        "UPDATE experiments SET searcher_snapshot = ? WHERE id = ?",
-        (json.dumps(searcher.snapshot()), experiment_id),
-    )
+    experiment_rows.update(tx, experiment_id, searcher_snapshot=json.dumps(searcher.snapshot()))
     _store_progress(tx, experiment_id, searcher)
     tx.publish("scheduler", f"experiment:{experiment_id}")
     for action in actions:
@@ -249,7 +227,7 @@ def _perform(
         elif not isinstance(action, Create):
             trial = trial_rows.by_request(tx.connection, experiment_id, action.request_id)
             if trial is not None and trial.state not in TERMINAL:
-                tx.execute("UPDATE trials SET is_stopped_by_searcher = 1 WHERE id = ?", (trial.id,))
+                trial_rows.update(tx, trial.id, is_stopped_by_searcher=True)
                 stop_trial(tx, trial.id, "STOPPING_COMPLETED", STOPPED_BY_SEARCHER)
 
 

@@ -57,7 +57,7 @@ def create(
         parent_id=parent_id,
         project_id=project_id,
     )
-    tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
+    experiment_rows.add_model_definition(tx, experiment_id, tgz)
     ending.begin_search(tx, experiment_id)
     return experiment_id
 
@@ -92,12 +92,12 @@ def pause(tx: Transaction, experiment_id: int) -> None:
     state = _require_changeable(tx, experiment_id, "pause")
     if state == "PAUSED":
         return
-    tx.execute("UPDATE experiments SET state = 'PAUSED' WHERE id = ?", (experiment_id,))
+    experiment_rows.update(tx, experiment_id, state="PAUSED")
     events.tell_state(tx, experiment_id)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         if trial_rows.require(tx.connection, trial_id).state == "ACTIVE":
-            tx.execute("UPDATE trials SET state = 'PAUSED' WHERE id = ?", (trial_id,))
+            trial_rows.update(tx, trial_id, state="PAUSED")
             tx.publish(f"trial:{trial_id}")
             ending.release(tx, trial_id, "the experiment was paused")
 
@@ -111,11 +111,9 @@ def activate(tx: Transaction, experiment_id: int) -> None:
     state = _require_changeable(tx, experiment_id, "activate")
     if state == "ACTIVE":
         return
-    tx.execute("UPDATE experiments SET state = 'ACTIVE' WHERE id = ?", (experiment_id,))
+    experiment_rows.update(tx, experiment_id, state="ACTIVE")
     events.tell_state(tx, experiment_id)
-    tx.execute(
-        "UPDATE trials SET state = 'ACTIVE' WHERE experiment_id = ? AND state = 'PAUSED'", (experiment_id,)
-    )
+    trial_rows.activate_paused(tx, experiment_id)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         tx.publish(f"trial:{trial_id}")
     tx.publish(f"experiment:{experiment_id}", "scheduler")
@@ -157,7 +155,7 @@ def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) ->
             f"experiment {experiment_id} is {row.state}; expected one that has ended. "
             "Cancel or kill it first.",
         )
-    tx.execute("UPDATE experiments SET archived = ? WHERE id = ?", (is_archived, experiment_id))
+    experiment_rows.update(tx, experiment_id, archived=is_archived)
     tx.publish(f"experiment:{experiment_id}")
 
 
@@ -176,7 +174,7 @@ def delete(tx: Transaction, experiment_id: int) -> None:
     if row.state == "DELETING":
         return
     check_deletable(tx, row)
-    tx.execute("UPDATE experiments SET state = 'DELETING' WHERE id = ?", (experiment_id,))
+    experiment_rows.update(tx, experiment_id, state="DELETING")
     tx.publish(f"experiment:{experiment_id}")
     work.request(tx, "delete_experiment", experiment_id)
 
@@ -212,7 +210,7 @@ def move(tx: Transaction, experiment_id: int, project_id: int) -> None:
         )
     projects.refuse_shut(source, "be changed")
     projects.refuse_shut(target, "take another experiment")
-    tx.execute("UPDATE experiments SET project_id = ? WHERE id = ?", (project_id, experiment_id))
+    experiment_rows.update(tx, experiment_id, project_id=project_id)
     tx.publish(f"experiment:{experiment_id}")
 
 
@@ -278,10 +276,15 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     for name in ("closed", "failed", "cancelled", "stopped"):
         snapshot[name] = [request_id for request_id in snapshot[name] if request_id not in reopened]
     snapshot["is_shut_down"] = False
-    tx.execute(
-        "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, progress = 0, archived = 0, "
-        "searcher_snapshot = ? WHERE id = ?",
-        (json.dumps(snapshot), experiment_id),
+    experiment_rows.update(
+        tx,
+        experiment_id,
+        state="ACTIVE",
+        end_us=None,
+        end_reason=None,
+        progress=0,
+        archived=False,
+        searcher_snapshot=json.dumps(snapshot),
     )
     events.tell_state(tx, experiment_id)
     for trial in again:
@@ -295,7 +298,7 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
     seed = int(submission.config["reproducibility"]["experiment_seed"])
     for action in Searcher.new(submission.config, seed).initial_trials():
         if isinstance(action, Create):
-            tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps(action.hparams), trial_id))
+            trial_rows.update(tx, trial_id, hparams=json.dumps(action.hparams))
 
 
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
@@ -318,10 +321,10 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
     _check_fields(fields)
     for name in ("name", "description", "notes", "max_slots", "priority", "weight", "log_retention_days"):
         if name in fields:
-            tx.execute(f"UPDATE experiments SET {name} = ? WHERE id = ?", (fields[name], experiment_id))  # noqa: S608 - a name from the list above
+            experiment_rows.update(tx, experiment_id, **{name: fields[name]})
     if "labels" in fields:
         labels = sorted(set(fields["labels"]))
-        tx.execute("UPDATE experiments SET labels = ? WHERE id = ?", (json.dumps(labels), experiment_id))
+        experiment_rows.update(tx, experiment_id, labels=json.dumps(labels))
         config["labels"] = labels
     for name in ("name", "description"):
         if name in fields:
@@ -332,7 +335,7 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
     if fields.get("checkpoint_storage"):
         config["checkpoint_storage"].update(fields["checkpoint_storage"])
         work.request(tx, "gc", experiment_id)
-    tx.execute("UPDATE experiments SET config = ? WHERE id = ?", (json.dumps(config), experiment_id))
+    experiment_rows.update(tx, experiment_id, config=json.dumps(config))
     tx.publish(f"experiment:{experiment_id}", "scheduler")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrial.master.experiment import experiments
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import projects, work, workspaces
+from dstrial.master.store import models, projects, work, workspaces
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 
@@ -75,10 +75,10 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
     """
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
-    models = tx.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchall()
-    if models:
+    model = models.any_name_in(tx.connection, workspace_id)
+    if model is not None:
         raise InvalidError(
-            f"workspace {row.name!r} has the model {models[0]['name']!r}; expected none.",
+            f"workspace {row.name!r} has the model {model!r}; expected none.",
             Hint.MOVE_MODELS,
         )
     gone = [delete_project(tx, one.id) for one in projects.list_projects(tx.connection, workspace_id)]
@@ -107,7 +107,7 @@ def finish_workspace(tx: Transaction, workspace_id: int) -> None:
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
         why = f"project {left[0].name!r} could not be deleted: {left[0].error}"
-    elif tx.execute("SELECT 1 FROM models WHERE workspace_id = ?", (workspace_id,)).fetchone() is not None:
+    elif models.any_name_in(tx.connection, workspace_id) is not None:
         why = "a model came while its projects were deleted"
     else:
         workspaces.delete(tx, workspace_id)

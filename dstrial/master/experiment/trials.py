@@ -57,10 +57,7 @@ def report_metrics(
     )
     if not added.is_new:
         return
-    tx.execute(
-        "UPDATE allocations SET num_reports = num_reports + 1, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
-        (trial_id, run_id),
-    )
+    allocation_rows.note_report(tx, trial_id, run_id)
     tx.publish(f"trial:{trial_id}")
     trial = trial_rows.require(tx.connection, trial_id)
     detached.hear(tx, trial, is_current_run=True)
@@ -106,7 +103,7 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
     """Store how far a trial is, 0 to 1."""
     trial = trial_rows.require(tx.connection, trial_id)
     share = min(max(progress, 0.0), 1.0) if progress == progress else 0.0
-    tx.execute("UPDATE trials SET progress = ? WHERE id = ?", (share, trial_id))
+    trial_rows.update(tx, trial_id, progress=share)
     ending.update_progress(tx, trial.experiment_id)
     tx.publish(f"trial:{trial_id}", f"experiment:{trial.experiment_id}")
 
@@ -114,7 +111,7 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
 def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
     """Store what a trial says it is doing: training, validating, checkpointing, restoring and so on."""
     trial_rows.require(tx.connection, trial_id)
-    tx.execute("UPDATE trials SET runner_state = ? WHERE id = ?", (state, trial_id))
+    trial_rows.update(tx, trial_id, runner_state=state)
     tx.publish(f"trial:{trial_id}")
 
 
@@ -127,13 +124,10 @@ def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
     if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
         raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
     trial = trial_rows.require(tx.connection, trial_id)
-    tx.execute("UPDATE trials SET early_exit = 'INVALID_HP' WHERE id = ?", (trial_id,))
+    trial_rows.update(tx, trial_id, early_exit="INVALID_HP")
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is not None:
-        tx.execute(
-            "UPDATE allocations SET preempt_deadline_us = ? WHERE id = ?",
-            (now_us() + _INVALID_HP_GRACE_US, allocation.id),
-        )
+        allocation_rows.update(tx, allocation.id, preempt_deadline_us=now_us() + _INVALID_HP_GRACE_US)
     add_master_line(
         tx, trial.task_id, trial_id, "the trial says that its hyperparameters are invalid", level="WARNING"
     )
@@ -149,5 +143,5 @@ def kill_trial(tx: Transaction, trial_id: int) -> None:
 def set_metadata(tx: Transaction, trial_id: int, metadata: dict[str, Any]) -> None:
     """Replace what ``core_context.train.set_metadata`` keeps."""
     trial_rows.require(tx.connection, trial_id)
-    tx.execute("UPDATE trials SET metadata = ? WHERE id = ?", (json.dumps(metadata), trial_id))
+    trial_rows.update(tx, trial_id, metadata=json.dumps(metadata))
     tx.publish(f"trial:{trial_id}")

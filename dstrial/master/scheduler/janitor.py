@@ -19,8 +19,8 @@ from dstrial.master.experiment import holders
 from dstrial.master.launcher import remove
 from dstrial.master.launcher.environment import tracebacks_directory
 from dstrial.master.launcher.overlay.store import collect as collect_overlays
-from dstrial.master.store import checkpoints, experiments, logs, models, usage, work
-from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store import allocations, checkpoints, experiments, logs, models, usage, work
+from dstrial.master.store.database import Database, Transaction, find_cluster_id
 from dstrial.master.store.metrics import as_number
 
 logger = logging.getLogger("dstrial.master.janitor")
@@ -162,31 +162,27 @@ class Janitor:
                     "Delete these versions, and the experiment again."
                 )
             rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id)
-            directories = [
-                (Path(row["directory"]), int(row["trial_id"] or 0))
-                for row in connection.execute(
-                    "SELECT directory, trial_id FROM allocations WHERE experiment_id = ?", (experiment_id,)
-                )
-            ]
+            held = allocations.of_experiment(connection, experiment_id)
         for row in rows:
             storage = json.loads(row.experiment_config)["checkpoint_storage"]
             checkpoint_gc.delete_files(storage, row.uuid)
         self._delete_tensorboard(experiment_id)
-        for directory, trial_id in directories:
+        for allocation in held:
+            directory = Path(allocation.directory)
             remove(directory)
-            shutil.rmtree(tracebacks_directory(directory, trial_id), ignore_errors=True)
+            shutil.rmtree(tracebacks_directory(directory, allocation.trial_id), ignore_errors=True)
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:
         """Delete the TensorBoard files of an experiment, where its storage is one that this machine reaches."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
-            cluster = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
-        if row is None or cluster is None:
+            cluster_id = find_cluster_id(connection)
+        if row is None or cluster_id is None:
             return
         storage = json.loads(row.config)["checkpoint_storage"]
         if storage["type"] in ("shared_fs", "directory"):
-            checkpoint_gc.delete_tensorboard_files(storage, cluster["value"], experiment_id)
+            checkpoint_gc.delete_tensorboard_files(storage, cluster_id, experiment_id)
 
     def _collect_overlays(self) -> None:
         if self._overlays_path is not None:
@@ -204,18 +200,10 @@ def _candidate(row: checkpoints.CheckpointInfo) -> checkpoint_gc.Candidate:
 
 
 def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:
-    tx.execute(
-        "UPDATE experiments SET state = 'DELETE_FAILED', end_reason = ? WHERE id = ?", (why, experiment_id)
-    )
+    experiments.update(tx, experiment_id, state="DELETE_FAILED", end_reason=why)
     tx.publish(f"experiment:{experiment_id}")
 
 
 def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
-    of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
     usage.remember(tx, experiment_id)
-    tx.execute(f"DELETE FROM metrics WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
-    tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
-    for table in ("checkpoints", "allocations", "tasks", "trials"):
-        tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
-    tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))
-    tx.publish(f"experiment:{experiment_id}")
+    experiments.forget(tx, experiment_id)

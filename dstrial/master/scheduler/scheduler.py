@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrial.errors import DstrialError
 from dstrial.master import launcher, resumption
@@ -36,14 +36,14 @@ from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, m
 from dstrial.master.scheduler.queue import Waiting, assignments
 from dstrial.master.scheduler.silence import Silence
 from dstrial.master.scheduler.waiting import Holder, waiting_text
-from dstrial.master.slots import AGENT, disabled
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands, jobs
+from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line, add_task_logs
+from dstrial.master.store.slots import AGENT, disabled
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 
@@ -328,11 +328,7 @@ class Scheduler:
         told = self._services.log_triggers.find(line.text for line in lines)
 
         def store(tx: Transaction) -> None:
-            cursor = tx.execute(
-                "UPDATE allocations SET log_offset = ? WHERE id = ? AND log_offset = ?",
-                (end, row.id, offset),
-            )
-            if cursor.rowcount:
+            if allocation_rows.advance_log(tx, row.id, offset, end):
                 add_task_logs(tx, row.task_id, row.trial_id or None, row.id, lines)
                 _note_policies(tx, row, matched, self._services.agent_id)
                 events.tell_lines(tx, row.task_id, told)
@@ -550,12 +546,8 @@ class Scheduler:
         with self._database.read() as connection:
             trial = trial_rows.require(connection, row.trial_id)
             experiment = experiment_rows.require(connection, row.experiment_id)
-            owner = connection.execute(
-                "SELECT username FROM users WHERE id = ?", (experiment.owner_id,)
-            ).fetchone()
-            model = connection.execute(
-                "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (row.experiment_id,)
-            ).fetchone()
+            owner = users.find_by_id(connection, experiment.owner_id)
+            model_definition = experiment_rows.model_definition(connection, experiment.id)
         config = json.loads(experiment.config)
         services = self._services
         return AllocationRequest(
@@ -574,13 +566,13 @@ class Scheduler:
             latest_checkpoint=row.checkpoint_uuid,
             session_token=tokens["allocation"],
             user_token=tokens["user"],
-            username=owner["username"],
+            username=owner.username,
             master_url=services.address,
             cluster_id=services.cluster_id,
             master_id=services.master_id,
             agent_id=services.agent_id,
             resources_id=row.resources_id,
-            model_definition=bytes(model["tgz"]) if model is not None else b"",
+            model_definition=model_definition,
             entrypoint=config["entrypoint"],
             interpreter=experiment.interpreter,
             startup_hook=services.settings.startup_hook or "",
@@ -635,7 +627,8 @@ def _note_policies(
     """Store which policies a trial's output has matched, and say so once for those that have an action."""
     for policy, line in matched:
         if policy.name is not None:
-            tx.execute("UPDATE trials SET log_policy_matched = ? WHERE id = ?", (policy.name, row.trial_id))
+            trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)
+        column: Literal["retry_cancelled", "is_node_excluded"]
         if policy.action == "cancel_retries":
             column, then = "retry_cancelled", "the trial will not be started again if it fails"
         elif policy.action == "exclude_node":
@@ -643,11 +636,7 @@ def _note_policies(
             column, then = "is_node_excluded", f"therefore will not schedule on {agent_id} again if it fails"
         else:
             continue
-        changed = tx.execute(
-            f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0",  # noqa: S608 - one of the two above
-            (row.trial_id,),
-        )
-        if changed.rowcount:
+        if trial_rows.set_flag(tx, row.trial_id, column):
             text = f'(log {json.dumps(line, ensure_ascii=False)} matched regex "{policy.text}") {then}'
             add_master_line(tx, row.task_id, row.trial_id, text, level="WARNING", allocation_id=row.id)
 

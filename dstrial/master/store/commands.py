@@ -224,3 +224,13 @@ def count_living(connection: sqlite3.Connection) -> dict[str, int]:
         "SELECT kind, COUNT(*) AS number FROM commands WHERE end_us IS NULL GROUP BY kind"
     )
     return {str(row["kind"]): int(row["number"]) for row in rows}
+
+
+def update(tx: Transaction, task_id: str, **columns: Any) -> None:
+    """Set columns of a command."""
+    tx.update("commands", task_id, columns, key="task_id")
+
+
+def forget_context(tx: Transaction, task_id: str) -> None:
+    """Delete what was sent along with a command."""
+    tx.execute("DELETE FROM command_contexts WHERE task_id = ?", (task_id,))

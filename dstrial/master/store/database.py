@@ -15,6 +15,7 @@ import queue
 import sqlite3
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from importlib import resources
@@ -95,6 +96,11 @@ class Transaction:
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
         """Run one statement for many rows."""
         return self.connection.executemany(sql, rows)
+
+    def update(self, table: str, value: int | str, columns: dict[str, Any], *, key: str = "id") -> None:
+        """Set columns of the row whose ``key`` has a value; names of tables and columns are the program's own."""
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*columns.values(), value))  # noqa: S608 - as said
 
     @contextlib.contextmanager
     def savepoint(self) -> Iterator[None]:
@@ -256,6 +262,18 @@ def _perform(
     connection.execute("RELEASE job")
     topics |= transaction._topics
     done.append((future, result))
+
+
+def make_cluster_id(tx: Transaction) -> str:
+    """Return the id of the cluster, which is made at the first start and stays."""
+    tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
+    return str(find_cluster_id(tx.connection))
+
+
+def find_cluster_id(connection: sqlite3.Connection) -> str | None:
+    """Return the id of the cluster, None before the first start."""
+    row = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
+    return None if row is None else str(row["value"])
 
 
 def ping(connection: sqlite3.Connection) -> None:

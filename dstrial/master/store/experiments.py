@@ -207,3 +207,32 @@ def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> li
         (before_us,),
     )
     return [int(row["id"]) for row in rows]
+
+
+def update(tx: Transaction, experiment_id: int, **columns: Any) -> None:
+    """Set columns of an experiment."""
+    tx.update("experiments", experiment_id, columns)
+
+
+def add_model_definition(tx: Transaction, experiment_id: int, tgz: bytes) -> None:
+    """Store the model definition of a new experiment, gzip tar; empty for none."""
+    tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
+
+
+def forget(tx: Transaction, experiment_id: int) -> None:
+    """Delete an experiment with everything that was stored for it."""
+    of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
+    tx.execute(f"DELETE FROM metrics WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    for table in ("checkpoints", "allocations", "tasks", "trials"):
+        tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
+    tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))
+    tx.publish(f"experiment:{experiment_id}")
+
+
+def take_progress(tx: Transaction, experiment_id: int) -> None:
+    """Let an experiment be as far as its trials are on average."""
+    tx.execute(
+        "UPDATE experiments SET progress = (SELECT AVG(progress) FROM trials WHERE experiment_id = ?) WHERE id = ?",
+        (experiment_id, experiment_id),
+    )

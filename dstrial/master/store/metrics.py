@@ -344,13 +344,14 @@ def reports(
     return taken
 
 
-def every_report(connection: sqlite3.Connection, trial_id: int) -> Iterator[Report]:
-    """Yield a trial's reports that are not archived and belong to a batch, by batch."""
+def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
+    """Yield a trial's reports that are not archived and belong to a batch, of one group or of all, by batch."""
+    condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,
         connection,
-        "SELECT * FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
-        (trial_id,),
+        f"SELECT * FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0{condition} ORDER BY steps, id",  # noqa: S608 - a constant
+        (trial_id, *(() if group is None else (group,))),
     )
 
 

@@ -321,3 +321,9 @@ def _change(
     values = [json.dumps(value) if isinstance(value, (dict, list)) else value for value in fields.values()]
     columns = "".join(f"{name} = ?, " for name in fields)
     tx.execute(f"UPDATE {table} SET {columns}updated_us = ? WHERE id = ?", (*values, now_us(), row_id))  # noqa: S608 - names from the lists above
+
+
+def any_name_in(connection: sqlite3.Connection, workspace_id: int) -> str | None:
+    """Return the name of a model in a workspace, None if there is none."""
+    row = connection.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchone()
+    return None if row is None else str(row["name"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+from typing import Any
 
 from dstrial.master.store import commands
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import fetch_all, fetch_one
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,17 +44,22 @@ def allocations_of(connection: sqlite3.Connection, task_id: str) -> list[Allocat
     )
 
 
+_LIVING = (
+    "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
+    "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
+    "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
+    "LEFT JOIN commands c ON c.task_id = a.task_id WHERE a.state != 'TERMINATED'"
+)
+
+
 def living(connection: sqlite3.Connection) -> list[LivingAllocation]:
     """Return every living allocation, oldest first, with the priority, config and name of what it runs."""
-    return fetch_all(
-        LivingAllocation,
-        connection,
-        "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
-        "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
-        "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
-        "LEFT JOIN commands c ON c.task_id = a.task_id "
-        "WHERE a.state != 'TERMINATED' ORDER BY a.start_us, a.id",
-    )
+    return fetch_all(LivingAllocation, connection, f"{_LIVING} ORDER BY a.start_us, a.id")
+
+
+def living_of(connection: sqlite3.Connection, task_id: str) -> LivingAllocation | None:
+    """Return the living allocation of a task, None if it has none."""
+    return fetch_one(LivingAllocation, connection, f"{_LIVING} AND a.task_id = ?", (task_id,))
 
 
 def model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
@@ -90,3 +96,8 @@ def is_over(
         (value,),
     ).fetchone()[0]
     return not open_tasks and not live
+
+
+def update(tx: Transaction, task_id: str, **columns: Any) -> None:
+    """Set columns of a task."""
+    tx.update("tasks", task_id, columns)

@@ -7,7 +7,7 @@ import json
 import sqlite3
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
@@ -204,3 +204,40 @@ def silent_since(connection: sqlite3.Connection, before_us: int) -> list[Trial]:
         "SELECT * FROM trials WHERE state = 'ACTIVE' AND heartbeat_us < ? ORDER BY id",
         (before_us,),
     )
+
+
+def update(tx: Transaction, trial_id: int, **columns: Any) -> None:
+    """Set columns of a trial."""
+    tx.update("trials", trial_id, columns)
+
+
+def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int) -> list[int]:
+    """Return the ids of an experiment's trials, those with the best validations first."""
+    order = "ASC" if experiment.smaller_is_better else "DESC"
+    rows = connection.execute(
+        "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
+        f"ORDER BY searcher_metric_value IS NULL, searcher_metric_value {order}, id LIMIT ?",
+        (experiment.id, limit),
+    )
+    return [int(row["id"]) for row in rows]
+
+
+def shares(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
+    """Return how far each trial of an experiment is, by the searcher's id of it."""
+    rows = connection.execute(
+        "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
+    )
+    return {row["request_id"]: float(row["progress"]) for row in rows}
+
+
+def activate_paused(tx: Transaction, experiment_id: int) -> None:
+    """Make the paused trials of an experiment active."""
+    tx.execute(
+        "UPDATE trials SET state = 'ACTIVE' WHERE experiment_id = ? AND state = 'PAUSED'", (experiment_id,)
+    )
+
+
+def set_flag(tx: Transaction, trial_id: int, column: Literal["retry_cancelled", "is_node_excluded"]) -> bool:
+    """Set what a log policy asks for, and say whether it was not set yet."""
+    cursor = tx.execute(f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0", (trial_id,))  # noqa: S608 - one of the two above
+    return bool(cursor.rowcount)

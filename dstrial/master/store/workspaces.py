@@ -164,3 +164,9 @@ def owned_by(connection: sqlite3.Connection, user_id: int) -> set[int]:
     """Return the workspaces of a user."""
     rows = connection.execute("SELECT id FROM workspaces WHERE owner_id = ?", (user_id,))
     return {int(row["id"]) for row in rows}
+
+
+def name_of(connection: sqlite3.Connection, workspace_id: int) -> str | None:
+    """Return the name of a workspace, None if it is gone."""
+    row = connection.execute("SELECT name FROM workspaces WHERE id = ?", (workspace_id,)).fetchone()
+    return None if row is None else str(row["name"])

@@ -71,15 +71,10 @@ def _experiment(row: listings.ListedExperiment) -> dict[str, Any]:
 
 def _series(connection: sqlite3.Connection, trial_id: int, group: str, metric: str) -> Plot | None:
     found = []
-    rows = connection.execute(
-        "SELECT steps, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND archived = 0 AND steps >= 0 "
-        "ORDER BY steps",
-        (trial_id, group),
-    )
-    for row in rows:
-        value = metric_rows.as_number(json.loads(row["metrics"]).get(metric))
+    for row in metric_rows.every_report(connection, trial_id, group):
+        value = metric_rows.as_number(json.loads(row.metrics).get(metric))
         if value is not None:
-            found.append((row["steps"], value))
+            found.append((row.steps, value))
     return line_plot(found)
 
 
