@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dstrial.cli.run_follow import Followed
     from dstrial.cli.run_submission import Master
     from dstrial.launch.outcome import LaunchOutcome
-    from dstrial.master.observe import ExperimentView
+    from dstrial.master.store.observe import ExperimentView
 
 _EPILOG = (
     "Ctrl-C and SIGTERM pause the experiment with a checkpoint; a second Ctrl-C leaves that to the master. "
@@ -322,7 +322,7 @@ def _train(
 ) -> int:
     from dstrial.cli.run_display import Refresher, make_display
     from dstrial.cli.run_follow import LogTail, follow
-    from dstrial.master import observe
+    from dstrial.master.store import observe
 
     experiment, args, point = request.experiment, request.args, request.point
     metric = experiment.metric
@@ -395,7 +395,7 @@ def _start(
         The experiment's number, and for its trials the last line of their logs that belongs to earlier attempts.
     """
     from dstrial.cli import run_submission as submission
-    from dstrial.master import observe
+    from dstrial.master.store import observe
 
     experiment, point = request.experiment, request.point
     files = submission.read_context(experiment.context_dir)

@@ -22,9 +22,10 @@ from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
-from dstrial.master import daemon, observe
+from dstrial.master import daemon
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.store import observe
 
 if TYPE_CHECKING:
     from determined.common.api.bindings import v1File

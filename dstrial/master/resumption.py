@@ -7,7 +7,6 @@ A trial whose checkpoint is ours keeps its batch on any number of slots that sha
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import CheckpointError
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store.checkpoints import Checkpoint
+from dstrial.master.store.database import Connection
 from dstrial.master.store.trials import Trial
 
 # The launchers that start as many ranks as there are slots; another command may start any number.
@@ -27,7 +27,7 @@ _LAUNCHERS = ("dstrial.launch", "determined.launch.")
 _LOCAL_ID = 0
 
 
-def of_trial(connection: sqlite3.Connection, trial: Trial) -> SavedRun | None:
+def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
     """Return what the checkpoint of the store says from which a trial starts next; None without one of ours."""
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
@@ -35,14 +35,14 @@ def of_trial(connection: sqlite3.Connection, trial: Trial) -> SavedRun | None:
     return of_warm_start(connection, trial.warm_start_uuid)
 
 
-def of_warm_start(connection: sqlite3.Connection, uuid: str | None) -> SavedRun | None:
+def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
     """Return what a checkpoint of another trial says, of which only the weights are taken over."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
 
 
-def of_submission(connection: sqlite3.Connection, config: Mapping[str, Any]) -> SavedRun | None:
+def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
     """Return what the checkpoint says from which the first trial of a config starts; None without one.
 
     Args:
@@ -86,7 +86,7 @@ def _read(row: Checkpoint) -> SavedRun | None:
 
 
 def slots_to_go_on_with(
-    connection: sqlite3.Connection, trial: Trial, config: Mapping[str, Any], num_available: int
+    connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> int | None:
     """Return the most slots, of those a trial can have, on which its own checkpoint goes on; None if there are none.
 
@@ -109,7 +109,7 @@ def slots_to_go_on_with(
 
 
 def why_it_waits(
-    connection: sqlite3.Connection, trial: Trial, config: Mapping[str, Any], num_available: int
+    connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> str | None:
     """Say what keeps a trial's own checkpoint from the slots that there are; None if it has none of ours."""
     saved = _own(connection, trial, config)
@@ -124,7 +124,7 @@ def why_it_waits(
     return str(problems[0]) if problems else None
 
 
-def _own(connection: sqlite3.Connection, trial: Trial, config: Mapping[str, Any]) -> SavedRun | None:
+def _own(connection: Connection, trial: Trial, config: Mapping[str, Any]) -> SavedRun | None:
     if not follows_slots(config.get("entrypoint")):
         return None
     saved = of_trial(connection, trial) or _of_run_directory(config)

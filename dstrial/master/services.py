@@ -21,15 +21,13 @@ from dstrial.master.clock import now_us
 from dstrial.master.links import LoginLinks
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import users
-from dstrial.master.store.database import Database, Transaction, make_cluster_id
+from dstrial.master.store.database import Connection, Database, Transaction, make_cluster_id
 from dstrial.master.store.tokens import TokenStore
 from dstrial.master.webhooks.log_triggers import LogTriggers
 from dstrial.master.webhooks.sender import Sender
 from dstrial.master.webhooks.signing import load_key
 
 if TYPE_CHECKING:
-    import sqlite3
-
     from dstrial.config.secrets import SecretNames
     from dstrial.master.launcher.devices import Slot
     from dstrial.master.settings import MasterSettings
@@ -102,7 +100,7 @@ class Services:
         return self.settings.secret_names
 
     async def read(
-        self, function: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
+        self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Run a function of a read-only connection in a thread, inside one snapshot."""
 

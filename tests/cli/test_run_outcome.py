@@ -12,7 +12,7 @@ from dstrial.launch.outcome import LaunchOutcome
 from dstrial.local.json_files import append_json_line, write_json_atomically
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.local.run_monitor import RunView
-from dstrial.master.observe import ExperimentView, TrialView
+from dstrial.master.store.observe import ExperimentView, TrialView
 
 UNKNOWN = RunView()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.services import VERSION, Services
 from dstrial.master.store import allocations, jobs
 from dstrial.master.store import slots as slot_store
+from dstrial.master.store.database import Connection
 from dstrial.master.store.slots import AGENT
 
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
@@ -38,7 +38,7 @@ class _Use:
     num_queued: int
 
 
-def _use(connection: sqlite3.Connection, slot_ids: tuple[int, ...]) -> _Use:
+def _use(connection: Connection, slot_ids: tuple[int, ...]) -> _Use:
     rows = allocations.not_ended(connection)
     num_queued = jobs.count_without_slots(connection)
     return _Use(slot_store.disabled(connection, slot_ids), tuple(rows), num_queued)

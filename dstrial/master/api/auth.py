@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from typing import Any
 
 import orjson
@@ -17,7 +16,7 @@ from dstrial.master.api.guard import COOKIE
 from dstrial.master.api.messages import message
 from dstrial.master.api.users import user_json
 from dstrial.master.store import tokens, users
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
@@ -84,7 +83,7 @@ async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1LoginResponse, token=token, user=user_json(user))
 
 
-def _require_active(connection: sqlite3.Connection, username: str) -> users.StoredUser:
+def _require_active(connection: Connection, username: str) -> users.StoredUser:
     row = users.find_by_name(connection, username)
     if row is None:
         raise RequestError(

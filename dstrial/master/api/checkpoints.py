@@ -7,7 +7,6 @@ import contextlib
 import json
 import queue
 import re
-import sqlite3
 import tarfile
 import threading
 import zipfile
@@ -30,7 +29,7 @@ from dstrial.master.experiment import trials
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import metrics, work
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHUNK_BYTES = 1 << 20
@@ -185,7 +184,7 @@ async def list_metrics(request: ApiRequest) -> dict[str, Any]:
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
-    def read(connection: sqlite3.Connection) -> list[metrics.Report]:
+    def read(connection: Connection) -> list[metrics.Report]:
         checkpoint_rows.require_checkpoint(connection, uuid)
         return metrics.reports(connection, checkpoint_rows.users_of(connection, uuid, kind), group)
 

@@ -6,7 +6,6 @@ Source: Determined 0.38.1, ``determined/experimental/core_v2`` and ``determined/
 from __future__ import annotations
 
 import re
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -23,7 +22,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, logs, tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.webhooks import events
 
 _MAX_EXTERNAL_ID = 1024
@@ -65,7 +64,7 @@ async def find_trial(request: ApiRequest) -> dict[str, Any]:
     """``GET trials/by-external-id/{experiment}/{trial}``."""
     of_experiment, of_trial = (request.path_params[name] for name in ("external_id", "external_trial_id"))
 
-    def read(connection: sqlite3.Connection) -> int:
+    def read(connection: Connection) -> int:
         experiment = experiment_rows.by_external_id(connection, of_experiment)
         trial = None if experiment is None else trial_rows.by_external_id(connection, experiment.id, of_trial)
         if trial is None:
@@ -149,7 +148,7 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
     return {}
 
 
-def _trial_of(connection: sqlite3.Connection, task_id: str) -> trial_rows.Trial:
+def _trial_of(connection: Connection, task_id: str) -> trial_rows.Trial:
     row = tasks.get(connection, task_id)
     if row is None or row.trial_id is None:
         raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task. Name another.")

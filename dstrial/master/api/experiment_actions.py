@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ from dstrial.master.api.messages import message
 from dstrial.master.experiment import experiments
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, projects
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import User
 
 Perform: TypeAlias = "Callable[[Transaction, int], Any]"
@@ -105,7 +104,7 @@ def _within(project_id: int, perform: Perform) -> Perform:
     return act
 
 
-def _chosen(connection: sqlite3.Connection, project_id: int, body: Fields) -> list[int]:
+def _chosen(connection: Connection, project_id: int, body: Fields) -> list[int]:
     """Return the experiments that a body names: by its filters if it has any, else by their numbers.
 
     Source: Determined 0.38.1, where filters replace the numbers.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -15,6 +14,7 @@ from dstrial.master.api.shapes import checkpoint_json, sizes_as_texts
 from dstrial.master.clock import format_us
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store.database import Connection
 from dstrial.master.store.metrics import as_number
 
 _ANY_STATE = "STATE_"
@@ -27,7 +27,7 @@ async def preview_gc(request: ApiRequest) -> dict[str, Any]:
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
     )
 
-    def read(connection: sqlite3.Connection) -> dict[str, Any]:
+    def read(connection: Connection) -> dict[str, Any]:
         experiment = experiment_rows.require(connection, experiment_id)
         rows = checkpoint_rows.list_checkpoints(
             connection, experiment_id=experiment_id, states=("COMPLETED",)
@@ -90,7 +90,7 @@ async def checkpoints_page(
     )
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> list[checkpoint_rows.CheckpointInfo]:
+    def read(connection: Connection) -> list[checkpoint_rows.CheckpointInfo]:
         return checkpoint_rows.list_checkpoints(
             connection, trial_id=trial_id, experiment_id=experiment_id, states=states
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import sqlite3
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, metrics, projects, templates, workspaces
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16
@@ -128,7 +127,7 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
     return {**found, **await services.read(_trials_of, experiment_id)}
 
 
-def _trials_of(connection: sqlite3.Connection, experiment_id: int) -> dict[str, Any]:
+def _trials_of(connection: Connection, experiment_id: int) -> dict[str, Any]:
     """Return the ids of an experiment's trials, and the name by which a script knows the only one."""
     rows = trial_rows.of_experiment(connection, experiment_id)
     return {
@@ -283,7 +282,7 @@ def _with_secrets(
     return unmasked_yaml(config, [*sources, template], LABEL, limits)
 
 
-def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, Any] | None:
+def _storage_of(connection: Connection, workspace_id: int) -> dict[str, Any] | None:
     text = workspaces.require(connection, workspace_id).checkpoint_storage
     storage: dict[str, Any] | None = None if text is None else json.loads(text)
     return storage
@@ -340,7 +339,7 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> tuple[Any, list[listings.ListedExperiment]]:
+    def read(connection: Connection) -> tuple[Any, list[listings.ListedExperiment]]:
         if project_id is not None:
             projects.require(connection, project_id)
         page = page_of(listings.count_experiments(connection, wanted), offset, limit)
@@ -375,13 +374,13 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _resumed_by(connection: sqlite3.Connection, experiment_id: int) -> SavedRun | None:
+def _resumed_by(connection: Connection, experiment_id: int) -> SavedRun | None:
     """Return the checkpoint from which the trial of a single searcher goes on; None if it would start anew."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resumption.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
 
-def _refuse_other_place(connection: sqlite3.Connection, project_id: int, changes: Mapping[str, Any]) -> None:
+def _refuse_other_place(connection: Connection, project_id: int, changes: Mapping[str, Any]) -> None:
     """Refuse (400) a changed config that names another project than the experiment's."""
     row = projects.require(connection, project_id)
     for key, there in (("workspace", row.workspace_name), ("project", row.name)):
@@ -489,7 +488,7 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/validation-history``: each validation that was the best so far."""
     experiment_id = request.path_params["experiment_id"]
 
-    def read(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    def read(connection: Connection) -> list[dict[str, Any]]:
         experiment = experiment_rows.require(connection, experiment_id)
         rows = metrics.validations(connection, experiment_id)
         best: float | None = None

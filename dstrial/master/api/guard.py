@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -11,6 +10,7 @@ from starlette.datastructures import Headers
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import shown
 from dstrial.master.store import checkpoints
+from dstrial.master.store.database import Connection
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def require_owner(user: User, owner_id: int, what: str) -> None:
 
 
 def may_use_checkpoint(
-    connection: sqlite3.Connection,
+    connection: Connection,
     allocation: AllocationIdentity,
     checkpoint_uuid: str,
     *,

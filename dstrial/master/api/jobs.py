@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any, TypeAlias
 
 from determined.common.api import bindings
@@ -17,7 +16,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.command import life
 from dstrial.master.store import commands, jobs
 from dstrial.master.store.commands import Command
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.experiments import Experiment
 
 _MAX_PRIORITY = 99
@@ -33,7 +32,7 @@ def _state(entry: Entry) -> str:
     return "STATE_SCHEDULED" if runs else "STATE_QUEUED"
 
 
-def _entries(connection: sqlite3.Connection) -> list[Entry]:
+def _entries(connection: Connection) -> list[Entry]:
     """Return what stands in the queue, the next one first."""
     found: list[Entry] = [*jobs.queued_experiments(connection), *commands.queued(connection)]
     return sorted(found, key=lambda entry: (entry.priority, entry.queue_position))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sqlite3
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from dstrial.master.clock import format_us, now_us, parse_time
 from dstrial.master.services import Services
 from dstrial.master.store import logs, tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible
 
@@ -80,14 +79,14 @@ async def stream_task_logs(request: ApiRequest) -> NdjsonResponse:
     return ndjson(_lines(request, wanted, f"logs:{task_id}"))
 
 
-def _task(connection: sqlite3.Connection, task_id: str) -> tasks.Task:
+def _task(connection: Connection, task_id: str) -> tasks.Task:
     row = tasks.get(connection, task_id)
     if row is None:
         raise RequestError(404, f"task {task_id[:80]!r} is not found; expected one of `det task list`.")
     return row
 
 
-def _is_over(connection: sqlite3.Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
+def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
     """Say whether nothing more can come: every task has ended, and so has every allocation."""
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)

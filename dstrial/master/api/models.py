@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from dstrial.master.api.shapes import checkpoint_json, stored
 from dstrial.master.clock import format_us
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import metrics, models, workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 _TEXTS = ("name", "description", "notes")
 _VERSION_TEXTS = ("name", "comment", "notes")
@@ -47,7 +46,7 @@ def model_json(row: models.ModelInfo) -> dict[str, Any]:
 
 
 def _version_json(
-    names: SecretNames, connection: sqlite3.Connection, model: models.ModelInfo, row: models.VersionInfo
+    names: SecretNames, connection: Connection, model: models.ModelInfo, row: models.VersionInfo
 ) -> dict[str, Any]:
     checkpoint = checkpoint_rows.require_checkpoint(connection, row.checkpoint_uuid)
     return message(
@@ -75,7 +74,7 @@ def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _workspace(connection: sqlite3.Connection, body: Fields) -> int | None:
+def _workspace(connection: Connection, body: Fields) -> int | None:
     """Return the workspace that a body names, by its name or its number; None without one."""
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:
@@ -85,7 +84,7 @@ def _workspace(connection: sqlite3.Connection, body: Fields) -> int | None:
     return int(row.id)
 
 
-def _open(connection: sqlite3.Connection, name: str) -> models.ModelInfo:
+def _open(connection: Connection, name: str) -> models.ModelInfo:
     """Return a model that may be changed.
 
     Raises:
@@ -116,7 +115,7 @@ async def list_models(request: ApiRequest) -> dict[str, Any]:
     sort_by = request.query_choice("sortBy", bindings.v1GetModelsRequestSortBy)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
 
-    def read(connection: sqlite3.Connection) -> list[models.ModelInfo]:
+    def read(connection: Connection) -> list[models.ModelInfo]:
         for name in wanted.workspace_names:
             workspaces.by_name(connection, name)
         return models.list_models(connection, wanted, sort_by=sort_by, is_descending=is_descending)
@@ -224,7 +223,7 @@ async def list_versions(request: ApiRequest) -> dict[str, Any]:
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> tuple[dict[str, Any], list[dict[str, Any]], Page]:
+    def read(connection: Connection) -> tuple[dict[str, Any], list[dict[str, Any]], Page]:
         model = models.require(connection, name)
         rows = models.list_versions(connection, model.id, by_time=by_time, is_descending=is_descending)
         page = page_of(len(rows), offset, limit)
@@ -261,9 +260,7 @@ async def register_version(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostModelVersionResponse, modelVersion=await request.services.write(write))
 
 
-def _version_of(
-    connection: sqlite3.Connection, request: ApiRequest
-) -> tuple[models.ModelInfo, models.VersionInfo]:
+def _version_of(connection: Connection, request: ApiRequest) -> tuple[models.ModelInfo, models.VersionInfo]:
     model = models.require(connection, request.path_params["model"])
     return model, models.require_version(connection, model, request.path_params["version"])
 
@@ -271,7 +268,7 @@ def _version_of(
 async def show_version(request: ApiRequest) -> dict[str, Any]:
     """``GET models/{name or id}/versions/{number}``."""
 
-    def read(connection: sqlite3.Connection) -> dict[str, Any]:
+    def read(connection: Connection) -> dict[str, Any]:
         return _version_json(request.services.secret_names, connection, *_version_of(connection, request))
 
     return message(bindings.v1GetModelVersionResponse, modelVersion=await request.services.read(read))
@@ -311,7 +308,7 @@ async def list_metrics(request: ApiRequest) -> dict[str, Any]:
     group = request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
-    def read(connection: sqlite3.Connection) -> list[metrics.Report]:
+    def read(connection: Connection) -> list[metrics.Report]:
         model, row = _version_of(connection, request)
         trial_ids = checkpoint_rows.users_of_version(connection, model.id, row.version, kind)
         return metrics.reports(connection, trial_ids, group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from dstrial.master.api.shapes import stored, time_or_none
 from dstrial.master.api.workspaces import named, ordered
 from dstrial.master.experiment import holders
 from dstrial.master.store import projects, workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 _ORDER: dict[str, Callable[[projects.ProjectInfo], Any]] = {
     "SORT_BY_NAME": lambda row: row.name.casefold(),
@@ -61,7 +60,7 @@ async def list_projects(request: ApiRequest) -> dict[str, Any]:
     order = request.query_choice("orderBy", bindings.v1OrderBy)
     workspace_id = request.path_params["workspace_id"]
 
-    def read(connection: sqlite3.Connection) -> list[projects.ProjectInfo]:
+    def read(connection: Connection) -> list[projects.ProjectInfo]:
         workspaces.require(connection, workspace_id)
         return projects.list_projects(connection, workspace_id)
 
@@ -113,7 +112,7 @@ async def create_project(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostProjectResponse, project=await _shown(request, project_id))
 
 
-def _own(connection: sqlite3.Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
+def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
     """Return the project of the path, which the user may change.
 
     Raises:
@@ -227,7 +226,7 @@ async def list_metadata_values(request: ApiRequest) -> dict[str, Any]:
     """``GET projects/{id}/metadata/{key}``: the texts that runs of the project have under a key of their metadata."""
     project_id, key = request.path_params["project_id"], request.path_params["key"]
 
-    def read(connection: sqlite3.Connection) -> list[str]:
+    def read(connection: Connection) -> list[str]:
         projects.require(connection, project_id)
         found: set[str] = set()
         for metadata in projects.metadata_of_runs(connection, project_id):

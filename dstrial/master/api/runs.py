@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -21,7 +20,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.experiment import experiments, trials
 from dstrial.master.services import Services
 from dstrial.master.store import projects, runs
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 Perform: TypeAlias = "Callable[[Transaction, runs.Run], Any]"
 
@@ -81,7 +80,7 @@ async def search_runs(request: ApiRequest) -> dict[str, Any]:
         body.text("sort"),
     )
 
-    def read(connection: sqlite3.Connection) -> list[runs.Run]:
+    def read(connection: Connection) -> list[runs.Run]:
         if project_id is not None:
             projects.require(connection, project_id)
         return in_order([row for row in runs.list_runs(connection, project_id) if is_wanted(row)], sort)
@@ -123,7 +122,7 @@ def _move(request: ApiRequest) -> Perform:
     return act
 
 
-def _chosen(connection: sqlite3.Connection, body: Fields, project_id: int | None) -> dict[int, int | None]:
+def _chosen(connection: Connection, body: Fields, project_id: int | None) -> dict[int, int | None]:
     """Return the runs that a body names, by its filter if it has one, else by their numbers, and the project of each."""
     text = body.text("filter")
     if text:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -20,6 +19,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.services import Services
 from dstrial.master.store import commands, tasks, work
 from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Connection
 
 _SNAKE = re.compile("[A-Z]")
 _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED": "STATE_TERMINATED"}
@@ -144,7 +144,7 @@ async def count_tasks(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _find_task(connection: sqlite3.Connection, task_id: str) -> tuple[tasks.Task, list[Allocation]]:
+def _find_task(connection: Connection, task_id: str) -> tuple[tasks.Task, list[Allocation]]:
     row = tasks.get(connection, task_id)
     if row is None:
         raise RequestError(404, f"task {task_id[:80]!r} does not exist; see `det task list`")
@@ -198,7 +198,7 @@ async def show_task(request: ApiRequest) -> dict[str, Any]:
     }
 
 
-def _model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
+def _model_definition(connection: Connection, task_id: str) -> bytes:
     _find_task(connection, task_id)
     return tasks.model_definition(connection, task_id)
 

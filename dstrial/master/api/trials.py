@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -20,7 +19,7 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, metrics
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 
 async def list_trials(request: ApiRequest) -> dict[str, Any]:
@@ -35,7 +34,7 @@ async def list_trials(request: ApiRequest) -> dict[str, Any]:
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> tuple[Any, list[listings.ListedTrial]]:
+    def read(connection: Connection) -> tuple[Any, list[listings.ListedTrial]]:
         experiment_rows.require(connection, experiment_id)
         chosen = sorted(states)
         page = page_of(listings.count_trials(connection, experiment_id, chosen), offset, limit)
@@ -60,7 +59,7 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
     """``GET trials/{id}``."""
     trial_id = request.path_params["trial_id"]
 
-    def read(connection: sqlite3.Connection) -> list[listings.ListedTrial]:
+    def read(connection: Connection) -> list[listings.ListedTrial]:
         trial_rows.require(connection, trial_id)
         return listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
 
@@ -78,7 +77,7 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
     has_batches = request.query_flag("includeBatchMetrics")
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> list[tuple[int, int, dict[str, Any]]]:
+    def read(connection: Connection) -> list[tuple[int, int, dict[str, Any]]]:
         trial_rows.require(connection, trial_id)
         found: list[tuple[int, int, dict[str, Any]]] = []
         for row in metrics.every_report(connection, trial_id):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,7 +18,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.experiment import holders
 from dstrial.master.settings import MasterSettings
 from dstrial.master.store import workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.projects import ProjectInfo
 
 Held: TypeAlias = "workspaces.WorkspaceInfo | ProjectInfo"
@@ -148,7 +147,7 @@ async def create_workspace(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _own(connection: sqlite3.Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
+def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
     """Return the workspace of the path, which the user may change.
 
     Raises:

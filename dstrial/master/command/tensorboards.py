@@ -10,20 +10,20 @@ best ones, are shown (`det tensorboard start --help`).
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Collection
 from pathlib import Path
 
 from dstrial.errors import MasterError
 from dstrial.master import checkpoint_gc
 from dstrial.master.store import experiments, trials
+from dstrial.master.store.database import Connection
 from dstrial.master.store.errors import InvalidError
 
 MAX_TRIALS = 100
 
 
 def sources(
-    connection: sqlite3.Connection,
+    connection: Connection,
     cluster_id: str,
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
@@ -57,7 +57,7 @@ def sources(
     return found
 
 
-def _directory(connection: sqlite3.Connection, cluster_id: str, experiment_id: int) -> Path:
+def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> Path:
     config = json.loads(experiments.require(connection, experiment_id).config)
     try:
         return checkpoint_gc.tensorboard_directory(config["checkpoint_storage"], cluster_id, experiment_id)
@@ -69,7 +69,7 @@ def _directory(connection: sqlite3.Connection, cluster_id: str, experiment_id: i
         ) from error
 
 
-def _best_trials(connection: sqlite3.Connection, experiment_id: int) -> list[int] | None:
+def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
     """Return the trials to show of an experiment; None for all, those that begin later among them."""
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

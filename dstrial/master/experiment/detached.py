@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.logs import add_master_line
 from dstrial.master.webhooks import events
@@ -204,7 +203,7 @@ def give_up_silent(tx: Transaction, before_us: int) -> int:
     return len(rows)
 
 
-def is_anyone_silent(connection: sqlite3.Connection, before_us: int) -> bool:
+def is_anyone_silent(connection: Connection, before_us: int) -> bool:
     """Say whether :func:`give_up_silent` has something to do."""
     return bool(
         trial_rows.silent_since(connection, before_us)

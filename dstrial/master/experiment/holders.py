@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
 from dstrial.master.experiment import experiments
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import models, projects, work, workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 
 
-def place(
-    connection: sqlite3.Connection, project_id: int | None, config: Mapping[str, Any]
-) -> projects.ProjectInfo:
+def place(connection: Connection, project_id: int | None, config: Mapping[str, Any]) -> projects.ProjectInfo:
     """Return the project of a new experiment: the request's, else the config's, else the one that is always there.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sqlite3
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
@@ -13,6 +12,7 @@ from urllib.parse import unquote
 from dstrial.errors import RequestError
 from dstrial.master.api.guard import ALLOCATION_HEADER, COOKIE
 from dstrial.master.store import tasks
+from dstrial.master.store.database import Connection
 
 PREFIX = "/proxy/"
 
@@ -55,7 +55,7 @@ def service_of(path: str) -> str:
     return unquote(path[len(PREFIX) :].partition("/")[0])
 
 
-def find(connection: sqlite3.Connection, name: str) -> Service:
+def find(connection: Connection, name: str) -> Service:
     """Return the service of a name.
 
     A TensorBoard has one; other tasks have those of ``environment.proxy_ports`` of their config, by port.

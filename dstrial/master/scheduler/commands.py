@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from dstrial.master.launcher import AllocationRequest, Slot, SupervisorHandle, r
 from dstrial.master.launcher.ports import TENSORBOARD
 from dstrial.master.store import commands
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -27,7 +26,7 @@ _MEMORY_PERIOD_S = 2.0
 _CONNECT_TIMEOUT_S = 0.2
 
 
-def first_ports(connection: sqlite3.Connection, task_id: str) -> dict[str, int]:
+def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
     """Return the ports that a command needs, as ``choose_ports`` takes them."""
     kind = commands.require(connection, task_id).kind
     return dict(TENSORBOARD) if kind == "TENSORBOARD" else {}
@@ -35,7 +34,7 @@ def first_ports(connection: sqlite3.Connection, task_id: str) -> dict[str, int]:
 
 def request(
     services: Services,
-    connection: sqlite3.Connection,
+    connection: Connection,
     allocation: Allocation,
     slots: tuple[Slot, ...],
     ports: dict[str, int],

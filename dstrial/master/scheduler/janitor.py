@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from dstrial.master.launcher import remove
 from dstrial.master.launcher.environment import tracebacks_directory
 from dstrial.master.launcher.overlay.store import collect as collect_overlays
 from dstrial.master.store import allocations, checkpoints, experiments, logs, models, usage, work
-from dstrial.master.store.database import Database, Transaction, find_cluster_id
+from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.metrics import as_number
 
 logger = logging.getLogger("dstrial.master.janitor")
@@ -110,7 +109,7 @@ class Janitor:
                 self._database.write(lambda tx: holders.finish_workspace(tx, payload["id"]))
             else:
                 self._delete_experiment(experiment_id)
-        except (DstrialError, OSError, sqlite3.IntegrityError, ValueError, LookupError) as error:
+        except (DstrialError, OSError, IntegrityError, ValueError, LookupError) as error:
             logger.error("%s of experiment %d: %s", row.kind, experiment_id, text_of(error))
             if row.kind == "delete_experiment":
                 why = text_of(error)

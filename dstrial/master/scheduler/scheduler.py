@@ -12,7 +12,6 @@ import json
 import logging
 import secrets
 import shutil
-import sqlite3
 import threading
 import time
 import uuid
@@ -41,7 +40,7 @@ from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.logs import add_master_line, add_task_logs
 from dstrial.master.store.slots import AGENT, disabled
 from dstrial.master.webhooks import events
@@ -118,7 +117,7 @@ class Scheduler:
         self._thread.start()
 
     def _waiting(
-        self, connection: sqlite3.Connection, rows: list[jobs.WaitingTrial], num_enabled: int
+        self, connection: Connection, rows: list[jobs.WaitingTrial], num_enabled: int
     ) -> list[Waiting]:
         """Return who waits for how many slots; a trial that can go on with fewer than it asks for waits for those."""
         waiting = []
@@ -139,7 +138,7 @@ class Scheduler:
         return waiting
 
     def _slots_to_go_on_with(
-        self, connection: sqlite3.Connection, row: jobs.WaitingTrial, config: dict[str, Any], available: int
+        self, connection: Connection, row: jobs.WaitingTrial, config: dict[str, Any], available: int
     ) -> int | None:
         """Return what ``resumption`` says, which is asked again only when something has changed."""
         known_for = (row.run_id, available, hash(row.config))
@@ -587,7 +586,7 @@ class Scheduler:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def _holder(connection: sqlite3.Connection, allocation: Allocation) -> Holder:
+def _holder(connection: Connection, allocation: Allocation) -> Holder:
     num_slots = len(json.loads(allocation.slots))
     if _is_command(allocation):
         return Holder(f"task {allocation.task_id}", 0, num_slots)

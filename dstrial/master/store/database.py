@@ -37,6 +37,11 @@ Connection: TypeAlias = sqlite3.Connection
 """What the functions of the store read from; nobody else asks it anything."""
 
 
+SqlError = sqlite3.Error
+OperationalError = sqlite3.OperationalError
+IntegrityError = sqlite3.IntegrityError
+
+
 @functools.cache
 def _flags(kind: type[Any]) -> tuple[str, ...]:
     """The fields of a dataclass that are told as 0 and 1 by SQLite, which has no truth values."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-import sqlite3
 from typing import Any
 
 import jinja2
@@ -21,6 +20,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import listings, logs
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import webhooks as webhook_rows
+from dstrial.master.store.database import Connection
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.tokens import User
 from dstrial.master.web.plot import Plot, line_plot
@@ -69,7 +69,7 @@ def _experiment(row: listings.ListedExperiment) -> dict[str, Any]:
     }
 
 
-def _series(connection: sqlite3.Connection, trial_id: int, group: str, metric: str) -> Plot | None:
+def _series(connection: Connection, trial_id: int, group: str, metric: str) -> Plot | None:
     found = []
     for row in metric_rows.every_report(connection, trial_id, group):
         value = metric_rows.as_number(json.loads(row.metrics).get(metric))
@@ -78,9 +78,7 @@ def _series(connection: sqlite3.Connection, trial_id: int, group: str, metric: s
     return line_plot(found)
 
 
-def _trials(
-    connection: sqlite3.Connection, experiment: Experiment, names: SecretNames
-) -> list[dict[str, Any]]:
+def _trials(connection: Connection, experiment: Experiment, names: SecretNames) -> list[dict[str, Any]]:
     rows = listings.list_trials(connection, now_us=now_us(), experiment_id=experiment.id, limit=_MAX_TRIALS)
     shown = []
     for row in rows:
@@ -121,7 +119,7 @@ def _webhook(webhook: webhook_rows.Webhook) -> dict[str, Any]:
 
 
 def _read(
-    connection: sqlite3.Connection,
+    connection: Connection,
     experiment_id: int | None,
     trial_id: int | None,
     names: SecretNames,

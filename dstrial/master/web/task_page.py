@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Literal
 
 from starlette.responses import Response
 
 from dstrial.master.store import commands
+from dstrial.master.store.database import Connection
 from dstrial.master.web.page import render
 
 _REFRESH_S = 1
 
 
-def state_of(connection: sqlite3.Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
+def state_of(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
     """Say how far a command has come with its service.
 
     Raises:

@@ -13,7 +13,9 @@ import math
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
 from dstrial.visible_text import visible_line
 
@@ -111,6 +113,36 @@ class Start:
     experiment_id: int
     text: str
     since_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """What the database says about a master, running or not.
+
+    Attributes:
+        num_slots_used: slots that allocations hold.
+        experiments: state -> number of experiments.
+        trials: state -> number of trials.
+    """
+
+    num_slots_used: int
+    experiments: dict[str, int]
+    trials: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Supervisor:
+    """The process that an allocation which has not ended was given.
+
+    Attributes:
+        allocation_id: the allocation.
+        pid: its number; another one may have it by now.
+        start_time: when it began, as the kernel tells.
+    """
+
+    allocation_id: str
+    pid: int
+    start_time: str
 
 
 @contextlib.contextmanager
@@ -212,3 +244,47 @@ def last_log_id(state: StateDirectory, trial_id: int) -> int:
             "SELECT COALESCE(MAX(id), 0) FROM logs WHERE trial_id = ?", (trial_id,)
         ).fetchone()
     return int(row[0])
+
+
+def supervisors(state: StateDirectory) -> list[Supervisor]:
+    """Return the processes of the allocations that have not ended, oldest first, whether or not they live."""
+    rows = _query(
+        state,
+        "SELECT id, supervisor_pid, supervisor_start FROM allocations "
+        "WHERE state != 'TERMINATED' AND supervisor_pid IS NOT NULL ORDER BY start_us",
+    )
+    return [Supervisor(str(row[0]), int(row[1]), str(row[2])) for row in rows]
+
+
+def usage(state: StateDirectory) -> Usage:
+    """Count slots in use, experiments and trials."""
+    used = _query(
+        state,
+        "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'",
+    )
+    counts = [
+        dict(_query(state, f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY state"))  # noqa: S608 - ours
+        for table in ("experiments", "trials")
+    ]
+    return Usage(int(used[0][0]) if used else 0, counts[0], counts[1])
+
+
+def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
+    """Read the database beside the master; nothing where there is none yet."""
+    if not state.database_path.is_file():
+        return []
+    with contextlib.closing(sqlite3.connect(state.database_path, timeout=10.0)) as connection:
+        try:
+            return connection.execute(sql).fetchall()
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):
+                return []
+            raise _unusable(state, error) from error
+        except sqlite3.DatabaseError as error:
+            raise _unusable(state, error) from error
+
+
+def _unusable(state: StateDirectory, error: sqlite3.DatabaseError) -> MasterError:
+    from dstrial.master.store.database import unusable
+
+    return unusable(state.database_path, error)
