@@ -32,7 +32,7 @@ def create(tx: Transaction, new: NewCommand) -> str:
         if state == "CANCELED" or state.startswith("STOPPING"):
             raise InvalidError(
                 f"task {new.parent_id}, which is to be the parent, is {state}; expected one that nobody is "
-                "stopping or has stopped. Leave --parent out.",
+                "stopping or has stopped. Leave --parent out."
             )
     task_id = commands.insert(tx, new)
     if new.spec.config["bind_mounts"]:

@@ -36,11 +36,11 @@ def sources(
     """
     if not experiment_ids and not trial_ids:
         raise InvalidError(
-            "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t.",
+            "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."
         )
     if len(trial_ids) > MAX_TRIALS:
         raise InvalidError(
-            f"trialIds has {len(trial_ids)} items; expected at most {MAX_TRIALS}. Name fewer, or the experiment.",
+            f"trialIds has {len(trial_ids)} items; expected at most {MAX_TRIALS}. Name fewer, or the experiment."
         )
     found: dict[str, Path] = {}
     for experiment_id in experiment_ids:
@@ -65,7 +65,7 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
         kind = config["checkpoint_storage"].get("type")
         raise InvalidError(
             f"checkpoint_storage.type of experiment {experiment_id} is {kind!r}; expected shared_fs or directory, whose "
-            "event files this machine has. Fetch them with the storage's own tools, and run `tensorboard --logdir`.",
+            "event files this machine has. Fetch them with the storage's own tools, and run `tensorboard --logdir`."
         ) from error
 
 

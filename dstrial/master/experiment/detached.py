@@ -168,7 +168,7 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
     experiment = _require(tx, trial.experiment_id)
     if state not in (None, "RUNNING", *_ENDS):
         raise InvalidError(
-            f"state is STATE_{state}; expected STATE_RUNNING, STATE_COMPLETED, STATE_CANCELED or STATE_ERROR. Send one of these.",
+            f"state is STATE_{state}; expected STATE_RUNNING, STATE_COMPLETED, STATE_CANCELED or STATE_ERROR. Send one of these."
         )
     hear(tx, trial)
     if state is None or state == "RUNNING" or experiment.state in DELETING:
@@ -231,7 +231,7 @@ def _require(tx: Transaction, experiment_id: int) -> experiment_rows.Experiment:
     if not row.unmanaged:
         raise InvalidError(
             f"experiment {experiment_id} is not one of detached runs; expected one that a script has created with "
-            "determined.experimental.core_v2. Use the external ids of such a one.",
+            "determined.experimental.core_v2. Use the external ids of such a one."
         )
     return row
 

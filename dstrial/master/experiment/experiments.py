@@ -68,7 +68,7 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
     if trial_id is not None and checkpoint_rows.latest_completed(tx.connection, int(trial_id)) is None:
         raise InvalidError(
             f"searcher.source_trial_id is {trial_id}; expected a trial with a complete checkpoint. "
-            "Name another trial, or remove it.",
+            "Name another trial, or remove it."
         )
     if uuid is None:
         return
@@ -153,7 +153,7 @@ def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) ->
     if row.state not in TERMINAL:
         raise InvalidError(
             f"experiment {experiment_id} is {row.state}; expected one that has ended. "
-            "Cancel or kill it first.",
+            "Cancel or kill it first."
         )
     experiment_rows.update(tx, experiment_id, archived=is_archived)
     tx.publish(f"experiment:{experiment_id}")
@@ -183,13 +183,13 @@ def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
     """Refuse (400) to delete an experiment that has not ended, or whose checkpoints are registered."""
     if row.state not in TERMINAL | DELETING:
         raise InvalidError(
-            f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first.",
+            f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."
         )
     versions = models.registered_of(tx.connection, row.id)
     if versions:
         raise InvalidError(
             f"experiment {row.id} has checkpoints that are registered as {', '.join(versions[:5])}; expected none that is. "
-            "Delete these versions first, or archive the experiment instead.",
+            "Delete these versions first, or archive the experiment instead."
         )
 
 
@@ -224,7 +224,7 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
     if row.state not in TERMINAL:
         raise InvalidError(
             f"experiment {experiment_id} is {row.state}; expected one that has ended, which writes no files any more. "
-            "Cancel or kill it first.",
+            "Cancel or kill it first."
         )
     work.request(tx, "delete_tensorboard", experiment_id)
 
@@ -265,7 +265,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     if not again:
         raise InvalidError(
             f"experiment {experiment_id} has completed all of its trials; expected one that is left to run. "
-            "Create a new experiment.",
+            "Create a new experiment."
         )
     if submission is not None:
         experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)

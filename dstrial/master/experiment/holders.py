@@ -75,8 +75,7 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
     model = models.any_name_in(tx.connection, workspace_id)
     if model is not None:
         raise InvalidError(
-            f"workspace {row.name!r} has the model {model!r}; expected none.",
-            Hint.MOVE_MODELS,
+            f"workspace {row.name!r} has the model {model!r}; expected none.", Hint.MOVE_MODELS
         )
     gone = [delete_project(tx, one.id) for one in projects.list_projects(tx.connection, workspace_id)]
     if all(gone):

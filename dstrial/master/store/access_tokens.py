@@ -129,6 +129,6 @@ def _checked(description: str) -> str:
     if len(description) > _MAX_DESCRIPTION or not (description.isprintable() or description == ""):
         raise InvalidError(
             f"the description is {description[:80]!r}; expected at most {_MAX_DESCRIPTION} printable characters. "
-            "Write a shorter one.",
+            "Write a shorter one."
         )
     return description

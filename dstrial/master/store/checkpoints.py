@@ -85,7 +85,7 @@ def add_checkpoint(
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
         raise ConflictError(
-            f"checkpoint {uuid} belongs to trial {known['trial_id']}; expected a uuid that is not in use.",
+            f"checkpoint {uuid} belongs to trial {known['trial_id']}; expected a uuid that is not in use."
         )
     digest = None if known is None else known["manifest_sha256"]
     reported = metadata.get(MANIFEST_DIGEST)
@@ -220,7 +220,7 @@ def refuse_going(connection: sqlite3.Connection, row: Checkpoint) -> None:
         state = "being deleted"
     if state != "COMPLETED":
         raise InvalidError(
-            f"checkpoint {row.uuid} is {state}; expected a COMPLETED one, whose files are all there. Take another.",
+            f"checkpoint {row.uuid} is {state}; expected a COMPLETED one, whose files are all there. Take another."
         )
 
 
@@ -295,10 +295,7 @@ def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: in
     """
     known = "SELECT 1 FROM model_versions WHERE model_id = ? AND version = ?"
     if tx.execute(known, (model_id, version)).fetchone() is None:
-        raise NotFoundError(
-            f"version {version} of model {model_id} is not found",
-            Hint.LIST_VERSIONS,
-        )
+        raise NotFoundError(f"version {version} of model {model_id} is not found", Hint.LIST_VERSIONS)
     tx.execute(
         "INSERT OR IGNORE INTO trial_source_versions (model_id, version, trial_id, type) VALUES (?, ?, ?, ?)",
         (model_id, version, trial_id, kind),

@@ -88,7 +88,7 @@ def require_of_project(connection: sqlite3.Connection, experiment_id: int, proje
     if row.project_id != project_id:
         raise NotFoundError(
             f"experiment {experiment_id} is in project {row.project_id}; expected one of project {project_id}. "
-            "Ask in its own project.",
+            "Ask in its own project."
         )
     return row
 

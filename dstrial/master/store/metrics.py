@@ -75,7 +75,7 @@ def add_report(
     if run_id != trial["run_id"]:
         raise InvalidError(
             f"trialRunId is {run_id}; expected {trial['run_id']}, the current run of trial {trial_id}. "
-            "Reports of an earlier run are refused.",
+            "Reports of an earlier run are refused."
         )
     at = _NO_STEPS if steps is None else steps
     if at >= 0:
@@ -141,7 +141,7 @@ def _merge(
         if stored[name] != given[name]:
             raise ConflictError(
                 f"metric {name!r} of group {group!r} at batch {steps} is {given[name]!r}; expected {stored[name]!r}, "
-                "which was reported before. Report every metric once per batch.",
+                "which was reported before. Report every metric once per batch."
             )
     new = {name: value for name, value in given.items() if name not in stored}
     if not new:

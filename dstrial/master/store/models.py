@@ -212,7 +212,7 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
     """
     if not name.strip() or "/" in name or name.isdecimal():
         raise InvalidError(
-            f"the model's name is {name[:80]!r}; expected a text without slashes that is not a number. Choose another.",
+            f"the model's name is {name[:80]!r}; expected a text without slashes that is not a number. Choose another."
         )
     row = connection.execute("SELECT id FROM models WHERE name = ?", (name,)).fetchone()
     if row is not None and row["id"] != own_id:
@@ -284,10 +284,7 @@ def require_version(connection: sqlite3.Connection, model: Model, version: int) 
     """
     row = fetch_one(VersionInfo, connection, f"{_VERSION_SELECT} AND v.version = ?", (model.id, version))
     if row is None:
-        raise NotFoundError(
-            f"version {version} of model {model.name!r} is not found",
-            Hint.LIST_VERSIONS,
-        )
+        raise NotFoundError(f"version {version} of model {model.name!r} is not found", Hint.LIST_VERSIONS)
     return row
 
 

@@ -78,10 +78,7 @@ def require(connection: sqlite3.Connection, project_id: int) -> ProjectInfo:
     """
     row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.id = ?", (project_id,))
     if row is None:
-        raise NotFoundError(
-            f"project {project_id} is not found",
-            Hint.LIST_PROJECTS,
-        )
+        raise NotFoundError(f"project {project_id} is not found", Hint.LIST_PROJECTS)
     return row
 
 
@@ -146,7 +143,7 @@ def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own
     if row is not None and row["id"] != own_id:
         raise ConflictError(
             f"project {name!r} exists in this workspace; expected a name that is not in use, whatever its case. "
-            "Choose another.",
+            "Choose another."
         )
 
 
@@ -160,7 +157,7 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
     """
     if re.fullmatch(rf"[A-Za-z0-9]{{1,{_MAX_KEY}}}", key) is None:
         raise InvalidError(
-            f"the project's key is {key[:80]!r}; expected 1 to {_MAX_KEY} letters and digits. Choose another.",
+            f"the project's key is {key[:80]!r}; expected 1 to {_MAX_KEY} letters and digits. Choose another."
         )
     row = connection.execute("SELECT id FROM projects WHERE key = ?", (key,)).fetchone()
     if row is not None and row["id"] != own_id:

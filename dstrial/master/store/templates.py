@@ -44,8 +44,7 @@ def refuse_existing(connection: sqlite3.Connection, name: str) -> None:
         raise InvalidError("the template's name is empty; expected a text. Choose a name.")
     if connection.execute("SELECT 1 FROM templates WHERE name = ?", (name,)).fetchone() is not None:
         raise ConflictError(
-            f"template {name[:80]!r} exists; expected a name that is not in use.",
-            Hint.SET_TEMPLATE,
+            f"template {name[:80]!r} exists; expected a name that is not in use.", Hint.SET_TEMPLATE
         )
 
 

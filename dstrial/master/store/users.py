@@ -158,7 +158,7 @@ def change_user(
     tx.execute(f"UPDATE users SET {assignments} WHERE id = :id", {**given, "id": user_id})  # noqa: S608 - our columns
     if tx.execute("SELECT 1 FROM users WHERE admin AND active").fetchone() is None:
         raise ConflictError(
-            f"user {row.username!r} is the last active administrator; expected one to remain. Make another one first.",
+            f"user {row.username!r} is the last active administrator; expected one to remain. Make another one first."
         )
     tx.publish(TOPIC)
 
@@ -189,7 +189,7 @@ def list_users(connection: sqlite3.Connection) -> list[User]:
 def _check_name(username: str) -> None:
     if not username.strip() or len(username) > _MAX_NAME or not username.isprintable():
         raise InvalidError(
-            f"username is {username[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose another name.",
+            f"username is {username[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose another name."
         )
 
 

@@ -128,7 +128,7 @@ def create(tx: Transaction, webhook: Webhook) -> int:
     if num_log + sum(one.type == "TASK_LOG" for one in webhook.triggers) > _MAX_LOG_TRIGGERS:
         raise InvalidError(
             f"there are {num_log} triggers on logs; expected at most {_MAX_LOG_TRIGGERS} with the new ones. Join patterns "
-            "with |.",
+            "with |."
         )
     taken = tx.execute(
         "SELECT 1 FROM webhooks WHERE name = ? AND COALESCE(workspace_id, 0) = ?",
@@ -156,12 +156,12 @@ def check(webhook: Webhook) -> None:
     if not 1 <= len(webhook.name.strip()) <= _MAX_NAME or not webhook.name.isprintable():
         raise InvalidError(
             f"the name of the webhook is {webhook.name[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose "
-            "another.",
+            "another."
         )
     check_url(webhook.url)
     if not 1 <= len(webhook.triggers) <= _MAX_TRIGGERS:
         raise InvalidError(
-            f"the webhook has {len(webhook.triggers)} triggers; expected 1 to {_MAX_TRIGGERS}. Say what it is to be told of.",
+            f"the webhook has {len(webhook.triggers)} triggers; expected 1 to {_MAX_TRIGGERS}. Say what it is to be told of."
         )
     for trigger in webhook.triggers:
         _check_trigger(trigger, webhook.mode)
@@ -170,25 +170,25 @@ def check(webhook: Webhook) -> None:
 def _check_trigger(trigger: Trigger, mode: str) -> None:
     if trigger.type == "EXPERIMENT_STATE_CHANGE" and trigger.condition not in STATES:
         raise InvalidError(
-            f"the state of a trigger is {trigger.condition[:80]!r}; expected one of {', '.join(STATES)}. Name one of these.",
+            f"the state of a trigger is {trigger.condition[:80]!r}; expected one of {', '.join(STATES)}. Name one of these."
         )
     if trigger.type == "CUSTOM" and mode != "SPECIFIC":
         raise InvalidError(
             f"the mode of a webhook with a custom trigger is {mode}; expected SPECIFIC, so that experiments name it under "
-            "integrations.webhooks. Change the mode.",
+            "integrations.webhooks. Change the mode."
         )
     if trigger.type == "TASK_LOG":
         if not 1 <= len(trigger.condition) <= _MAX_PATTERN:
             raise InvalidError(
                 f"the regex of a trigger is {len(trigger.condition)} characters long; expected 1 to {_MAX_PATTERN}. Write a "
-                "pattern.",
+                "pattern."
             )
         try:
             compile_pattern(trigger.condition)
         except ValueError as error:
             raise InvalidError(
                 f"the regex of a trigger is {trigger.condition[:80]!r}; expected a regular expression of RE2 ({error}). "
-                "Correct it; RE2 has no look-around and no back-references.",
+                "Correct it; RE2 has no look-around and no back-references."
             ) from error
 
 
@@ -205,7 +205,7 @@ def check_url(url: str) -> None:
         problem = f"an address that can be read ({error})"
     if problem is not None:
         raise InvalidError(
-            f"the url of the webhook is {url[:80]!r}; expected {problem}. Write https://example.org/path, for example.",
+            f"the url of the webhook is {url[:80]!r}; expected {problem}. Write https://example.org/path, for example."
         )
 
 

@@ -110,7 +110,7 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
     row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
     if row is not None and row["id"] != own_id:
         raise ConflictError(
-            f"workspace {name!r} exists; expected a name that is not in use, whatever its case. Choose another.",
+            f"workspace {name!r} exists; expected a name that is not in use, whatever its case. Choose another."
         )
 
 
