@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 from determined.common.api import bindings
 
+from dstrial.config.secrets import masked
+from dstrial.config.submission import search_section
 from dstrial.errors import DstrialError
 from dstrial.master.advice import text_of
 from dstrial.master.api.fields import Fields
@@ -18,6 +20,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, projects
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import User
+from dstrial.search import PreviewedTrials, preview
 
 Perform: TypeAlias = "Callable[[Transaction, int], Any]"
 Prepare: TypeAlias = "Callable[[ApiRequest], Perform]"
@@ -158,7 +161,35 @@ _EACH: tuple[tuple[str, str, Prepare, bool], ...] = (
 _ONE = "/experiments/{experiment_id:int}"
 _MANY = "/projects/{project_id:int}/experiments"
 _DELETE = plain(experiments.delete)
+
+
+async def preview_search(request: ApiRequest) -> dict[str, Any]:
+    """``POST preview-hp-search``: how many trials train how long, from the config alone."""
+    body = request.body()
+    config = body.mapping("config")
+    if config is None:
+        raise body.wrong("config", "an experiment config")
+    limits = request.services.settings.limits
+    summary = await request.services.check(lambda: preview(search_section(config, limits)))
+    return message(
+        bindings.v1PreviewHPSearchResponse,
+        summary=message(
+            bindings.v1SearchSummary,
+            config=masked(summary.config, request.services.secret_names),
+            trials=[_trials(trials) for trials in summary.trials],
+        ),
+    )
+
+
+def _trials(trials: PreviewedTrials) -> dict[str, Any]:
+    unit = message(
+        bindings.v1SearchUnit, maxLength=trials.value is None, name=trials.unit, value=trials.value
+    )
+    return message(bindings.v1TrialSummary, count=trials.count, unit=unit)
+
+
 routes = [
+    route("POST", "/preview-hp-search", preview_search, access=USER),
     *(
         route(method, f"{_ONE}/{verb}", _one(prepare, is_owners=is_owners), access=USER)
         for method, verb, prepare, is_owners in _EACH

@@ -32,9 +32,8 @@ from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
-from dstrial.master.scheduler.queue import Waiting, assignments
+from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
 from dstrial.master.scheduler.silence import Silence
-from dstrial.master.scheduler.waiting import Holder, waiting_text
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dstrial.master.checker import Checker
+from dstrial.master.services import Checker
 
 
 def test_collections_wait_while_checks_run_and_go_on_afterwards() -> None:
