@@ -12,7 +12,7 @@ from dstrial.master.services import Services
 
 
 def all_routes() -> list[Route]:
-    """Return every route that the master answers: those of each module of ``api`` that has any, and of the page."""
+    """Return the routes of every module of ``api``, and of the page."""
     names = sorted(module.name for module in pkgutil.iter_modules(api.__path__, f"{api.__name__}."))
     modules = [importlib.import_module(name) for name in names]
     return [route for module in (*modules, web) for route in getattr(module, "routes", ())]

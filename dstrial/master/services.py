@@ -50,11 +50,11 @@ _MAX_PAUSE_S = 2.0
 
 
 class Checker:
-    """Runs checks of what users send beside everything else: in threads of their own, with the garbage collector waiting.
+    """Runs checks of what users send in threads of their own. Thread-safe.
 
-    A check of the largest legal config makes some hundred thousand objects. Collections among them hold the interpreter for
-    a tenth of a second each (measured: 156 ms with them, 36 ms without), during which no request is answered; in the threads
-    that read the database four such checks would hold up every read. Thread-safe.
+    The garbage collector waits meanwhile. A check of the largest legal config makes some hundred thousand objects.
+    Collections among them hold the interpreter for a tenth of a second each (measured: 156 ms with them, 36 ms without), during
+    which no request is answered; in the threads that read the database four such checks would hold up every read.
     """
 
     def __init__(self) -> None:

@@ -93,11 +93,7 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> No
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
         allocation_rows.update(
-            tx,
-            allocation_id,
-            state="RUNNING",
-            supervisor_pid=handle.pid,
-            supervisor_start=handle.start_time,
+            tx, allocation_id, state="RUNNING", supervisor_pid=handle.pid, supervisor_start=handle.start_time
         )
     name = f"Trial {row.trial_id} (Experiment {row.experiment_id})"
     add_master_line(

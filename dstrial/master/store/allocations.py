@@ -181,7 +181,7 @@ def note_report(tx: Transaction, trial_id: int, run_id: int) -> None:
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int) -> bool:
-    """Store how many bytes of its log are taken in, and say whether nobody has taken these in before."""
+    """Store how far a log is taken in, and say whether it was where ``before`` says."""
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ? WHERE id = ? AND log_offset = ?",
         (after, allocation_id, before),

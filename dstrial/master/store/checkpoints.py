@@ -53,7 +53,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointInfo(Checkpoint):
-    """A checkpoint with its trial's hyperparameters, its experiment's config, and the metrics of its validation."""
+    """A checkpoint with what its trial, experiment and validation say of it."""
 
     trial_hparams: str
     experiment_config: str

@@ -44,7 +44,7 @@ IntegrityError = sqlite3.IntegrityError
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The names of a dataclass's fields, and where those are that SQLite tells as 0 and 1, as it has no truth values."""
+    """Return the names of a dataclass's fields, and which of them are truth values."""
     fields = dataclasses.fields(kind)
     flags = tuple(i for i, field in enumerate(fields) if field.type in ("bool", "bool | None"))
     return tuple(field.name for field in fields), flags
@@ -77,19 +77,19 @@ def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Para
     places = [columns.index(name) for name in names]
     for row in cursor:
         values = [row[place] for place in places]
-        for flag in flags:
+        for flag in flags:  # SQLite has no truth values: they are 0 and 1 there.
             if values[flag] is not None:
                 values[flag] = bool(values[flag])
         yield kind(*values)
 
 
 def fetch_all(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> list[T]:
-    """Return all that a statement finds; as :func:`fetch_each`."""
+    """Return all that a statement finds."""
     return list(fetch_each(kind, connection, sql, parameters))
 
 
 def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> T | None:
-    """Return the first of what a statement finds, None for nothing; as :func:`fetch_each`."""
+    """Return the first that a statement finds, None for nothing."""
     return next(fetch_each(kind, connection, sql, parameters), None)
 
 
@@ -115,13 +115,13 @@ class Transaction:
         return self.connection.executemany(sql, rows)
 
     def update(self, table: str, value: int | str, columns: dict[str, Any], *, key: str = "id") -> None:
-        """Set columns of the row whose ``key`` has a value; names of tables and columns are the program's own."""
+        """Set columns of one row; names of tables and columns are the program's own."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*columns.values(), value))  # noqa: S608 - as said
 
     @contextlib.contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Take back what is written inside if it raises, and nothing of what was written before."""
+        """Take back what is written inside if it raises, and nothing else."""
         self.execute("SAVEPOINT part")
         try:
             yield

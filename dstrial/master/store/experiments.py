@@ -200,7 +200,7 @@ def model_definition(connection: sqlite3.Connection, experiment_id: int) -> byte
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return the active experiments of detached runs that began before a time and have no trial."""
+    """Return active experiments of detached runs that have had no trial since a time."""
     rows = connection.execute(
         "SELECT id FROM experiments WHERE state = 'ACTIVE' AND unmanaged = 1 AND start_us < ? "
         "AND NOT EXISTS (SELECT 1 FROM trials WHERE experiment_id = experiments.id)",

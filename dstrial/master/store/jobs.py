@@ -104,7 +104,7 @@ def move_command(tx: Transaction, task_id: str, position: float) -> None:
 def move_experiment(
     tx: Transaction, experiment: Experiment, position: float, priority: int | None, weight: float | None
 ) -> None:
-    """Give an experiment another place, and where they are given another priority and weight."""
+    """Give an experiment another place, and perhaps another priority and weight."""
     config = json.loads(experiment.config)
     resources = dict(config.get("resources") or {})
     for name, value in (("priority", priority), ("weight", weight)):
@@ -134,5 +134,5 @@ def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
 
 
 def excluded_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
-    """Return the trials that would wait for slots if a log policy did not keep them from this machine."""
+    """Return the trials that a log policy keeps from this machine."""
     return fetch_all(WaitingTrial, connection, f"{_UNASSIGNED} AND trials.is_node_excluded = 2")

@@ -79,7 +79,7 @@ LEFT JOIN checkpoints c ON c.uuid = t.best_checkpoint_uuid
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedExperiment(Experiment):
-    """An experiment with its owner, project and workspace, its checkpoints, and how far its allocations are."""
+    """An experiment with its owner, its place, and sums over its trials."""
 
     username: str
     display_name: str
@@ -96,7 +96,7 @@ class ListedExperiment(Experiment):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedTrial(Trial):
-    """A trial with its best and latest validation, its best checkpoint, and how far its allocations are."""
+    """A trial with its best and latest validation and its best checkpoint."""
 
     experiment_config: str
     searcher_metric: str

@@ -16,7 +16,7 @@ LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredLine:
-    """A line with the container of its allocation; ``schema.sql`` says what the columns hold."""
+    """A row of logs, with the container of its allocation."""
 
     id: int
     task_id: str

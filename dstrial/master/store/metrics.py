@@ -345,7 +345,10 @@ def reports(
 
 
 def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
-    """Yield a trial's reports that are not archived and belong to a batch, of one group or of all, by batch."""
+    """Yield a trial's reports of one group or of all, by batch.
+
+    Not those that are archived or belong to no batch.
+    """
     condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,

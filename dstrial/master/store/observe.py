@@ -247,7 +247,7 @@ def last_log_id(state: StateDirectory, trial_id: int) -> int:
 
 
 def supervisors(state: StateDirectory) -> list[Supervisor]:
-    """Return the processes of the allocations that have not ended, oldest first, whether or not they live."""
+    """Return the supervisors of the allocations that have not ended, oldest first."""
     rows = _query(
         state,
         "SELECT id, supervisor_pid, supervisor_start FROM allocations "

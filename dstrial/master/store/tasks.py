@@ -25,7 +25,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LivingAllocation(Allocation):
-    """An allocation that has not ended, with the priority, config and name of what it runs."""
+    """A living allocation with the priority, config and name of what it runs."""
 
     priority: int
     config: str
@@ -53,7 +53,7 @@ _LIVING = (
 
 
 def living(connection: sqlite3.Connection) -> list[LivingAllocation]:
-    """Return every living allocation, oldest first, with the priority, config and name of what it runs."""
+    """Return every living allocation with what it runs, oldest first."""
     return fetch_all(LivingAllocation, connection, f"{_LIVING} ORDER BY a.start_us, a.id")
 
 
@@ -63,7 +63,7 @@ def living_of(connection: sqlite3.Connection, task_id: str) -> LivingAllocation 
 
 
 def model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
-    """Return what a trial's experiment, or a command, was sent along with, gzip tar; empty for nothing."""
+    """Return the files that a task was submitted with, gzip tar; empty for none."""
     row = connection.execute(
         "SELECT m.tgz FROM tasks t JOIN model_definitions m ON m.experiment_id = t.experiment_id WHERE t.id = ?",
         (task_id,),
@@ -72,7 +72,7 @@ def model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
 
 
 def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: str | None) -> bool:
-    """Say whether a trial, or that of a task, is a detached run, whose lines come from outside."""
+    """Say whether a trial, or that of a task, is a detached run."""
     row = connection.execute(
         "SELECT 1 FROM trials WHERE id = COALESCE(?, (SELECT trial_id FROM tasks WHERE id = ?)) "
         "AND heartbeat_us IS NOT NULL",
@@ -84,7 +84,10 @@ def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: s
 def is_over(
     connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
 ) -> bool:
-    """Say whether every task of a trial, or one task, had ended before a time, and has no living allocation."""
+    """Say whether the tasks of a trial, or one task, had ended before a time.
+
+    One with a living allocation has not.
+    """
     column, value = ("trial_id", trial_id) if trial_id is not None else ("id", task_id)
     open_tasks = connection.execute(
         f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant

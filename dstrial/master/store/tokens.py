@@ -115,7 +115,7 @@ def create_allocation_tokens(tx: Transaction, allocation_id: str, user_id: int) 
 def keep_allocation_tokens(
     tx: Transaction, allocation_id: str, user_id: int, hashes: Mapping[str, str]
 ) -> None:
-    """Store the tokens of a new allocation by kind, "allocation" and "user", each as its SHA-256."""
+    """Store the SHA-256 of a new allocation's tokens by kind, "allocation" and "user"."""
     tx.executemany(
         "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
         [(hash_, kind, user_id, allocation_id, now_us()) for kind, hash_ in hashes.items()],

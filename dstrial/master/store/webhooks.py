@@ -390,7 +390,7 @@ class ToldExperiment(Experiment):
 
 
 def told_experiment(connection: sqlite3.Connection, experiment_id: int) -> ToldExperiment | None:
-    """Return what webhooks are told of an experiment, None if it or its project is gone."""
+    """Return an experiment as webhooks are told of it, None if it is gone."""
     return fetch_one(
         ToldExperiment,
         connection,
