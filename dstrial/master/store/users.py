@@ -34,7 +34,7 @@ FIRST_USERS = {"determined": False, "admin": True}
 class StoredUser(User):
     """A user with the hash of its password."""
 
-    password_hash: str
+    password_hash: str = dataclasses.field(repr=False)
 
     def without_password(self) -> User:
         """Return the user as handlers may see one."""

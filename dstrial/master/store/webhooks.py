@@ -44,7 +44,7 @@ class TriggeredWebhook:
 
     id: int
     name: str
-    url: str
+    url: str = dataclasses.field(repr=False)
     type: str
     mode: str
     workspace_id: int | None
@@ -69,7 +69,7 @@ class DueEvent:
     due_us: int
     num_attempts: int
     given_up_us: int | None
-    url: str
+    url: str = dataclasses.field(repr=False)
     type: str
 
 
