@@ -48,7 +48,7 @@ from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunD
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from dstrial.launch.outcome import LaunchOutcome
+    from dstrial.launch.failures import LaunchOutcome
 
 _OWN_VARIABLES = ("DSTRIAL_", "DET_")
 

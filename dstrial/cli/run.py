@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.cli.arguments import add_experiment_arguments
-from dstrial.cli.programs import typed
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import (
     Verdict,
@@ -25,7 +24,7 @@ from dstrial.cli.run_outcome import (
     summary,
 )
 from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
-from dstrial.cli.streams import LastingStream
+from dstrial.cli.streams import LastingStream, typed
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
 from dstrial.config.startup_hook import HOOK_NAME, requirements_of
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from dstrial.cli.run_display import Display
     from dstrial.cli.run_follow import Followed
     from dstrial.cli.run_submission import Master
-    from dstrial.launch.outcome import LaunchOutcome
+    from dstrial.launch.failures import LaunchOutcome
     from dstrial.master.observe import ExperimentView
 
 _EPILOG = (

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.programs import typed
 from dstrial.cli.run_entrypoint import Entrypoint
+from dstrial.cli.streams import typed
 from dstrial.config import ExperimentConfig
 from dstrial.config.documents import yaml_text
 from dstrial.config.saved_run import RESUME_VARIABLE

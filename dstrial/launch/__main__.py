@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from determined import ClusterInfo
 
     from dstrial.config import ExperimentConfig
-    from dstrial.launch.outcome import LaunchOutcome
+    from dstrial.launch.failures import LaunchOutcome
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
                                 (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""

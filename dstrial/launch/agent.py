@@ -20,8 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from dstrial.errors import LaunchError
 from dstrial.launch.abandoned_locks import remove_abandoned_locks
-from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE
-from dstrial.launch.outcome import LaunchOutcome
+from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE, LaunchOutcome
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.start_watch import watched_start

@@ -13,8 +13,7 @@ import deepspeed
 import torch
 
 import dstrial
-from dstrial.doctor.training.programs.gpt import model
-from dstrial.doctor.training.programs.text import blocks
+from dstrial.doctor.training.programs.gpt import blocks, model
 
 FAULT_VARIABLE = "TRAINING_CHECK_FAULT"
 """``kind:rank:batch``: what a rank does inside of a batch's step: ``kill`` itself, or take all ``memory``."""

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.checkpoint.differences import ABSENT, Difference, compare
+from dstrial.checkpoint.summary import ABSENT, Difference, compare
 
 leaves = st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2)
 trees = st.recursive(
