@@ -9,9 +9,9 @@ from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_ignored import zero_keys_without_effect
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment import ExperimentConfig, experiment_name, load_experiment
+from dstrial.config.experiment_rules import Length
 from dstrial.config.explain import ExplainedValue, explain
 from dstrial.config.kept_batch import keep_batch
-from dstrial.config.lengths import Length
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.config.resume_rules import fitting_slots, resume_problems
 from dstrial.config.saved_run import EngineRecord, SavedRun

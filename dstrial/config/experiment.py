@@ -16,7 +16,7 @@ from dstrial.config.deepspeed_calls import check_second_engines, check_two_confi
 from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.documents import Document, read_yaml
-from dstrial.config.dotted_keys import check_dotted_names
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names
 from dstrial.config.entrypoint import TrialSource, check_entrypoint
 from dstrial.config.experiment_check import (
     check_dstrial_section,
@@ -24,21 +24,19 @@ from dstrial.config.experiment_check import (
     check_periods,
     check_profiling,
     check_searcher,
-    check_storage,
     parallel_extent,
     period,
 )
-from dstrial.config.experiment_rules import EXPERIMENT
+from dstrial.config.experiment_rules import EXPERIMENT, Length, is_length
 from dstrial.config.findings import Findings, render
 from dstrial.config.hyperparameters import concrete_values, normalised_specs
-from dstrial.config.integrations import check_integrations
 from dstrial.config.keys import Dialect, check_keys
-from dstrial.config.lengths import Length, is_length
-from dstrial.config.overrides import apply_overrides
+from dstrial.config.mounts import check_integrations
 from dstrial.config.resume_check import check_resumption, with_kept_batch
 from dstrial.config.saved_run import SavedRun
 from dstrial.config.settings import ParallelSizes
 from dstrial.config.startup_hook import check_startup
+from dstrial.config.storage import check_storage
 from dstrial.errors import ConfigError, ConfigProblem
 
 _DIALECT = Dialect(
@@ -145,7 +143,7 @@ def load_experiment(
     Args:
         path: the experiment's YAML file.
         context_dir: directory of the model definition.
-        overrides: ``key=value`` each, as from ``--config``; see :mod:`dstrial.config.overrides`.
+        overrides: ``key=value`` each, as from ``--config``; see :mod:`dstrial.config.dotted_keys`.
         require_concrete: whether a hyperparameter that is a search space is a problem.
         require_entrypoint: whether a missing ``entrypoint`` is a problem.
         slots: number of slots to check for, instead of ``resources.slots_per_trial``.

@@ -1,4 +1,4 @@
-"""The fields of Determined's experiment config v0: types, bounds and defaults.
+"""The fields of Determined's experiment config v0: types, bounds, defaults, and lengths of training.
 
 Source: Determined 0.38.1 schemas/expconf/v0. Fields that mean nothing without Determined's containers
 are accepted and passed through.
@@ -6,7 +6,9 @@ are accepted and passed through.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
 from dstrial.config.keys import Rule, Section
 
@@ -169,3 +171,53 @@ EXPERIMENT = Section(
         "internal": _ANY,
     }
 )
+
+
+Unit = Literal["batches", "epochs", "records"]
+
+UNITS: tuple[Unit, ...] = ("batches", "epochs", "records")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Length:
+    """A number of batches, epochs or records.
+
+    Attributes:
+        value: how many; 0 means "never" where a period is asked for.
+        unit: what is counted; a batch is one optimizer step.
+    """
+
+    value: int
+    unit: Unit
+
+    @classmethod
+    def from_config(cls, value: int | Mapping[str, Any]) -> Length:
+        """Read the two forms of an experiment config: ``100`` (batches) and ``{epochs: 2}``.
+
+        Args:
+            value: an already validated value, as :func:`is_length` accepts it.
+        """
+        if isinstance(value, Mapping):
+            ((unit, number),) = value.items()
+            return cls(int(number), cast(Unit, unit))
+        return cls(int(value), "batches")
+
+
+def is_length(value: object, *, allow_integer: bool) -> bool:
+    """Say whether a config value is a length: ``{batches|epochs|records: n}`` with n of at least 0.
+
+    Args:
+        value: whatever stands in the config.
+        allow_integer: accept a bare integer too, meaning batches.
+    """
+    if isinstance(value, Mapping):
+        if len(value) != 1:
+            return False
+        ((unit, number),) = value.items()
+        return unit in UNITS and is_count(number)
+    return allow_integer and is_count(value)
+
+
+def is_count(value: object) -> bool:
+    """Say whether a value is an integer of at least 0 (a bool is not)."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.devices import DEVICES, images, of_device
 from dstrial.config.documents import Document, read_yaml_text, yaml_text
 from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
@@ -25,12 +24,11 @@ from dstrial.config.findings import MAX_PROBLEMS, Findings, KeyPath, dotted, ren
 from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.limits import DEFAULT_LIMITS, TextLimits, check_value
-from dstrial.config.log_patterns import compile_pattern
-from dstrial.config.mounts import complete_mounts
+from dstrial.config.merge import merge_template
+from dstrial.config.mounts import DEVICES, compile_pattern, complete_mounts, images, of_device
 from dstrial.config.resume_rules import fitting_slots
 from dstrial.config.saved_run import SavedRun
 from dstrial.config.storage import complete_storage, laid_over
-from dstrial.config.template_merge import merge_template
 from dstrial.errors import ConfigError, ConfigProblem
 
 LABEL = "experiment config"

@@ -15,10 +15,10 @@ from determined.common.api import bindings
 
 from dstrial.config import SavedRun
 from dstrial.config.documents import Document, read_yaml_text
+from dstrial.config.merge import merge_template
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.config.storage import laid_over
 from dstrial.config.submission import LABEL, Submission, check_submission, continued_config, read_override
-from dstrial.config.template_merge import merge_template
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
 from dstrial.master import resumption
 from dstrial.master.api.experiment_actions import stored_states

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dstrial.config.log_patterns import compile_pattern
+from dstrial.config.mounts import compile_pattern
 from dstrial.master.changes import Changes
 from dstrial.master.store import webhooks
 from dstrial.master.store.database import Database
