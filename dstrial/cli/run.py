@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
-from dstrial.cli.arguments import add_experiment_arguments
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import (
     Verdict,
@@ -23,7 +22,7 @@ from dstrial.cli.run_outcome import (
     outcome_of,
     summary,
 )
-from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
+from dstrial.cli.run_resume import ResumePoint, add_experiment_arguments, chosen_point, newest_resumable
 from dstrial.cli.streams import LastingStream, typed
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
