@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import inspect
 import json
 import os
@@ -12,9 +14,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dstrial
 from dstrial.cli.app import COMMANDS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_DEFS = sorted(path for path in (ROOT / "model_defs").iterdir() if (path / "model_def.py").exists())
@@ -209,3 +218,59 @@ def test_the_proof_on_a_gpu_refuses_what_is_no_interpreter(tmp_path: Path) -> No
     assert done.returncode == 2
     assert "PYTHON is no-such-python" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+EXTRAS = {"huggingface": ("dstrial/integrations/huggingface", "dstrial/integrations/accelerate")}
+"""Which packages of ours each extra is for; everything else imports the core's distributions only."""
+
+NOT_IMPORTED = {
+    "setuptools": "torch.utils.cpp_extension builds DeepSpeed's operators with it",
+    "tensorboard": "torch.utils.tensorboard writes with it",
+    "tokenizers": "transformers loads tokenizers with it",
+}
+
+
+def declared(extra: str | None) -> set[str]:
+    """Return the names of the distributions that pyproject.toml declares, for the core if ``extra`` is None."""
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    listed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(line).name) for line in listed}
+
+
+def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
+    """Return the names of the distributions whose modules are imported anywhere in the files of folders."""
+    distributions = importlib.metadata.packages_distributions()
+    names = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        if path.is_relative_to(ROOT / "dstrial/master/launcher/site") or any(
+            path.is_relative_to(ROOT / folder) for folder in without
+        ):
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    foreign = names - set(sys.stdlib_module_names) - {"dstrial"}
+    assert foreign <= distributions.keys(), f"not installed: {foreign - distributions.keys()}"
+    return {canonicalize_name(distributions[name][0]) for name in foreign}
+
+
+def test_the_core_declares_what_it_imports_and_nothing_else() -> None:
+    used = imported_below("dstrial", without=sum(EXTRAS.values(), ()))
+
+    assert used - declared(None) == set(), "imported and not declared"
+    assert declared(None) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_declares_what_its_packages_import_and_nothing_else(extra: str) -> None:
+    used = imported_below(*EXTRAS[extra])
+
+    assert used - declared(None) - declared(extra) == set(), "imported and not declared"
+    assert declared(extra) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
+
+
+def test_what_is_declared_for_others_is_not_imported() -> None:
+    assert NOT_IMPORTED.keys() & imported_below("dstrial") == set()
+    assert NOT_IMPORTED.keys() <= declared(None) | declared("huggingface")
