@@ -27,8 +27,8 @@ import yaml
 from dstrial.dsat.outcome import Measured
 from dstrial.dsat.worker.mailbox import ANSWERS_NAME, ORDERS_NAME
 from dstrial.dsat.worker.orders import Answer, Order, OrderBook
-from dstrial.local.experiment_file import HPARAMS_VARIABLE
 from dstrial.local.json_files import read_json_lines, write_json_atomically
+from dstrial.local.measuring import HPARAMS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_DIR = ROOT / "model_defs" / "dsat_trial"

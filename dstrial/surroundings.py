@@ -22,8 +22,8 @@ from determined import core
 from dstrial import local
 from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local.context import LocalContext
-from dstrial.local.experiment_file import STAND_IN_CLUSTER
 from dstrial.local.json_files import read_json
+from dstrial.local.measuring import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror, tidy
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
 from dstrial.ranks import process_group

@@ -24,7 +24,7 @@ from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.config.training_checks import TrainingChecks
 from dstrial.engine.remedies import append_remedy
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
-from dstrial.local.experiment_file import measuring_hyperparameters
+from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.local.train_context import LocalTrainContext

@@ -26,7 +26,8 @@ from dstrial.config.saved_run import SavedRun
 from dstrial.dsat.trainer_arguments import CONFIG_FLAG, ReconciledArguments, reconcile
 from dstrial.dsat.trainer_batch import MICRO_FLAG, STEPS_FLAG
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
-from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, is_measuring
+from dstrial.local.experiment_file import EXPERIMENT_VARIABLE
+from dstrial.local.measuring import is_measuring
 from dstrial.local.resume import saved_run_to_resume
 from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE
 from dstrial.ranks.identity import identify

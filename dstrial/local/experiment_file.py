@@ -1,4 +1,4 @@
-"""How ranks learn off a cluster of their experiment: from their launcher's file, or from dsat's variable."""
+"""How the ranks of a script learn off a cluster of the experiment that their launcher was given."""
 
 from __future__ import annotations
 
@@ -43,31 +43,3 @@ def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment
         return None
     values = json.loads(Path(path).read_text(encoding="utf-8"))
     return KnownExperiment(values["config"], values["hyperparameters"])
-
-
-HPARAMS_VARIABLE = "DSTRIAL_DSAT_HPARAMS"
-"""Environment variable with all hyperparameters, as JSON."""
-
-
-STAND_IN_CLUSTER = "dstrial-without-a-master"
-"""``cluster_id`` of the cluster info that a script on this machine is told, where there is no cluster."""
-
-MEASURING_KEY = "_use_dsat_mode"
-"""Hyperparameter that is true in a trial which only measures how fast it trains, on a master or without one."""
-
-
-def is_measuring(hparams: Mapping[str, Any]) -> bool:
-    """Say whether these are the hyperparameters of a measuring trial, which is ended once enough of its steps are timed."""
-    return bool(hparams.get(MEASURING_KEY))
-
-
-def measuring_hyperparameters() -> dict[str, Any] | None:
-    """Return the hyperparameters of a measuring trial without a master; None in any other process.
-
-    Ranks: any; no communication.
-    """
-    text = os.environ.get(HPARAMS_VARIABLE)
-    if not text:
-        return None
-    found: dict[str, Any] = json.loads(text)
-    return found

@@ -30,8 +30,8 @@ from dstrial.dsat.trial_config import TrialSpec, local_command, worker_command, 
 from dstrial.dsat.worker.mailbox import ANSWERS_NAME, ORDERS_NAME
 from dstrial.dsat.worker.orders import Answer, OrderBook
 from dstrial.errors import DstrialError
-from dstrial.local.experiment_file import HPARAMS_VARIABLE
 from dstrial.local.json_files import read_json, read_json_lines, write_json_atomically
+from dstrial.local.measuring import HPARAMS_VARIABLE
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 
 _RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"

@@ -20,7 +20,8 @@ import determined as det
 from determined import core
 
 from dstrial.local import context as local_context
-from dstrial.local.experiment_file import STAND_IN_CLUSTER, KnownExperiment, read_experiment
+from dstrial.local.experiment_file import KnownExperiment, read_experiment
+from dstrial.local.measuring import STAND_IN_CLUSTER
 from dstrial.local.retention import KeepPolicy
 from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir
 from dstrial.ranks.identity import RankIdentity, identify

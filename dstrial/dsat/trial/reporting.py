@@ -20,8 +20,8 @@ from dstrial.dsat.trial.engine_probe import probing
 from dstrial.dsat.trial.machine import with_machine
 from dstrial.dsat.trial.meter import MeasurementDone, Meter, NumericError
 from dstrial.errors import TrialContractError
-from dstrial.local.experiment_file import measuring_hyperparameters
 from dstrial.local.json_files import write_json_atomically
+from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.ranks import process_group
 
 RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"

@@ -20,7 +20,8 @@ from dstrial.config.documents import read_json_text
 from dstrial.config.saved_run import RESUME_VARIABLE, SavedRun
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch import sizes_to_keep
-from dstrial.local.experiment_file import is_measuring, measuring_hyperparameters, read_experiment
+from dstrial.local.experiment_file import read_experiment
+from dstrial.local.measuring import is_measuring, measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
 from dstrial.loop.resumed_run import resumed_run, trial_id_of

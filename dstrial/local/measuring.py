@@ -1,0 +1,35 @@
+"""How a measuring trial that runs without a master is told its hyperparameters; dsat sets them, ranks read them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+HPARAMS_VARIABLE = "DSTRIAL_DSAT_HPARAMS"
+"""Environment variable with all hyperparameters, as JSON."""
+
+
+STAND_IN_CLUSTER = "dstrial-without-a-master"
+"""``cluster_id`` of the cluster info that a script on this machine is told, where there is no cluster."""
+
+MEASURING_KEY = "_use_dsat_mode"
+"""Hyperparameter that is true in a trial which only measures how fast it trains, on a master or without one."""
+
+
+def is_measuring(hparams: Mapping[str, Any]) -> bool:
+    """Say whether these are the hyperparameters of a measuring trial, which is ended once enough of its steps are timed."""
+    return bool(hparams.get(MEASURING_KEY))
+
+
+def measuring_hyperparameters() -> dict[str, Any] | None:
+    """Return the hyperparameters of a measuring trial without a master; None in any other process.
+
+    Ranks: any; no communication.
+    """
+    text = os.environ.get(HPARAMS_VARIABLE)
+    if not text:
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
