@@ -20,6 +20,7 @@ import torch
 from determined import core, pytorch
 
 from dstrial.config import ExperimentConfig, Length
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.config.training_checks import TrainingChecks
 from dstrial.engine.remedies import append_remedy
@@ -353,8 +354,7 @@ def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:
     Raises:
         ValueError: it is no boolean.
     """
-    section = ((exp_conf or {}).get("data") or {}).get("dstrial") or {}
-    asked = section.get("background_saving") if isinstance(section, Mapping) else None
+    asked = dstrial_section(exp_conf).get("background_saving")
     if asked is None:
         return True
     if not isinstance(asked, bool):

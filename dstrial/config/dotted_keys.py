@@ -24,6 +24,21 @@ _HOLDERS = ("deepspeed_config", "overwrite_deepspeed_args")
 _OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
 
 
+def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
+    """Return what mappings inside mappings have at a dotted key, or at a path; ``default`` where there is nothing."""
+    for part in key_path(path) if isinstance(path, str) else path:
+        if not isinstance(config, Mapping) or part not in config:
+            return default
+        config = config[part]
+    return config
+
+
+def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return ``data.dstrial`` of an experiment config, our settings in it; empty where there is no such mapping."""
+    section = value_at(config, "data.dstrial")
+    return section if isinstance(section, Mapping) else {}
+
+
 def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
     """Return overwrites of a DeepSpeed config with dotted keys as nested ones; what is given later wins.
 
@@ -70,9 +85,7 @@ def _check_given_once(overwrite: Mapping[str, Any], findings: Findings) -> None:
         others = _nested(
             {other: one for other, one in overwrite.items() if other != key}, deepspeed_rules().root
         )
-        found: Any = others
-        for part in str(key).split("."):
-            found = found.get(part, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+        found = value_at(others, str(key), _ABSENT)
         if found is not _ABSENT and found != value:
             findings.problem(
                 (*_OVERWRITES, key),

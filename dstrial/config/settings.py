@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.findings import Findings, KeyPath, key_path, render
+from dstrial.config.dotted_keys import value_at
+from dstrial.config.findings import Findings, render
 from dstrial.config.keys import AUTO
 
 
@@ -75,11 +76,11 @@ class Settings:
 
     def value(self, key: str) -> Any:
         """Return the effective value under a dotted key; None if there is no such key."""
-        return _walk(self._effective, key_path(key))
+        return value_at(self._effective, key)
 
     def is_given(self, key: str) -> bool:
         """Say whether the config itself has the dotted key (null and "auto" count as absent)."""
-        return _walk(self._config, key_path(key)) not in (None, AUTO)
+        return value_at(self._config, key) not in (None, AUTO)
 
     def is_at_default(self, key: str, default: object) -> bool:
         """Say whether the effective value is the given one."""
@@ -110,11 +111,3 @@ class Settings:
     def warn(self, key: str, text: str) -> None:
         """Record that the value under a key has no effect, or another one than it says."""
         self.findings.warn(key, f"is {render(self.value(key))}, {text}")
-
-
-def _walk(value: Any, path: KeyPath) -> Any:
-    for part in path:
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(part)
-    return value

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.documents import Document, read_yaml_text, yaml_text
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
 from dstrial.config.experiment_rules import EXPERIMENT
@@ -238,8 +239,7 @@ def _named_only(config: Any) -> dict[str, Any]:
 
 def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
     """Say whether a checkpoint's own run can go on with the slots that there are, or some of them."""
-    section = raw["data"].get("dstrial")
-    section = section if isinstance(section, Mapping) else {}
+    section = dstrial_section(raw)
     at_least = section.get("min_slots")
     return resumed.keeps_batch and bool(
         fitting_slots(

@@ -14,6 +14,7 @@ from typing import Any
 
 from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config import SavedRun, fitting_slots, resume_problems
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.entrypoint import trial_spec
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import CheckpointError
@@ -97,12 +98,12 @@ def slots_to_go_on_with(
     saved = _own(connection, trial, config)
     if saved is None:
         return None
-    at_least = _section(config).get("min_slots")
+    at_least = dstrial_section(config).get("min_slots")
     return fitting_slots(
         saved,
         num_available=num_available,
         at_least=at_least if isinstance(at_least, int) else 1,
-        extents=_section(config),
+        extents=dstrial_section(config),
     )
 
 
@@ -113,11 +114,11 @@ def why_it_waits(
     saved = _own(connection, trial, config)
     if saved is None or num_available < 1:
         return None
-    at_least = _section(config).get("min_slots")
+    at_least = dstrial_section(config).get("min_slots")
     if isinstance(at_least, int) and at_least > num_available:
         return f"data.dstrial.min_slots is {at_least}"
     problems = resume_problems(
-        saved, num_slots=num_available, extents=_section(config), slots_key="the number of slots"
+        saved, num_slots=num_available, extents=dstrial_section(config), slots_key="the number of slots"
     )
     return str(problems[0]) if problems else None
 
@@ -127,11 +128,6 @@ def _own(connection: sqlite3.Connection, trial: sqlite3.Row, config: Mapping[str
         return None
     saved = of_trial(connection, trial) or _of_run_directory(config)
     return saved if saved is not None and saved.keeps_batch and saved.engines else None
-
-
-def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = (config.get("data") or {}).get("dstrial")
-    return section if isinstance(section, Mapping) else {}
 
 
 def follows_slots(entrypoint: Any) -> bool:

@@ -17,11 +17,12 @@ from determined.cli import proxy
 from determined.common import detlomond
 from lomond import events
 from submitting import config, submit, wait_until
-from tasks_here import DEADLINE_S, TasksHere, free_port, wait_for
+from tasks_here import DEADLINE_S, TasksHere, wait_for
 
 from dstrial.master.command import life
 from dstrial.master.login import USERNAME
 from dstrial.master.store.database import Database, Transaction
+from dstrial.ranks.sockets import free_port
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process

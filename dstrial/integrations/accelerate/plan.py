@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from determined import pytorch
 
 from dstrial.config import Length
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.loop.boundaries import Boundary, Period
 
@@ -71,8 +72,7 @@ class Plan:
         every = 1 if is_test else int(config.get("scheduling_unit") or 100)
         policy = "none" if is_test else str(config.get("checkpoint_policy") or "best")
         metric = searcher.get("metric")
-        section = (config.get("data") or {}).get("dstrial")
-        background = section.get("background_saving", True) if isinstance(section, Mapping) else True
+        background = dstrial_section(config).get("background_saving", True)
         return cls(
             length=length,
             periods={
