@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,28 +209,13 @@ def check_experiment(
         ConfigError: with all problems of both files.
     """
     findings = Findings(document.lines, document.label)
-    if not context_dir.is_dir():
-        fix = "Pass the directory that holds the model definition."
-        findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
-    if not isinstance(document.value, Mapping):
-        fix = "Start with name:, entrypoint: and searcher:."
-        findings.problem((), render(document.value), "a mapping with the fields of an experiment config", fix)
-        findings.raise_if_any()
-    given: Mapping[str, Any] = document.value
+    given = _mapping_of(document, context_dir, findings)
     raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
     _check_sections(raw, given, findings)
-    notes: list[str] = []
     source = _check_entrypoint(
         raw, given, context_dir, findings, require_entrypoint=require_entrypoint, has_files=has_files
     )
-    hyperparameters = concrete_values(
-        raw["hyperparameters"],
-        findings,
-        require_concrete=require_concrete,
-        needs_counts=raw["searcher"]["name"] == "grid",
-    )
-    check_dotted_names(hyperparameters, findings)
-    raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
+    hyperparameters = _check_hyperparameters(raw, findings, require_concrete=require_concrete)
     if more_checks is not None:
         more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
@@ -240,14 +225,98 @@ def check_experiment(
     slots_key = "resources.slots_per_trial" if slots is None else "--slots"
     if resumed is not None and not resumed.engines:
         resumed = None
+    notes: list[str] = []
     sizes = _sizes(raw, slots_per_trial, slots_key, source, resumed, findings, notes)
+    engines = _read_engines(hyperparameters, document, path, context_dir, findings, notes)
+    checks = {
+        key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
+        for key, found in engines
+    }
+    if resumed is not None:
+        check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
+    deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
+    _check_calls(source, hyperparameters, checked, findings)
+    findings.raise_if_any()
+    return ExperimentConfig(
+        path=path,
+        context_dir=context_dir,
+        hyperparameters=hyperparameters,
+        raw=raw,
+        slots_per_trial=slots_per_trial,
+        environment_variables=variables[_device_kind()],
+        warnings=tuple(findings.warnings),
+        notes=tuple(notes),
+        deepspeed=deepspeed,
+        deepspeed_check=checked,
+        other_deepspeed=checks,
+        sizes=sizes,
+        **_fields_of(raw),
+    )
+
+
+def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of an ``ExperimentConfig`` that are fields of the config itself."""
+    return {
+        "name": raw["name"],
+        "entrypoint": raw["entrypoint"],
+        "metric": raw["searcher"]["metric"],
+        "smaller_is_better": raw["searcher"]["smaller_is_better"],
+        "max_length": _max_length(raw["searcher"]),
+        "min_validation_period": period(raw, "min_validation_period"),
+        "min_checkpoint_period": period(raw, "min_checkpoint_period"),
+        "scheduling_unit": raw["scheduling_unit"],
+        "perform_initial_validation": raw["perform_initial_validation"],
+        "checkpoint_policy": raw["checkpoint_policy"],
+        "experiment_seed": raw["reproducibility"]["experiment_seed"],
+        "profiling_enabled": raw["profiling"]["enabled"],
+        "preemption_timeout_s": raw["preemption_timeout"] or _PREEMPTION_TIMEOUT_S,
+        "max_restarts": raw["max_restarts"],
+    }
+
+
+def _mapping_of(document: Document, context_dir: Path, findings: Findings) -> Mapping[str, Any]:
+    """Return the config as written; raises what has been found where it is no mapping."""
+    if not context_dir.is_dir():
+        fix = "Pass the directory that holds the model definition."
+        findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
+    if not isinstance(document.value, Mapping):
+        fix = "Start with name:, entrypoint: and searcher:."
+        findings.problem((), render(document.value), "a mapping with the fields of an experiment config", fix)
+        findings.raise_if_any()
+    given: Mapping[str, Any] = document.value
+    return given
+
+
+def _check_hyperparameters(
+    raw: dict[str, Any], findings: Findings, *, require_concrete: bool
+) -> dict[str, Any]:
+    """Return the value of each hyperparameter, and leave their specifications in the form of a trial's config."""
+    hyperparameters = concrete_values(
+        raw["hyperparameters"],
+        findings,
+        require_concrete=require_concrete,
+        needs_counts=raw["searcher"]["name"] == "grid",
+    )
+    check_dotted_names(hyperparameters, findings)
+    raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
+    return hyperparameters
+
+
+def _read_engines(
+    hyperparameters: Mapping[str, Any],
+    document: Document,
+    path: Path,
+    context_dir: Path,
+    findings: Findings,
+    notes: list[str],
+) -> Iterator[tuple[str, DeepSpeedSource]]:
+    """Yield the DeepSpeed configs that can be read, the main one first, each with the hyperparameter that names it."""
     if MAIN_KEY not in hyperparameters:
         notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
             "the trial wraps its engine"
         )
-    checks: dict[str, tuple[DeepSpeedSource, CheckResult]] = {}
-    others = tuple(other_configs(hyperparameters))
+    others = other_configs(hyperparameters)
     if len(others) > _MAX_OTHER_ENGINES:
         findings.problem(
             "hyperparameters",
@@ -259,54 +328,39 @@ def check_experiment(
     for key in (MAIN_KEY, *others):
         found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
         if found is not None:
-            auto: Literal["error", "warning"] = "error" if source.trial else "warning"
-            merged = found.merged
-            if resumed is not None and resumed.keeps_batch:
-                merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
-            checked_one = check_deepspeed(
-                merged, sizes, found.label, found.lines, auto=auto, filler=source.filler
-            )
-            checks[key] = (found, checked_one)
-            notes.extend(checked_one.notes)
-            findings.problems.extend(checks[key][1].problems)
-            findings.warnings.extend(checks[key][1].warnings)
-    if resumed is not None:
-        check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
-    deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
+            yield key, found
+
+
+def _check_engine(
+    key: str,
+    found: DeepSpeedSource,
+    source: TrialSource,
+    sizes: ParallelSizes,
+    resumed: SavedRun | None,
+    findings: Findings,
+    notes: list[str],
+) -> CheckResult:
+    """Check one engine's DeepSpeed config, with the batch that a resumed run keeps."""
+    auto: Literal["error", "warning"] = "error" if source.trial else "warning"
+    merged = found.merged
+    if resumed is not None and resumed.keeps_batch:
+        merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
+    checked = check_deepspeed(merged, sizes, found.label, found.lines, auto=auto, filler=source.filler)
+    notes.extend(checked.notes)
+    findings.problems.extend(checked.problems)
+    findings.warnings.extend(checked.warnings)
+    return checked
+
+
+def _check_calls(
+    source: TrialSource, hyperparameters: Mapping[str, Any], checked: CheckResult | None, findings: Findings
+) -> None:
+    """Check how the trial's source calls DeepSpeed, against the main engine's config."""
     is_stage_0 = checked is not None and (checked.effective.get("zero_optimization") or {}).get("stage") == 0
     for called in source.called:
         check_two_configs(called, hyperparameters, findings)
         if is_stage_0:
             check_second_engines(called, findings)
-    findings.raise_if_any()
-    return ExperimentConfig(
-        path=path,
-        context_dir=context_dir,
-        name=raw["name"],
-        entrypoint=raw["entrypoint"],
-        hyperparameters=hyperparameters,
-        raw=raw,
-        metric=raw["searcher"]["metric"],
-        smaller_is_better=raw["searcher"]["smaller_is_better"],
-        max_length=_max_length(raw["searcher"]),
-        min_validation_period=period(raw, "min_validation_period"),
-        min_checkpoint_period=period(raw, "min_checkpoint_period"),
-        scheduling_unit=raw["scheduling_unit"],
-        perform_initial_validation=raw["perform_initial_validation"],
-        checkpoint_policy=raw["checkpoint_policy"],
-        slots_per_trial=slots_per_trial,
-        experiment_seed=raw["reproducibility"]["experiment_seed"],
-        environment_variables=variables[_device_kind()],
-        profiling_enabled=raw["profiling"]["enabled"],
-        preemption_timeout_s=raw["preemption_timeout"] or _PREEMPTION_TIMEOUT_S,
-        max_restarts=raw["max_restarts"],
-        warnings=tuple(findings.warnings),
-        notes=tuple(notes),
-        deepspeed=deepspeed,
-        deepspeed_check=checked,
-        other_deepspeed=checks,
-        sizes=sizes,
-    )
 
 
 def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
