@@ -18,7 +18,7 @@ from dstrial.checkpoint.manifest import (
     read_manifest,
 )
 from dstrial.checkpoint.mark import read_mark
-from dstrial.checkpoint.wholeness import Wholeness, bytes_to_read, examine
+from dstrial.checkpoint.verify import Wholeness, bytes_to_read, examine
 from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
