@@ -35,7 +35,7 @@ from dstrial.loop.progress import Progress
 from dstrial.loop.random_states import restore_random_states
 from dstrial.loop.reducers import restore_reducer, training_reductions
 from dstrial.loop.trust import trusts_code
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")
@@ -64,6 +64,7 @@ class Checkpointing:
     ) -> None:
         self._trial = trial
         self._context = context
+        self._runtime = runtime_of(context)
         self._callbacks = callbacks
         self._progress = progress
         self._window = window
@@ -75,7 +76,7 @@ class Checkpointing:
         """Return the layout of every engine as JSON values. Ranks: all, collectively at the first call."""
         if self._layouts is None:
             gather = self._context.distributed.allgather
-            self._layouts = [adapter.layout(gather).to_json() for adapter in self._context._adapters]
+            self._layouts = [adapter.layout(gather).to_json() for adapter in self._runtime.adapters]
         return self._layouts
 
     def restore(
@@ -101,11 +102,11 @@ class Checkpointing:
             UntrustedCheckpointError: a file holds what would run code, and nobody vouches for it.
             CheckpointError: it belongs to other data.
         """
-        context = self._context
-        with context._core.checkpoint.restore_path(uuid) as restored, contextlib.ExitStack() as stack:
+        context, runtime = self._context, self._runtime
+        with runtime.core.checkpoint.restore_path(uuid) as restored, contextlib.ExitStack() as stack:
             path = pathlib.Path(restored)
             manifest = self._read_verified(path)
-            is_trusted = trusts_code(context._core, uuid, path, list(manifest.files), context._exp_conf)
+            is_trusted = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
             # The user's own load too, and whatever it calls.
             stack.enter_context(restoring(trusts_code=is_trusted))
             saved = list(layouts_of(manifest, path))
@@ -165,8 +166,8 @@ class Checkpointing:
             )
         self._progress.load_state_dict(state["progress"])
         self._window.load_state_dict(state["window"], context.device)
-        context._reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
-        for wrapped, saved in zip(context._wrapped_reducers, state["reducers"], strict=False):
+        runtime.reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
+        for wrapped, saved in zip(runtime.wrapped_reducers, state["reducers"], strict=False):
             restore_reducer(wrapped.reducer, saved)
         return dict(state["loop"]), True
 
@@ -212,7 +213,7 @@ class Checkpointing:
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
         """Return how often all replicas together report the metrics of a batch."""
         first = layouts[0]
-        is_whole = first.engine_kind == "pipeline" or self._context._manual_grad_accumulation
+        is_whole = first.engine_kind == "pipeline" or self._runtime.accumulates_itself
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
 
     def _load_rank_state(self, path: pathlib.Path, rank: int) -> dict[str, Any]:
@@ -226,11 +227,11 @@ class Checkpointing:
         saved_size: int,
     ) -> None:
         """Make this rank's state, in place, one of the ranks that run now. Ranks: all, collectively."""
-        context = self._context
+        context, runtime = self._context, self._runtime
         # Mapped: of another rank's state little is used, and only that is read.
         states = [read_rank_state(path, rank) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
-        reporting = context.distributed.allgather(context._mpu.should_report_metrics)
+        reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
         reporters = [rank for rank, reports in enumerate(reporting) if reports]
         windows = [one["window"] for one in states if one["window"]["num_calls"]]
         rank = context.distributed.rank
@@ -244,14 +245,14 @@ class Checkpointing:
             state["reductions_of_absent_ranks"] = []
         for absent in states[context.distributed.size :][rank :: context.distributed.size]:
             state["reductions_of_absent_ranks"] += absent["reductions_of_absent_ranks"]
-            if len(absent["reducers"]) == len(context._wrapped_reducers):
-                state["reductions_of_absent_ranks"].append(training_reductions(context, absent["reducers"]))
+            if len(absent["reducers"]) == len(runtime.wrapped_reducers):
+                state["reductions_of_absent_ranks"].append(training_reductions(runtime, absent["reducers"]))
             else:
                 logger.warning(
                     "the checkpoint is of a trial with %d reducers, this one wraps %d: what they had collected since the last "
                     "report is left out",
                     len(absent["reducers"]),
-                    len(context._wrapped_reducers),
+                    len(runtime.wrapped_reducers),
                 )
 
     def _load_reshaped(

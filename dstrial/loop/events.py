@@ -8,7 +8,7 @@ from typing import Any
 
 from determined import tensorboard, util
 
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 _UPLOAD_INTERVAL_S = 5.0
 
@@ -22,6 +22,7 @@ class EventFiles:
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self._context = context
+        self._runtime = runtime_of(context)
         self._uploaded_s = -_UPLOAD_INTERVAL_S
 
     def write(self, prefix: str, batches_trained: int, metrics: Mapping[str, Any]) -> None:
@@ -32,7 +33,7 @@ class EventFiles:
             batches_trained: the step of the events.
             metrics: metric name -> value.
         """
-        if not self._context.get_enable_tensorboard_logging():
+        if not self._runtime.writes_tensorboard:
             return
         writer = self._context.get_tensorboard_writer()
         for name, value in metrics.items():
@@ -48,12 +49,12 @@ class EventFiles:
         """
         now_s = time.monotonic()
         is_early = not at_once and now_s - self._uploaded_s < _UPLOAD_INTERVAL_S
-        if is_early or not self._context.get_enable_tensorboard_logging():
+        if is_early or not self._runtime.writes_tensorboard:
             return
         self._uploaded_s = now_s
-        if self._context._tensorboard_writer is not None:
-            self._context._tensorboard_writer.flush()
-        is_chief = self._context.distributed.rank == 0
-        self._context._core.train.upload_tensorboard_files(
+        if self._runtime.tensorboard_writer is not None:
+            self._runtime.tensorboard_writer.flush()
+        is_chief = self._runtime.is_chief
+        self._runtime.core.train.upload_tensorboard_files(
             lambda path: is_chief or not path.match("*tfevents*"), tensorboard.util.get_rank_aware_path
         )

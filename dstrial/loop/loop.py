@@ -34,7 +34,7 @@ from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_
 from dstrial.loop.validation import Validation
 from dstrial.loop.validation_data import ValidationStream
 from dstrial.ranks.phases import begin_phase, end_phases
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.det_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
 
@@ -75,11 +75,12 @@ class TrainingLoop:
         require_engine(trial, context)
         self._trial = trial
         self._context = context
+        self._runtime = runtime_of(context)
         self._settings = settings
-        self._core = context._core
+        self._core = self._runtime.core
         self._distributed = context.distributed
         self._is_chief = context.distributed.rank == 0
-        self._adapter = context._adapters[0]
+        self._adapter = self._runtime.adapter
         self._callbacks = Callbacks(trial.build_callbacks())
         keep_batches = self._callbacks.overrides("on_training_workload_end")
         self._window = MetricWindow(
@@ -122,7 +123,7 @@ class TrainingLoop:
         self._iterator: CountingIterator | None = None
         self._batches_total = 0
         self._checkpoint_uuid: str | None = None
-        self._reports_metrics = context._mpu.should_report_metrics
+        self._reports_metrics = self._runtime.mpu.should_report_metrics
         self._is_first_batch = True
 
     # ---- the run -------------------------------------------------------------------------------------
@@ -151,9 +152,8 @@ class TrainingLoop:
             self._iterator = self._stream.open(drawn)
             if settings.is_rewrite:
                 return self._rewrite()
-            for adapter in self._context._adapters:
-                adapter.bind_training_iterator(self._iterator)
-                adapter.set_training(True)
+            self._runtime.bind_training_iterator(self._iterator)
+            self._runtime.set_training(True)
             callbacks.call("on_training_start")
             if self._context.profiler is not None:
                 stack.enter_context(self._context.profiler)
@@ -186,11 +186,10 @@ class TrainingLoop:
         self._first_batch = self._progress.batches_trained
         if checks.non_finite == "fail":
             self._weights = FiniteWeights(self._context.models)
-        calls = 1 if self._context._manual_grad_accumulation else self._adapter.train_calls_per_batch
         self._guard = NonFiniteGuard(
             checks.non_finite,
             checks.non_finite_patience,
-            calls,
+            self._runtime.train_calls_per_batch,
             is_chief=self._is_chief,
             counts=self._step_counts(),
             is_resumed=self._progress.batches_trained > 0,
@@ -251,8 +250,7 @@ class TrainingLoop:
         return loop_state
 
     def _close_iterator(self) -> None:
-        for adapter in self._context._adapters:
-            adapter.bind_training_iterator(None)
+        self._runtime.bind_training_iterator(None)
         self._iterator = None
 
     def _train(self) -> StopReason | None:
@@ -270,7 +268,7 @@ class TrainingLoop:
             self._core.train.set_status("training")
             self._on_progress(progress.batches_trained, self._batches_total)
         stepped_before = self._adapter.micro_batches_stepped
-        is_unproven = self._context._manual_grad_accumulation
+        is_unproven = self._runtime.accumulates_itself
         begin_phase("training the first batch")
         while progress.batches_trained < self._batches_total:
             self._train_until(progress.batches_trained + 1 if is_unproven else self._next_event())
@@ -336,7 +334,7 @@ class TrainingLoop:
 
         This is the hot path: no communication, no synchronisation, no decision.
         """
-        context, progress, window = self._context, self._progress, self._window
+        context, runtime, progress, window = self._context, self._runtime, self._progress, self._window
         train_batch, iterator, reports_metrics = (
             self._trial.train_batch,
             self._iterator,
@@ -345,11 +343,11 @@ class TrainingLoop:
         is_alone, is_wished = self._agreements.is_alone, self._agreements.is_wished
         epoch_idx = progress.epoch_idx
         is_first, self._is_first_batch = self._is_first_batch, False
-        calls = range(1 if context._manual_grad_accumulation else self._adapter.train_calls_per_batch)
+        calls = range(runtime.train_calls_per_batch)
         if progress.is_epoch_start:
             self._callbacks.epoch_start(epoch_idx)
         for batch_idx in range(progress.batches_trained, end_batch):
-            context._current_batch_idx = batch_idx
+            runtime.current_batch_idx = batch_idx
             for _ in calls:
                 returned = train_batch(iterator, epoch_idx, batch_idx)
                 if reports_metrics:
@@ -433,9 +431,9 @@ class TrainingLoop:
         )
 
     def _report(self, averages: dict[str, Any]) -> None:
-        context, batches = self._context, self._progress.batches_trained
-        if any(wrapped.for_training for wrapped in context._wrapped_reducers):
-            reduced = context.reduce_metrics(for_training=True)
+        runtime, batches = self._runtime, self._progress.batches_trained
+        if any(wrapped.for_training for wrapped in runtime.wrapped_reducers):
+            reduced = self._context.reduce_metrics(for_training=True)
             averages.update(pytorch._convert_metrics_to_numpy(reduced))
         self._callbacks.call(
             "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=self._window.batches()
@@ -453,10 +451,10 @@ class TrainingLoop:
             self._events.write("", batches, metrics)
         self._events.upload(at_once=False)
         self._window.reset()
-        for wrapped in context._wrapped_reducers:
+        for wrapped in runtime.wrapped_reducers:
             if wrapped.for_training:
                 wrapped.reset()
-        context._reductions_of_absent_ranks.clear()
+        runtime.reductions_of_absent_ranks.clear()
         self._window_seconds = 0.0
         self._window_start = batches
 
@@ -625,11 +623,11 @@ class TrainingLoop:
 
     def _build_loaders(self) -> None:
         """Build this rank's loaders and compare their lengths. Ranks: all, collectively."""
-        context, settings = self._context, self._settings
-        checks_disabled = context._data_repro_checks_disabled
+        context, runtime, settings = self._context, self._runtime, self._settings
+        checks_disabled = runtime.repro_checks_disabled
         training = validation = None
         error: Exception | None = None
-        if context._mpu.should_build_data_loader:
+        if runtime.mpu.should_build_data_loader:
             training = self._trial.build_training_data_loader()
             validation = self._trial.build_validation_data_loader()
         try:
@@ -638,13 +636,13 @@ class TrainingLoop:
             )
         except DataError as caught:
             error = caught
-        must_read = context._mpu.should_build_data_loader
+        must_read = runtime.mpu.should_build_data_loader
         length = self._stream.epoch_length if self._stream else None
         gathered = self._distributed.allgather(
             (must_read, training is not None, length, str(error) if error else None)
         )
         self._progress.epoch_length = agreed_epoch_length(gathered)
-        context._epoch_len = self._progress.epoch_length
+        runtime.epoch_length = self._progress.epoch_length
         assert self._stream is not None
         if self._is_chief:
             for note in self._stream.notes:
@@ -652,7 +650,7 @@ class TrainingLoop:
         stream = ValidationStream(
             validation,
             self._adapter,
-            any(adapter.forward_is_collective for adapter in context._adapters),
+            runtime.forward_is_collective,
             settings.data_seed,
             checks_disabled,
             self._trial.get_batch_length,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.runtime import TrialRuntime
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
@@ -69,11 +70,11 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
     return state
 
 
-def training_reductions(context: DeepSpeedTrialContext, states: Sequence[Mapping[str, Any]]) -> list[Any]:
+def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return what another rank's training reducers would contribute to the next report.
 
     Args:
-        context: whose reducers compute it; they are as before afterwards.
+        runtime: whose reducers compute it; they are as before afterwards.
         states: what ``reducer_state`` returned on that rank, of each reducer in the order of wrapping.
 
     Returns:
@@ -82,7 +83,7 @@ def training_reductions(context: DeepSpeedTrialContext, states: Sequence[Mapping
     Ranks: any; no communication.
     """
     reductions = []
-    for wrapped, state in zip(context._wrapped_reducers, states, strict=True):
+    for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
         if wrapped.for_training:
             own = Snapshot([wrapped.reducer])
             restore_reducer(wrapped.reducer, state)

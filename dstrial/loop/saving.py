@@ -46,7 +46,7 @@ from dstrial.loop.reducers import reducer_state
 from dstrial.loop.reports import ReportsUnderway
 from dstrial.loop.save_job import SaveJob, SaveStatus, together
 from dstrial.ranks.control import ControlChannel
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")
@@ -127,12 +127,13 @@ class Saving:
     ) -> None:
         self._trial = trial
         self._context = context
+        self._runtime = runtime_of(context)
         self._callbacks = callbacks
         self._progress = progress
         self._window = window
         self._trial_id = trial_id
         self._layouts = layouts
-        self._reports = ReportsUnderway(context._core.train)
+        self._reports = ReportsUnderway(self._runtime.core.train)
         self._buffers = HostBuffers(context.distributed.local_size, memory=host_memory_for(context.device))
         self._is_prepared = False
         self._job: SaveJob | None = None
@@ -192,14 +193,14 @@ class Saving:
             CheckpointError: this checkpoint cannot be begun, or the one before it was not completed; those before stay.
         """
         self.finish()
-        context, progress = self._context, self._progress
+        progress = self._progress
         channel = self._channel()
         previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
         metadata = self._metadata()
         try:
             with contextlib.ExitStack() as stack:
                 path, uuid = stack.enter_context(
-                    _store_on(context._core.checkpoint, channel).store_path(metadata, shard=True)
+                    _store_on(self._runtime.core.checkpoint, channel).store_path(metadata, shard=True)
                 )
                 copied = self._copy(pathlib.Path(path), loop_state, metadata)
                 block = stack.pop_all()
@@ -247,7 +248,7 @@ class Saving:
             "determined_version": det.__version__,
             "dstrial_version": dstrial.__version__,
             "framework": f"torch-{torch.__version__}",
-            **self._context._checkpoint_metadata(self._layouts(), self._trial_id),
+            **self._runtime.checkpoint_metadata(self._layouts(), self._trial_id),
         }
 
     def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
@@ -293,8 +294,8 @@ class Saving:
             "progress": self._progress.state_dict(),
             "window": self._window.state_dict(),
             "loop": dict(loop_state),
-            "reducers": [reducer_state(wrapped.reducer) for wrapped in context._wrapped_reducers],
-            "reductions_of_absent_ranks": list(context._reductions_of_absent_ranks),
+            "reducers": [reducer_state(wrapped.reducer) for wrapped in self._runtime.wrapped_reducers],
+            "reductions_of_absent_ranks": list(self._runtime.reductions_of_absent_ranks),
             "callbacks": self._callbacks.state_dict(),
             "engines": [engine_extra_state(engine) for engine in context.models],
             "random_states": random_states(context.device),
@@ -313,11 +314,10 @@ class Saving:
         return tuple(expected)
 
     def _configuration(self) -> str:
-        context = self._context
         load_data = {
             "trial_type": "DeepSpeedTrial",
-            "experiment_config": context._exp_conf,
-            "hparams": context._given_hparams,
+            "experiment_config": self._runtime.exp_conf,
+            "hparams": self._runtime.given_hparams,
         }
         return json.dumps(load_data, default=str)
 
@@ -364,7 +364,7 @@ class Saving:
         if self._context.distributed.rank == 0:
             (copied.path / "load_data.json").write_text(copied.configuration)
             has_code = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY).is_dir()
-            if self._context._core.info is not None and has_code:
+            if self._runtime.core.info is not None and has_code:
                 det.util.write_user_code(copied.path, True)
 
     def _hash(self, copied: _Copied) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -14,7 +14,7 @@ import torch
 from dstrial.engine.state import engine_extra_state, restore_engine_extra_state
 from dstrial.loop.random_states import random_states, restore_random_states
 from dstrial.loop.reducers import Snapshot
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 _MOST_OBJECTS = 10_000
 _MOST_ITEMS = 10_000
@@ -41,7 +41,7 @@ class Undo:
         self._context = context
         self._random_states = random_states(context.device)
         self._engines = [engine_extra_state(engine) for engine in context.models]
-        self._reducers = Snapshot(wrapped.reducer for wrapped in context._wrapped_reducers)
+        self._reducers = Snapshot(wrapped.reducer for wrapped in runtime_of(context).wrapped_reducers)
         self._attributes = AttributeSnapshot(objects)
 
     def undo(self) -> None:

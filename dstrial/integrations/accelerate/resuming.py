@@ -10,16 +10,15 @@ from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.saved_run import RESUME_VARIABLE, given_settings
 from dstrial.errors import CheckpointNotFoundError, ConfigError
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.runtime import TrialRuntime
 
 
-def checkpoint_to_resume(context: DeepSpeedTrialContext, info: Any, *, is_mirrored: bool) -> str | None:
+def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
     """Return the checkpoint that a run goes on from; None for a new one.
 
     Args:
-        context: of the trial, with its core context entered.
+        runtime: of the trial.
         info: the cluster's; None off a cluster.
-        is_mirrored: whether a master is told of everything that a run directory keeps.
 
     Raises:
         CheckpointNotFoundError: the newest one of a run was asked for, and it has none.
@@ -27,26 +26,26 @@ def checkpoint_to_resume(context: DeepSpeedTrialContext, info: Any, *, is_mirror
     asked = os.environ.get(RESUME_VARIABLE)
     if info is not None:
         latest: str | None = info.latest_checkpoint
-        return latest or (asked if is_mirrored else None)
+        return latest or (asked if runtime.is_mirrored else None)
     if asked != "latest":
         return asked or None
-    newest = context._core.checkpoint.newest()
+    newest = runtime.core.checkpoint.newest()
     if newest is None:
         raise CheckpointNotFoundError(
-            f"the run {context._core.run_directory.path} has no complete checkpoint; expected one to resume from. Start a "
+            f"the run {runtime.core.run_directory.path} has no complete checkpoint; expected one to resume from. Start a "
             "new run, without resuming."
         )
     return str(newest.uuid)
 
 
-def settings_as_given(context: DeepSpeedTrialContext, engine_idx: int) -> dict[str, Any]:
+def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
     """Return an engine's settings as the experiment gives them, with which a later resume compares its config.
 
     What Accelerate was given has all sizes solved for these ranks, or taken from the script.
     """
-    given = context._given_hparams or {}
+    given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
-    own: dict[str, Any] = context._given_settings[engine_idx]
+    own: dict[str, Any] = runtime.given_settings[engine_idx]
     if engine_idx or not isinstance(source, (str, Mapping)):
         return own
     try:
@@ -60,7 +59,7 @@ def settings_as_given(context: DeepSpeedTrialContext, engine_idx: int) -> dict[s
     return {**kinds, **given_settings(merged)}
 
 
-def micro_batch_before(context: DeepSpeedTrialContext) -> int | None:
+def micro_batch_before(runtime: TrialRuntime) -> int | None:
     """Return the micro batch of the checkpoint that this very run goes on from; None for a new run."""
-    resumed = context._resumed
+    resumed = runtime.resumed
     return None if resumed is None or not resumed.saved.engines else resumed.saved.engines[0].micro_batch_size

@@ -26,9 +26,7 @@ from dstrial.integrations.accelerate.resuming import (
     micro_batch_before,
     settings_as_given,
 )
-from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import TEST_VARIABLE
-from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpointing import Checkpointing
@@ -36,7 +34,7 @@ from dstrial.loop.events import EventFiles
 from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.resumed_run import trial_id_of
 from dstrial.loop.saving import Saving
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 logger = logging.getLogger("dstrial.integrations.accelerate")
 
@@ -67,17 +65,17 @@ class Run:
         length: pytorch.TrainUnit | None,
     ) -> None:
         self._accelerator, self._context, self._info, self._course = accelerator, context, info, course
-        self._core = context._core
+        runtime = self._runtime = runtime_of(context)
+        self._core = runtime.core
         self._is_chief = bool(context.distributed.rank == 0)
         for engine_idx, engine in enumerate(prepared_engines(accelerator)):
             context.wrap_model_engine(engine)
-            context._given_settings[engine_idx] = settings_as_given(context, engine_idx)
-        adapter = context._adapters[0]
-        self._steps = adapter.micro_batches_per_batch
-        self._records_per_batch = adapter.micro_batch_size * self._steps * adapter.data_parallel_world_size
+            runtime.given_settings[engine_idx] = settings_as_given(runtime, engine_idx)
+        self._steps = runtime.adapter.micro_batches_per_batch
+        self._records_per_batch = runtime.train_batch_size
         accelerator.gradient_accumulation_steps = self._steps
         self._plan = Plan.from_config(
-            context._exp_conf or {},
+            runtime.exp_conf or {},
             global_batch_size=self._records_per_batch,
             length=length,
             is_test=os.environ.get(TEST_VARIABLE) == "1",
@@ -91,8 +89,7 @@ class Run:
         self._mark_s = 0.0
         self._has_pending_random_states = False
         self._has_batch_to_finish = False
-        self._is_mirrored = isinstance(self._core.train, MirroredTrainContext)
-        trial_id = trial_id_of(info, is_mirrored=self._is_mirrored)
+        trial_id = trial_id_of(info, is_mirrored=runtime.is_mirrored)
         parts = (Accelerated(accelerator), context, Callbacks({}), course.progress, self._window, trial_id)
         self._checkpointing = Checkpointing(*parts)
         self._saving = Saving(
@@ -110,11 +107,11 @@ class Run:
 
         Ranks: all, collectively.
         """
-        checkpoint = checkpoint_to_resume(self._context, self._info, is_mirrored=self._is_mirrored)
+        checkpoint = checkpoint_to_resume(self._runtime, self._info)
         self._course.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
         batches = self._course.batches_trained
-        if isinstance(self._core.train, (LocalTrainContext, MirroredTrainContext)):
-            self._core.train.rewind_to(batches)
+        if self._runtime.kept_reports is not None:
+            self._runtime.kept_reports.rewind_to(batches)
         self._agreements.start(batches)
         self._mark_s = time.monotonic()
         self._set_status("training")
@@ -127,8 +124,8 @@ class Run:
         if not continues:
             return None
         if not self._accelerator.split_batches:
-            now = context._adapters[0].micro_batch_size
-            require_micro_batch(self._accelerator._dataloaders, micro_batch_before(context), now)
+            now = self._runtime.adapter.micro_batch_size
+            require_micro_batch(self._accelerator._dataloaders, micro_batch_before(self._runtime), now)
         self._window_start = int(loop_state.get("window_start", self._course.batches_trained))
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
         self._checkpointing.restore_random_states()
@@ -285,5 +282,5 @@ class Run:
         # Acknowledged at the end, and only if training ends early.
         if self._info is not None and self._is_chief and self._core.preempt.should_preempt(auto_ack=False):
             return StopReason.PREEMPTED
-        signals = self._context._stop_signals
+        signals = self._runtime.stop_signals
         return StopReason.SIGNAL if signals is not None and signals.requested is not None else None
