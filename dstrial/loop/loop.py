@@ -23,12 +23,13 @@ from dstrial.loop import early_check, rescue
 from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.checkpointing import Checkpointing
+from dstrial.loop.checkpoint_loader import CheckpointLoader
+from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.events import EventFiles
 from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping, combine
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
 from dstrial.loop.progress import Progress
-from dstrial.loop.saving import Saving
+from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.validation import Validation
@@ -105,19 +106,9 @@ class TrainingLoop:
             Boundary.VALIDATE: _optional_period(settings.validation_period),
             Boundary.CHECKPOINT: _optional_period(settings.checkpoint_period),
         }
-        self._checkpointing = Checkpointing(
-            trial, context, self._callbacks, self._progress, self._window, settings.trial_id
-        )
-        self._saving = Saving(
-            trial,
-            context,
-            self._callbacks,
-            self._progress,
-            self._window,
-            settings.trial_id,
-            self._checkpointing.current_layouts,
-            in_background=settings.saves_in_background,
-        )
+        state = RunState(trial, context, self._callbacks, self._progress, self._window, settings.trial_id)
+        self._loader = CheckpointLoader(state)
+        self._saver = CheckpointSaver(state, in_background=settings.saves_in_background)
         self._stream: TrainingStream | None = None
         self._validation: Validation | None = None
         self._iterator: CountingIterator | None = None
@@ -138,7 +129,7 @@ class TrainingLoop:
         with contextlib.ExitStack() as stack:
             callbacks.call("on_trial_startup", self._context.get_initial_batch(), settings.latest_checkpoint)
             stack.callback(callbacks.call, "on_trial_shutdown")
-            stack.callback(self._saving.close)
+            stack.callback(self._saver.close)
             stack.callback(self._close_iterator)
             self._build_loaders()
             self._batches_total = total_batches(settings.max_length, progress.epoch_length)
@@ -157,14 +148,14 @@ class TrainingLoop:
             callbacks.call("on_training_start")
             if self._context.profiler is not None:
                 stack.enter_context(self._context.profiler)
-            self._checkpointing.restore_random_states()
+            self._loader.restore_random_states()
             is_fresh = progress.batches_trained == 0 and progress.last_validation is None
             if settings.step_zero_validation and is_fresh:
                 begin_phase("validating before the first batch")
                 self._validate()
             stack.callback(self._tell_steps)
             stopped = self._train()
-            self._saving.finish()
+            self._saver.finish()
             self._events.upload()
         skipped = sum(counts.num_skipped for counts in self._step_counts())
         return FitResult(
@@ -215,9 +206,9 @@ class TrainingLoop:
 
     def _rewrite(self) -> FitResult:
         """Save what was restored, in the layout that runs, and nothing else. Ranks: all, collectively."""
-        self._checkpointing.restore_random_states()
+        self._loader.restore_random_states()
         self._checkpoint(is_last=True)
-        self._saving.finish()
+        self._saver.finish()
         return FitResult(self._progress.batches_trained, self._batches_total, None, self._checkpoint_uuid)
 
     def _require_epoch_length(self) -> None:
@@ -242,7 +233,7 @@ class TrainingLoop:
         if latest is None:
             return {}
         records = self._stream.records_per_batch if self._stream is not None else None
-        loop_state, continues = self._checkpointing.restore(latest, self._progress.epoch_length, records)
+        loop_state, continues = self._loader.restore(latest, self._progress.epoch_length, records)
         if continues and self._is_chief:
             logger.info("resumed from checkpoint %s at batch %d", latest, self._progress.batches_trained)
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
@@ -398,9 +389,9 @@ class TrainingLoop:
         share = self._window.totals() if reports and self._reports_metrics else None
         counts = self._step_counts() if reports else []
         self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._agreements.agree(batches, (share, counts, self._saving.status()))
-        self._saving.settle([status for _, _, status in agreement.shares])
-        self._saving.prepare()
+        agreement = self._agreements.agree(batches, (share, counts, self._saver.status()))
+        self._saver.settle([status for _, _, status in agreement.shares])
+        self._saver.prepare()
         if reports:
             shares = [share for share, _, _ in agreement.shares]
             averages, start = combine(shares, "train_batch"), self._window_start
@@ -529,7 +520,7 @@ class TrainingLoop:
             return
         try:
             self._checkpoint(is_last=True)
-            self._saving.finish()
+            self._saver.finish()
         except Exception:
             logger.exception(
                 "the state of batch %d could not be saved before the error that ends training", batches
@@ -614,7 +605,7 @@ class TrainingLoop:
         }
         if self._stream is not None and self._stream.records_per_batch is not None:
             loop_state["records_per_batch"] = self._stream.records_per_batch
-        self._checkpoint_uuid = self._saving.save(loop_state)
+        self._checkpoint_uuid = self._saver.save(loop_state)
         self._mark_s = time.monotonic()
         if self._is_chief:
             self._core.train.set_status("training")

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from dstrial.engine.state import engine_extra_state, restore_engine_extra_state
-from dstrial.loop.random_states import random_states, restore_random_states
-from dstrial.loop.reducers import Snapshot
+from dstrial.loop.run_state import Snapshot, random_states, restore_random_states
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 _MOST_OBJECTS = 10_000

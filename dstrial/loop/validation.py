@@ -15,7 +15,7 @@ from dstrial.errors import DataError, TrialContractError
 from dstrial.loop import metrics as loop_metrics
 from dstrial.loop import rescue
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.reducers import Snapshot
+from dstrial.loop.run_state import Snapshot
 from dstrial.loop.validation_data import Extent, ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.det_errors import FullDatasetError, InvalidTrialError

@@ -29,11 +29,12 @@ from dstrial.integrations.accelerate.resuming import (
 from dstrial.local.run_directory import TEST_VARIABLE
 from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.checkpointing import Checkpointing
+from dstrial.loop.checkpoint_loader import CheckpointLoader
+from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.events import EventFiles
 from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.resumed_run import trial_id_of
-from dstrial.loop.saving import Saving
+from dstrial.loop.run_state import RunState
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 logger = logging.getLogger("dstrial.integrations.accelerate")
@@ -90,11 +91,11 @@ class Run:
         self._has_pending_random_states = False
         self._has_batch_to_finish = False
         trial_id = trial_id_of(info, is_mirrored=runtime.is_mirrored)
-        parts = (Accelerated(accelerator), context, Callbacks({}), course.progress, self._window, trial_id)
-        self._checkpointing = Checkpointing(*parts)
-        self._saving = Saving(
-            *parts, self._checkpointing.current_layouts, in_background=self._plan.saves_in_background
+        state = RunState(
+            Accelerated(accelerator), context, Callbacks({}), course.progress, self._window, trial_id
         )
+        self._loader = CheckpointLoader(state)
+        self._saver = CheckpointSaver(state, in_background=self._plan.saves_in_background)
 
     # ---- start and end -------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Run:
     def _load(self, checkpoint: str) -> int | None:
         """Restore a checkpoint; return the batches of an epoch that it was written with, if it knows them."""
         context = self._context
-        loop_state, continues = self._checkpointing.restore(checkpoint, None)
+        loop_state, continues = self._loader.restore(checkpoint, None)
         self._accelerator.step = 0
         if not continues:
             return None
@@ -128,7 +129,7 @@ class Run:
             require_micro_batch(self._accelerator._dataloaders, micro_batch_before(self._runtime), now)
         self._window_start = int(loop_state.get("window_start", self._course.batches_trained))
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
-        self._checkpointing.restore_random_states()
+        self._loader.restore_random_states()
         self._has_pending_random_states = True
         if self._is_chief:
             batches, num_ranks = self._course.batches_trained, context.distributed.size
@@ -141,7 +142,7 @@ class Run:
         course = self._course
         if course.batches_trained and not course.progress.checkpoint_is_current:
             self.save()
-        self._saving.finish()
+        self._saver.finish()
         self._events.upload()
         if not self._is_chief:
             return
@@ -158,7 +159,7 @@ class Run:
 
     def close(self) -> None:
         """Give up a save that is under way. Ranks: each its own."""
-        self._saving.close()
+        self._saver.close()
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class Run:
                     continue  # of a batch that is not whole; the loader comes to its own end
                 if self._has_pending_random_states:
                     # Starting the loader has drawn random numbers that the uninterrupted run did not draw.
-                    self._checkpointing.restore_random_states()
+                    self._loader.restore_random_states()
                     self._has_pending_random_states = False
                 yield item
                 if self._between_batches():
@@ -203,8 +204,8 @@ class Run:
         reports = course.is_report_due or (course.is_at_end and batches > self._window_start)
         share = self._window.totals() if reports and len(self._window) else None
         self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._agreements.agree(batches, (share, self._saving.status()))
-        self._saving.settle([status for _, status in agreement.shares])
+        agreement = self._agreements.agree(batches, (share, self._saver.status()))
+        self._saver.settle([status for _, status in agreement.shares])
         if reports:
             averages = combine([share for share, _ in agreement.shares], "reporter.step")
             if self._is_chief:
@@ -263,7 +264,7 @@ class Run:
     def save(self) -> str:
         """Save a checkpoint of now; return its uuid. Ranks: all, collectively."""
         self._set_status("checkpointing")
-        uuid = self._saving.save(
+        uuid = self._saver.save(
             {
                 "window_seconds": self._window_seconds,
                 "window_start": self._window_start,

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from dstrial.loop.reducers import Snapshot, reducer_state, restore_reducer
+from dstrial.loop.run_state import Snapshot, reducer_state, restore_reducer
 
 
 class Holding:

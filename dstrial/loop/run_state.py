@@ -1,23 +1,63 @@
-"""The attributes of a user's metric reducers: kept aside while something else uses them, and checkpointed."""
+"""What a checkpoint holds of a run besides its engines: counters, open window, callbacks, reducers, random states."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import logging
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.loop.callbacks import Callbacks
+from dstrial.loop.metrics import MetricWindow
+from dstrial.loop.progress import Progress
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
-from dstrial.trial.trial import DeepSpeedTrial
+from dstrial.trial.trial import Checkpointable, DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
 
 # What a reducer may hold a reference to, but what is never part of its state.
 _NOT_STATE = (torch.nn.Module, DeepSpeedTrialContext, DeepSpeedTrial)
+
+
+@dataclasses.dataclass(slots=True)
+class RunState:
+    """The objects whose state is saved and restored, so that a run goes on exactly; saver and loader share one.
+
+    Attributes:
+        trial: what writes and reads the engines: the user's trial, or another library's objects.
+        context: its context, engines wrapped.
+        callbacks: the user's callbacks.
+        progress: the run's counters.
+        window: the open window of training metrics.
+        trial_id: number of the trial; a checkpoint of another trial gives weights only.
+    """
+
+    trial: Checkpointable
+    context: DeepSpeedTrialContext
+    callbacks: Callbacks
+    progress: Progress
+    window: MetricWindow
+    trial_id: int
+    _layouts: list[dict[str, Any]] | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def runtime(self) -> TrialRuntime:
+        """What the context answers user code from."""
+        return runtime_of(self.context)
+
+    def layouts(self) -> list[dict[str, Any]]:
+        """Return the layout of every engine as JSON values. Ranks: all, collectively at the first call."""
+        if self._layouts is None:
+            gather = self.context.distributed.allgather
+            self._layouts = [adapter.layout(gather).to_json() for adapter in self.runtime.adapters]
+        return self._layouts
 
 
 class Snapshot:
@@ -95,3 +135,38 @@ def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any
 def restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:
     """Put back what ``reducer_state`` returned."""
     vars(reducer).update(state)
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the random states of this process and of its device. Ranks: any; no communication."""
+    algorithm, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (
+            algorithm,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            position,
+            has_gauss,
+            cached,
+        ),
+        "torch": torch.random.get_rng_state(),
+    }
+    if device.type != "cpu":
+        states["device"] = _accelerator().get_rng_state(device.index)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put this process's random states back. Ranks: any; no communication."""
+    random.setstate(states["python"])
+    algorithm, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.random.set_rng_state(states["torch"])
+    if device.type != "cpu" and "device" in states:
+        _accelerator().set_rng_state(states["device"], device.index)
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

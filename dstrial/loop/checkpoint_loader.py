@@ -29,55 +29,24 @@ from dstrial.engine.safe_load import load, restoring
 from dstrial.engine.saved_engine import SavedEngine
 from dstrial.engine.state import restore_engine_extra_state
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
-from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.metrics import MetricWindow, merge_windows, weighed_window
-from dstrial.loop.progress import Progress
-from dstrial.loop.random_states import restore_random_states
-from dstrial.loop.reducers import restore_reducer, training_reductions
+from dstrial.loop.metrics import merge_windows, weighed_window
+from dstrial.loop.run_state import RunState, restore_random_states, restore_reducer, training_reductions
 from dstrial.loop.trust import trusts_code
-from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")
 
 
-class Checkpointing:
-    """Restores one trial with everything the loop needs to go on exactly; ``Saving`` wrote it.
+class CheckpointLoader:
+    """Restores one trial with everything the loop needs to go on exactly; ``CheckpointSaver`` wrote it.
 
     Args:
-        trial: the user's trial.
-        context: its context, engines wrapped.
-        callbacks: the user's callbacks.
-        progress: the run's counters.
-        window: the open window of training metrics.
-        trial_id: number of the trial; a checkpoint of another trial gives weights only.
+        state: of the run; restored in place.
     """
 
-    def __init__(
-        self,
-        trial: Checkpointable,
-        context: DeepSpeedTrialContext,
-        callbacks: Callbacks,
-        progress: Progress,
-        window: MetricWindow,
-        trial_id: int,
-    ) -> None:
-        self._trial = trial
-        self._context = context
-        self._runtime = runtime_of(context)
-        self._callbacks = callbacks
-        self._progress = progress
-        self._window = window
-        self._trial_id = trial_id
-        self._layouts: list[dict[str, Any]] | None = None
+    def __init__(self, state: RunState) -> None:
+        self._state = state
         self._pending_random_states: Mapping[str, Any] | None = None
-
-    def current_layouts(self) -> list[dict[str, Any]]:
-        """Return the layout of every engine as JSON values. Ranks: all, collectively at the first call."""
-        if self._layouts is None:
-            gather = self._context.distributed.allgather
-            self._layouts = [adapter.layout(gather).to_json() for adapter in self._runtime.adapters]
-        return self._layouts
 
     def restore(
         self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None
@@ -92,7 +61,7 @@ class Checkpointing:
             expected_records: records that the loaders of all ranks read for a batch; None where they do not say.
 
         Returns:
-            The loop's own state as given to ``Saving.save``, and whether the run itself is continued; False
+            The loop's own state as given to ``CheckpointSaver.save``, and whether the run itself is continued; False
             means another trial's weights were taken over and counting starts at 0.
 
         Raises:
@@ -102,7 +71,7 @@ class Checkpointing:
             UntrustedCheckpointError: a file holds what would run code, and nobody vouches for it.
             CheckpointError: it belongs to other data.
         """
-        context, runtime = self._context, self._runtime
+        context, runtime = self._state.context, self._state.runtime
         with runtime.core.checkpoint.restore_path(uuid) as restored, contextlib.ExitStack() as stack:
             path = pathlib.Path(restored)
             manifest = self._read_verified(path)
@@ -110,7 +79,7 @@ class Checkpointing:
             # The user's own load too, and whatever it calls.
             stack.enter_context(restoring(trusts_code=is_trusted))
             saved = list(layouts_of(manifest, path))
-            now = [Layout.from_json(values) for values in self.current_layouts()]
+            now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
             missing = [
                 rank_state_name(rank)
@@ -123,7 +92,7 @@ class Checkpointing:
                     "checkpoint."
                 )
             state = self._load_rank_state(path, context.distributed.rank % saved_size)
-            continues = state["trial_id"] == self._trial_id
+            continues = state["trial_id"] == self._state.trial_id
             if continues:
                 require_same_batch(path, saved, now)
             is_reshaped = self._must_reshape(path, saved, now)
@@ -133,17 +102,17 @@ class Checkpointing:
             state["window"] = weighed_window(
                 state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
             )
-            self._callbacks.call("on_checkpoint_load_start", state)
+            self._state.callbacks.call("on_checkpoint_load_start", state)
             if is_reshaped:
                 self._load_reshaped(path, state["all_engines"], saved, now)
-                self._trial._load_beside_engines(context, path)
+                self._state.trial._load_beside_engines(context, path)
             else:
-                self._trial.load(context, path)
+                self._state.trial.load(context, path)
             for engine_idx, engine in enumerate(context.models):
                 restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
                 if not is_reshaped:
                     recount_micro_batches(engine, saved[engine_idx], now[engine_idx])
-        self._callbacks.load_state_dict(state["callbacks"])
+        self._state.callbacks.load_state_dict(state["callbacks"])
         self._pending_random_states = state["random_states"] if continues else None
         if not continues:
             logger.info(
@@ -164,8 +133,8 @@ class Checkpointing:
                 f"checkpoint {uuid} was written with epochs of {saved_epoch_length} batches, and the training loader now has "
                 f"{expected_epoch_length}; expected the same records and batch size. Restore them, or start a new run."
             )
-        self._progress.load_state_dict(state["progress"])
-        self._window.load_state_dict(state["window"], context.device)
+        self._state.progress.load_state_dict(state["progress"])
+        self._state.window.load_state_dict(state["window"], context.device)
         runtime.reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
         for wrapped, saved in zip(runtime.wrapped_reducers, state["reducers"], strict=False):
             restore_reducer(wrapped.reducer, saved)
@@ -192,10 +161,10 @@ class Checkpointing:
         ]
         problems += [
             f"engine {idx}: its experts are spread over the ranks that wrote it: set the layout back"
-            for idx, engine in enumerate(self._context.models)
+            for idx, engine in enumerate(self._state.context.models)
             if engine.has_moe_layers
         ]
-        trial_class = type(self._trial)
+        trial_class = type(self._state.trial)
         is_own = trial_class.save is not Checkpointable.save or trial_class.load is not Checkpointable.load
         if is_own and not trial_class._saves_engines_by_tag:
             problems.append(
@@ -206,14 +175,14 @@ class Checkpointing:
                 f"checkpoint {path} was written for another layout ({'; '.join(differences)}), and it cannot be brought into "
                 f"this one: {'; '.join(problems)}."
             )
-        if self._context.distributed.rank == 0:
+        if self._state.context.distributed.rank == 0:
             logger.info("checkpoint %s is brought into another layout: %s", path.name, "; ".join(differences))
         return True
 
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
         """Return how often all replicas together report the metrics of a batch."""
         first = layouts[0]
-        is_whole = first.engine_kind == "pipeline" or self._runtime.accumulates_itself
+        is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
 
     def _load_rank_state(self, path: pathlib.Path, rank: int) -> dict[str, Any]:
@@ -227,7 +196,7 @@ class Checkpointing:
         saved_size: int,
     ) -> None:
         """Make this rank's state, in place, one of the ranks that run now. Ranks: all, collectively."""
-        context, runtime = self._context, self._runtime
+        context, runtime = self._state.context, self._state.runtime
         # Mapped: of another rank's state little is used, and only that is read.
         states = [read_rank_state(path, rank) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
@@ -262,9 +231,11 @@ class Checkpointing:
         saved: list[Layout],
         now: list[Layout],
     ) -> None:
-        for engine_idx, engine in enumerate(self._context.models):
+        for engine_idx, engine in enumerate(self._state.context.models):
             tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
-            saved_engine = SavedEngine(path, self._trial._engine_tag(engine_idx), saved[engine_idx], tied)
+            saved_engine = SavedEngine(
+                path, self._state.trial._engine_tag(engine_idx), saved[engine_idx], tied
+            )
             load_reshaped(engine, saved_engine, now[engine_idx])
 
     def _extra_state(
@@ -274,24 +245,26 @@ class Checkpointing:
             own: Mapping[str, Any] = state["engines"][engine_idx]
             return own
         extras = [engines[engine_idx] for engines in state["all_engines"]]
-        return extra_state_for(self._context.models[engine_idx], saved[engine_idx], now[engine_idx], extras)
+        return extra_state_for(
+            self._state.context.models[engine_idx], saved[engine_idx], now[engine_idx], extras
+        )
 
     def _place(self, storage: Any, location: str) -> Any:
         """Put what was on an accelerator on this rank's, and leave the rest on the CPU, for ``torch.load``."""
         if location == "cpu":
             return storage
         restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
-        return restore(storage, str(self._context.device))
+        return restore(storage, str(self._state.context.device))
 
     def restore_random_states(self) -> None:
         """Put back the random states of the checkpoint that was restored, if any."""
         if self._pending_random_states is not None:
-            restore_random_states(self._pending_random_states, self._context.device)
+            restore_random_states(self._pending_random_states, self._state.context.device)
             self._pending_random_states = None
 
     def _read_verified(self, path: pathlib.Path) -> Manifest:
         """Read the manifest and compare every file with it, each rank its share. Ranks: all, collectively."""
-        distributed = self._context.distributed
+        distributed = self._state.context.distributed
         return read_verified(
             path, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
         )

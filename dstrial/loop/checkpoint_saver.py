@@ -14,7 +14,7 @@ import json
 import logging
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import determined as det
@@ -38,15 +38,10 @@ from dstrial.engine.pinned_memory import host_memory_for
 from dstrial.engine.state import engine_extra_state
 from dstrial.engine.state_copy import HostBuffers, StateCopies
 from dstrial.errors import CheckpointError
-from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.metrics import MetricWindow
-from dstrial.loop.progress import Progress
-from dstrial.loop.random_states import random_states
-from dstrial.loop.reducers import reducer_state
 from dstrial.loop.reports import ReportsUnderway
+from dstrial.loop.run_state import RunState, random_states, reducer_state
 from dstrial.loop.save_job import SaveJob, SaveStatus, together
 from dstrial.ranks.control import ControlChannel
-from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")
@@ -94,7 +89,7 @@ class _Copied:
     metadata: dict[str, Any]
 
 
-class Saving:
+class CheckpointSaver:
     """Saves one trial with everything the loop needs to go on exactly.
 
     Callbacks are called on the main thread: ``on_checkpoint_save_start`` before the copy, ``on_checkpoint_upload_end`` when
@@ -103,50 +98,28 @@ class Saving:
     waits for the files too, and only checksums, upload and registration happen behind it.
 
     Args:
-        trial: the user's trial.
-        context: its context, engines wrapped.
-        callbacks: the user's callbacks.
-        progress: the run's counters.
-        window: the open window of training metrics.
-        trial_id: number of the trial.
-        layouts: returns the layout of every engine as JSON values; collective at its first call.
+        state: of the run, whose layouts are asked for together at the first save.
         in_background: whether to write behind the loop where that is possible.
     """
 
-    def __init__(
-        self,
-        trial: Checkpointable,
-        context: DeepSpeedTrialContext,
-        callbacks: Callbacks,
-        progress: Progress,
-        window: MetricWindow,
-        trial_id: int,
-        layouts: Callable[[], Sequence[Mapping[str, Any]]],
-        *,
-        in_background: bool,
-    ) -> None:
-        self._trial = trial
-        self._context = context
-        self._runtime = runtime_of(context)
-        self._callbacks = callbacks
-        self._progress = progress
-        self._window = window
-        self._trial_id = trial_id
-        self._layouts = layouts
-        self._reports = ReportsUnderway(self._runtime.core.train)
-        self._buffers = HostBuffers(context.distributed.local_size, memory=host_memory_for(context.device))
+    def __init__(self, state: RunState, *, in_background: bool) -> None:
+        self._state = state
+        self._reports = ReportsUnderway(state.runtime.core.train)
+        self._buffers = HostBuffers(
+            state.context.distributed.local_size, memory=host_memory_for(state.context.device)
+        )
         self._is_prepared = False
         self._job: SaveJob | None = None
         self._own_channel: ControlChannel | None = None
-        self._saves_itself = type(trial).save is not Checkpointable.save
+        self._saves_itself = type(state.trial).save is not Checkpointable.save
         self._files_are_seen = any(
-            callbacks.overrides(name) for name in ("on_checkpoint_end", "on_checkpoint_write_end")
+            state.callbacks.overrides(name) for name in ("on_checkpoint_end", "on_checkpoint_write_end")
         )
         self._in_background = in_background and self._can_be_in_background()
 
     def _can_be_in_background(self) -> bool:
         """Say whether a thread can complete checkpoints; log what keeps training waiting."""
-        distributed = self._context.distributed
+        distributed = self._state.context.distributed
         is_chief = distributed.rank == 0
         if distributed.size > 1 and not isinstance(distributed, ControlChannel):
             if is_chief:
@@ -158,7 +131,7 @@ class Saving:
         if is_chief and self._saves_itself:
             logger.info(
                 "%s.save writes checkpoints while training waits; the rest happens behind it",
-                type(self._trial).__name__,
+                type(self._state.trial).__name__,
             )
         elif is_chief and self._files_are_seen:
             logger.info(
@@ -175,7 +148,9 @@ class Saving:
         """
         is_immediate = not self._in_background or self._files_are_seen or self._saves_itself
         if not self._is_prepared and not is_immediate:
-            self._buffers.prepare([size for engine in self._context.models for size in sizes_to_copy(engine)])
+            self._buffers.prepare(
+                [size for engine in self._state.context.models for size in sizes_to_copy(engine)]
+            )
         self._is_prepared = True
 
     def save(self, loop_state: Mapping[str, Any]) -> str:
@@ -193,14 +168,14 @@ class Saving:
             CheckpointError: this checkpoint cannot be begun, or the one before it was not completed; those before stay.
         """
         self.finish()
-        progress = self._progress
+        progress = self._state.progress
         channel = self._channel()
         previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
         metadata = self._metadata()
         try:
             with contextlib.ExitStack() as stack:
                 path, uuid = stack.enter_context(
-                    _store_on(self._runtime.core.checkpoint, channel).store_path(metadata, shard=True)
+                    _store_on(self._state.runtime.core.checkpoint, channel).store_path(metadata, shard=True)
                 )
                 copied = self._copy(pathlib.Path(path), loop_state, metadata)
                 block = stack.pop_all()
@@ -229,13 +204,13 @@ class Saving:
         job.run()
         self._job = None
         if job.error is not None:
-            self._progress.last_checkpoint = job.previous_batches
+            self._state.progress.last_checkpoint = job.previous_batches
             raise job.error
-        self._callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
+        self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def _channel(self) -> core.DistributedContext:
         """Return what ranks talk through about saving, made at the first call. Ranks: all, collectively."""
-        distributed = self._context.distributed
+        distributed = self._state.context.distributed
         if not self._in_background or distributed.size == 1:
             return distributed
         if self._own_channel is None:
@@ -244,29 +219,29 @@ class Saving:
 
     def _metadata(self) -> dict[str, Any]:
         return {
-            "steps_completed": self._progress.batches_trained,
+            "steps_completed": self._state.progress.batches_trained,
             "determined_version": det.__version__,
             "dstrial_version": dstrial.__version__,
             "framework": f"torch-{torch.__version__}",
-            **self._runtime.checkpoint_metadata(self._layouts(), self._trial_id),
+            **self._state.runtime.checkpoint_metadata(self._state.layouts(), self._state.trial_id),
         }
 
     def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
         """Copy, or write where that is asked for, the state of this rank. Ranks: all, collectively."""
-        context = self._context
+        context = self._state.context
         is_immediate = not self._in_background or self._files_are_seen
         copies = StateCopies(None if is_immediate else self._buffers)
         is_chief = context.distributed.rank == 0
         together(
             context.distributed,
             lambda: self._copy_rank_state(path, loop_state, copies),
-            lambda error: self._describe(path, self._progress.batches_trained, error),
+            lambda error: self._describe(path, self._state.progress.batches_trained, error),
         )
         try:
             expected = self._copy_engines(path, copies)
-            layouts = self._layouts()
-            self._callbacks.call("on_checkpoint_end", str(path))
-            self._callbacks.call("on_checkpoint_write_end", str(path))
+            layouts = self._state.layouts()
+            self._state.callbacks.call("on_checkpoint_end", str(path))
+            self._state.callbacks.call("on_checkpoint_write_end", str(path))
         except Exception as error:
             if context.distributed.size > 1:
                 raise _LeaveAtOnce(error) from error
@@ -274,7 +249,7 @@ class Saving:
         copies.finish_copying()
         return _Copied(
             path=path,
-            batches_trained=self._progress.batches_trained,
+            batches_trained=self._state.progress.batches_trained,
             copies=copies,
             engine_files=expected,
             read_files=tuple(self._files_i_read()),
@@ -287,45 +262,45 @@ class Saving:
     def _copy_rank_state(
         self, path: pathlib.Path, loop_state: Mapping[str, Any], copies: StateCopies
     ) -> None:
-        context = self._context
+        context = self._state.context
         path.mkdir(parents=True, exist_ok=True)
         state = {
-            "trial_id": self._trial_id,
-            "progress": self._progress.state_dict(),
-            "window": self._window.state_dict(),
+            "trial_id": self._state.trial_id,
+            "progress": self._state.progress.state_dict(),
+            "window": self._state.window.state_dict(),
             "loop": dict(loop_state),
-            "reducers": [reducer_state(wrapped.reducer) for wrapped in self._runtime.wrapped_reducers],
-            "reductions_of_absent_ranks": list(self._runtime.reductions_of_absent_ranks),
-            "callbacks": self._callbacks.state_dict(),
+            "reducers": [reducer_state(wrapped.reducer) for wrapped in self._state.runtime.wrapped_reducers],
+            "reductions_of_absent_ranks": list(self._state.runtime.reductions_of_absent_ranks),
+            "callbacks": self._state.callbacks.state_dict(),
             "engines": [engine_extra_state(engine) for engine in context.models],
             "random_states": random_states(context.device),
         }
-        self._callbacks.call("on_checkpoint_save_start", state)
+        self._state.callbacks.call("on_checkpoint_save_start", state)
         # torch's own writer hides why a write failed.
         copies.add(state, str(path / rank_state_name(context.distributed.rank)), through_python=True)
 
     def _copy_engines(self, path: pathlib.Path, copies: StateCopies) -> tuple[str, ...]:
         if self._saves_itself:
-            self._trial.save(self._context, path)
+            self._state.trial.save(self._state.context, path)
             return ()
         expected: list[str] = []
-        for engine_idx, engine in enumerate(self._context.models):
+        for engine_idx, engine in enumerate(self._state.context.models):
             expected += copy_engine(engine, path, f"model{engine_idx}", copies)
         return tuple(expected)
 
     def _configuration(self) -> str:
         load_data = {
             "trial_type": "DeepSpeedTrial",
-            "experiment_config": self._runtime.exp_conf,
-            "hparams": self._runtime.given_hparams,
+            "experiment_config": self._state.runtime.exp_conf,
+            "hparams": self._state.runtime.given_hparams,
         }
         return json.dumps(load_data, default=str)
 
     def _files_i_read(self) -> list[str]:
         """Return the files of a checkpoint that this rank reads back in the same layout."""
-        names = [rank_state_name(self._context.distributed.rank)]
-        for engine_idx, engine in enumerate(self._context.models):
-            names += engine_files(engine, self._trial._engine_tag(engine_idx)).read
+        names = [rank_state_name(self._state.context.distributed.rank)]
+        for engine_idx, engine in enumerate(self._state.context.models):
+            names += engine_files(engine, self._state.trial._engine_tag(engine_idx)).read
         return names
 
     # ---- the thread ----------------------------------------------------------------------------------
@@ -358,24 +333,24 @@ class Saving:
         if missing:
             raise CheckpointError(
                 f"checkpoint {copied.path} is without {', '.join(missing)} after DeepSpeed's save_checkpoint on rank "
-                f"{self._context.distributed.rank}; expected it to write them. "
+                f"{self._state.context.distributed.rank}; expected it to write them. "
                 "Check that the directory is writable by every rank."
             )
-        if self._context.distributed.rank == 0:
+        if self._state.context.distributed.rank == 0:
             (copied.path / "load_data.json").write_text(copied.configuration)
             has_code = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY).is_dir()
-            if self._runtime.core.info is not None and has_code:
+            if self._state.runtime.core.info is not None and has_code:
                 det.util.write_user_code(copied.path, True)
 
     def _hash(self, copied: _Copied) -> tuple[dict[str, Any], tuple[str, ...]]:
-        distributed = self._context.distributed
+        distributed = self._state.context.distributed
         mine = share_of(_files_in(copied.path), distributed.local_rank, distributed.local_size)
         return hash_files(copied.path, mine), copied.read_files
 
     def _write_manifest(
         self, copied: _Copied, parts: Sequence[tuple[dict[str, Any], tuple[str, ...]]]
     ) -> None:
-        if self._context.distributed.rank != 0:
+        if self._state.context.distributed.rank != 0:
             return
         files = {name: entry for part, _ in parts for name, entry in part.items()}
         readers: dict[str, list[int]] = {}
@@ -399,7 +374,7 @@ class Saving:
                 free = f" ({shutil.disk_usage(path).free:,} bytes free)"
         cause = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         return (
-            f"checkpoint {path} at batch {batches_trained} cannot be written by rank {self._context.distributed.rank}: "
+            f"checkpoint {path} at batch {batches_trained} cannot be written by rank {self._state.context.distributed.rank}: "
             f"{cause}{free}; expected a writable directory with enough room. Make room, then resume: the checkpoints before "
             "it are complete."
         )
@@ -426,7 +401,7 @@ class Saving:
             return
         failures = [status.failure for status in statuses if status is not None and status.failure]
         if failures:
-            self._progress.last_checkpoint = job.previous_batches
+            self._state.progress.last_checkpoint = job.previous_batches
             if not job.status.is_done:
                 raise CheckpointError(failures[0])
             self._job = None
@@ -434,7 +409,7 @@ class Saving:
         if all(status is not None and status.is_done for status in statuses):
             self._job = None
             job.wait()
-            self._callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
+            self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def finish(self) -> None:
         """Wait for the save under way, on all ranks.
@@ -446,7 +421,7 @@ class Saving:
         """
         if self._job is not None:
             self._job.wait()
-            self.settle(self._context.distributed.allgather(self.status()))
+            self.settle(self._state.context.distributed.allgather(self.status()))
 
     def close(self) -> None:
         """Let the save under way come to its end, good or bad, and free the buffers; for when training has ended anyhow.
