@@ -13,9 +13,9 @@ from dstrial.config.explain import ExplainedValue, explain
 from dstrial.config.kept_batch import keep_batch
 from dstrial.config.lengths import Length
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.config.resume_rules import fitting_slots, resume_problems
 from dstrial.config.saved_run import EngineRecord, SavedRun
-from dstrial.config.settings import ParallelSizes
 
 __all__ = [
     # experiment config
@@ -27,7 +27,7 @@ __all__ = [
     "CheckResult",
     "DeepSpeedSource",
     "ExplainedValue",
-    "ParallelSizes",
+    "ParallelDims",
     "check_deepspeed",
     "explain",
     "merge_deepspeed",

@@ -35,9 +35,9 @@ from dstrial.config.integrations import check_integrations
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.lengths import Length, is_length
 from dstrial.config.overrides import apply_overrides
+from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.resume_check import check_resumption, with_kept_batch
 from dstrial.config.saved_run import SavedRun
-from dstrial.config.settings import ParallelSizes
 from dstrial.config.startup_hook import check_startup
 from dstrial.errors import ConfigError, ConfigProblem
 
@@ -111,7 +111,7 @@ class ExperimentConfig:
     deepspeed: DeepSpeedSource | None
     deepspeed_check: CheckResult | None
     other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
-    sizes: ParallelSizes
+    sizes: ParallelDims
 
     def require_max_length(self) -> Length:
         """Return how long to train.
@@ -373,20 +373,17 @@ def _sizes(
     resumed: SavedRun | None,
     findings: Findings,
     notes: list[str],
-) -> ParallelSizes:
+) -> ParallelDims:
     """Return the layout to check for: what ``data.dstrial`` says, or the checkpoint's, else one replica per rank."""
-    stages = parallel_extent(raw, "pipeline_stages", findings)
-    model = parallel_extent(raw, "model_parallel_size", findings)
-    if resumed is not None and resumed.keeps_batch:
-        first = resumed.engines[0]
-        if stages is None and first.engine_kind == "pipeline":
-            stages = first.pipeline_stages
-        model = model or first.model_parallel_size
-        if max(slots, 1) % ((stages or 1) * model):
-            # Said by the check of the resumption.
-            return ParallelSizes((stages or 1) * model, stages or 1, model, stages is not None)
+    told = {field: parallel_extent(raw, key, findings) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
-    if stages is None and model is None:
+    is_resumed = resumed is not None and resumed.keeps_batch
+    if resumed is not None and is_resumed:
+        saved = resumed.engines[0].replica
+        for field, number in told.items():
+            if number is None and (field != "pp" or saved.is_pipeline):
+                told[field] = getattr(saved, field)
+    if not any(told.values()):
         if source.mentions_pipeline and world_size > 1:
             findings.problem(
                 "data.dstrial.pipeline_stages",
@@ -396,10 +393,14 @@ def _sizes(
             )
         elif world_size > 1:
             notes.append(
-                f"data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so {world_size} "
+                f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
                 "data-parallel replicas"
             )
-    per_replica = (stages or 1) * (model or 1)
+    sizes = {field: number or 1 for field, number in told.items()}
+    replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
+    per_replica = replica.ranks_per_replica
+    if world_size % per_replica and is_resumed:
+        return replica  # said by the check of the resumption
     if world_size % per_replica:
         below = world_size // per_replica * per_replica
         choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
@@ -407,12 +408,12 @@ def _sizes(
             ConfigProblem(
                 slots_key if slots_key == "--slots" else findings.place(slots_key),
                 str(slots),
-                f"a multiple of {per_replica}, the ranks of one replica (pipeline_stages x model_parallel_size)",
+                f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(DIM_KEYS)})",
                 f"Use {choices} slots.",
             )
         )
-        return ParallelSizes(per_replica, stages or 1, model or 1, stages is not None)
-    return ParallelSizes(world_size, stages or 1, model or 1, stages is not None)
+        return replica
+    return replica.on(world_size)
 
 
 def _max_length(searcher: Mapping[str, Any]) -> Length | None:

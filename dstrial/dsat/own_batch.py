@@ -49,9 +49,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
     warnings: tuple[str, ...] = ()
     if filler.is_trainer:
         filler, warnings = _with_arguments(filler, experiment, sizes, findings)
-    solution = filler.solve(
-        sizes, experiment.sizes.data_parallel_size, {key: findings.place(key) for key in BATCH_KEYS}
-    )
+    solution = filler.solve(sizes, experiment.sizes.dp, {key: findings.place(key) for key in BATCH_KEYS})
     if solution is None:
         problem = ConfigProblem(
             findings.place(_MICRO),

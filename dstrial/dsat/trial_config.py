@@ -168,7 +168,7 @@ def _with_stages(config: dict[str, Any], settings: SearchSettings, candidate: Ca
     """Say a candidate's number of pipeline stages where the experiment says its own."""
     if settings.space.stages_path is None:
         return config
-    num_stages = settings.space.sizes_of(candidate).pipeline_stages
+    num_stages = settings.space.sizes_of(candidate).pp
     return layered(config, {"data": {"dstrial": {"pipeline_stages": num_stages}}})
 
 

@@ -1,14 +1,16 @@
-"""Give a running engine other batch sizes than its config came to, between two optimizer steps."""
+"""How a running engine divides ranks and batches, and how it is given other batch sizes between two optimizer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed import comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.config import ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
 
 
@@ -16,6 +18,16 @@ def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
     """Return the DeepSpeed config that an engine was made from, whether that was a dictionary or a file."""
     config: Mapping[str, Any] = engine._config._param_dict
     return config
+
+
+def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
+    """Return how an engine divides the ranks, as its own groups say. Ranks: any; no communication."""
+    is_pipeline = isinstance(engine, PipelineEngine)
+    pp = int(engine.grid.get_pipe_parallel_world_size()) if is_pipeline else 1
+    tp = max(int(engine.mp_world_size) // pp, 1)  # which counts the stages of a pipeline, too
+    world_size = comm.get_world_size()
+    sp = max(world_size // (int(engine.dp_world_size) * pp * tp), 1)
+    return ParallelDims(world_size, pp, tp, sp, is_pipeline=is_pipeline)
 
 
 def set_batch_sizes(

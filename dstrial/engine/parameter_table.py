@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from dstrial import __version__
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
+from dstrial.engine.batch_sizes import dims_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +56,7 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
             tables.setdefault(its_part, (its_places, its_buffers))
     ordered = [tables[its_part] for its_part in sorted(tables)]
 
-    is_pipeline = isinstance(engine, PipelineEngine)
-    stages = engine.grid.get_pipe_parallel_world_size() if is_pipeline else 1
+    dims = dims_of(engine)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     if engine.fp16_enabled():
         precision = "fp16"
@@ -65,11 +65,9 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
     optimizer = getattr(engine, "basic_optimizer", None)
     is_wrapped = optimizer is not None and optimizer is not engine.optimizer
     return Layout(
-        engine_kind="pipeline" if is_pipeline else "data_parallel",
-        world_size=comm.get_world_size(),
-        data_parallel_size=int(engine.seq_dp_world_size),
-        pipeline_stages=stages,
-        model_parallel_size=max(int(engine.mp_world_size) // stages, 1),
+        engine_kind="pipeline" if dims.is_pipeline else "data_parallel",
+        # Ranks that share a sequence share the optimizer's state, too, where an mpu puts both into one group.
+        **{**dims.to_layout(), "data_parallel_size": int(engine.seq_dp_world_size)},
         zero_stage=int(engine.zero_optimization_stage()),
         offload_optimizer=_offload_device(engine.zero_offload_optimizer()),
         offload_parameters=_offload_device(engine.zero_offload_param()),

@@ -13,17 +13,17 @@ import torch
 from determined import core, pytorch, util
 
 from dstrial.config import (
-    ParallelSizes,
+    ParallelDims,
     SavedRun,
     check_deepspeed,
     overwrite_deepspeed_config,
     resolve_batch,
 )
-from dstrial.config.replicas import replicas_of
+from dstrial.config.parallel_dims import replicas_of
 from dstrial.config.saved_run import given_settings
 from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
-from dstrial.engine.batch_sizes import config_of
+from dstrial.engine.batch_sizes import config_of, dims_of
 from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.errors import ConfigError
 from dstrial.trial.data import to_device
@@ -194,11 +194,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         bind_checkpoint_engine(model)
         given = self._fit_to_checkpoint(model)
         adapter = adapt(model)
-        is_pipeline = _is_pipeline(model)
-        self._check_config(model, adapter, is_pipeline)
-        self._use_pipeline_parallel = self._use_pipeline_parallel or is_pipeline
+        dims = dims_of(model)
+        self._check_config(model, dims)
+        self._use_pipeline_parallel = self._use_pipeline_parallel or dims.is_pipeline
         if not self.models:
-            if is_pipeline:
+            if dims.is_pipeline:
                 self._runtime.mpu = make_deepspeed_mpu(model.mpu)
             else:
                 self._runtime.mpu = ModelParallelUnit(
@@ -225,18 +225,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             return given_settings(config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
 
-    def _check_config(self, engine: Any, adapter: EngineAdapter, is_pipeline: bool) -> None:
-        world_size = self.distributed.size
-        pipeline_stages = engine.grid.get_pipe_parallel_world_size() if is_pipeline else 1
-        sizes = ParallelSizes(
-            world_size=world_size,
-            pipeline_stages=pipeline_stages,
-            model_parallel_size=max(world_size // (pipeline_stages * adapter.data_parallel_world_size), 1),
-            is_pipeline=is_pipeline,
-        )
+    def _check_config(self, engine: Any, dims: ParallelDims) -> None:
         # Accelerate 1.15 lets DeepSpeed print its progress every infinity steps.
         config = {key: value for key, value in engine.config.items() if value != math.inf}
-        result = check_deepspeed(config, sizes, where=f"DeepSpeed config of engine {len(self.models)}")
+        result = check_deepspeed(config, dims, where=f"DeepSpeed config of engine {len(self.models)}")
         if result.problems:
             raise ConfigError(result.problems)
         if self.distributed.rank == 0:
@@ -457,7 +449,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             data_config,
             self.distributed.size,
             model_parallel_size,
-            otherwise=engines[0].ranks_per_replica if engines else 1,
+            otherwise=engines[0].replica.ranks_per_replica if engines else 1,
         )
         kept = (
             None
@@ -560,12 +552,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 def runtime_of(context: DeepSpeedTrialContext) -> TrialRuntime:
     """Return what the loop, the trainer and the integrations need of a context. Ranks: any; no communication."""
     return context._runtime
-
-
-def _is_pipeline(engine: Any) -> bool:
-    import deepspeed
-
-    return isinstance(engine, deepspeed.PipelineEngine)
 
 
 def _default_device() -> torch.device:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.config import ParallelSizes, check_deepspeed
+from dstrial.config import ParallelDims, check_deepspeed
 from dstrial.config.rules import TABLE_FILE, deepspeed_rules, installed_deepspeed_version
 
 pytestmark = pytest.mark.timeout(600)  # DeepSpeed compiles a Muon kernel when it is first used on a machine
@@ -175,7 +175,7 @@ def outcomes():
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
-    result = check_deepspeed(full(REFUSED[name]), ParallelSizes(1))
+    result = check_deepspeed(full(REFUSED[name]), ParallelDims(1))
 
     assert REASONS[name] in outcomes[name]
     if name == "auto batch size":
@@ -188,13 +188,13 @@ def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
 @pytest.mark.parametrize("name", SWALLOWED)
 def test_what_deepspeed_swallows_is_refused(name, outcomes):
     assert outcomes[name] == "accepted"
-    assert check_deepspeed(full(SWALLOWED[name]), ParallelSizes(1)).problems
+    assert check_deepspeed(full(SWALLOWED[name]), ParallelDims(1)).problems
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", IGNORED)
 def test_what_deepspeed_ignores_is_warned_about_and_still_accepted(name, outcomes):
-    result = check_deepspeed(full(IGNORED[name]), ParallelSizes(1))
+    result = check_deepspeed(full(IGNORED[name]), ParallelDims(1))
 
     assert outcomes[name] == "accepted"
     assert result.problems == ()
@@ -205,7 +205,7 @@ def test_what_deepspeed_ignores_is_warned_about_and_still_accepted(name, outcome
 @pytest.mark.parametrize("name", IN_A_PIPELINE)
 def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
     assert outcomes[name] not in ("accepted", "died")
-    assert check_deepspeed(full(IN_A_PIPELINE[name]), ParallelSizes(1, is_pipeline=True)).problems
+    assert check_deepspeed(full(IN_A_PIPELINE[name]), ParallelDims(1, is_pipeline=True)).problems
 
 
 @pytest.mark.ranks
@@ -223,7 +223,7 @@ def test_a_good_config_is_accepted_by_both():
 
     assert probe([{"config": config, "pipeline": False} for config in good]) == ["accepted"] * len(good)
     for config in good:
-        assert check_deepspeed(config, ParallelSizes(1)).problems == ()
+        assert check_deepspeed(config, ParallelDims(1)).problems == ()
 
 
 @pytest.mark.process

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from dstrial.config import ParallelSizes
+from dstrial.config import ParallelDims
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.methods import search_method
@@ -26,7 +26,7 @@ PARAMS = 1.3e9
 DEVICE_BYTES = 40e9
 ACTIVATION_BYTES = 1.1e9
 CONTEXT_BYTES = 1.2e9
-SIZES = ParallelSizes(8)
+SIZES = ParallelDims(8)
 
 
 def space(base: dict[str, Any] | None = None, **arguments: Any) -> Space:

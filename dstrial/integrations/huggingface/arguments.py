@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dstrial.config import ParallelDims
 from dstrial.config.saved_run import EngineRecord, SavedRun, given_settings
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch import ArgumentSizes, batch_problems
@@ -97,13 +98,10 @@ def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord
         args: the Trainer's.
         train_batch_size: records of one batch over all ranks.
     """
-    sizes, world_size = sizes_of(args), int(args.world_size)
+    sizes = sizes_of(args)
     return EngineRecord(
         engine_kind="data_parallel",
-        world_size=world_size,
-        data_parallel_size=world_size,
-        pipeline_stages=1,
-        model_parallel_size=1,
+        **ParallelDims(int(args.world_size)).to_layout(),
         zero_stage=0,
         offload_optimizer="none",
         offload_parameters="none",
