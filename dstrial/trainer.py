@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -28,6 +28,7 @@ from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.loop.agreement import StopReason
 from dstrial.loop.loop import TrainingLoop, require_engine
+from dstrial.loop.metric_sinks import MetricSink
 from dstrial.loop.resumed_run import resumed_run, trial_id_of
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.ranks.identity import identify
@@ -163,6 +164,7 @@ class Trainer:
         step_zero_validation: bool = False,
         test_mode: bool = False,
         profiling_enabled: bool = False,
+        metric_sinks: Sequence[MetricSink] = (),
     ) -> FitResult:
         """Train to ``max_length``, reporting, validating and checkpointing at their own periods.
 
@@ -186,6 +188,8 @@ class Trainer:
             step_zero_validation: whether to validate before the first batch.
             test_mode: train one batch and validate one, off a cluster only.
             profiling_enabled: whether Determined collects system metrics, on a cluster only.
+            metric_sinks: where reported metrics go besides the trial's record and TensorBoard; opened and closed by this call.
+                Not in Determined.
 
         Returns:
             How far training came, and why it ended if not at its length.
@@ -260,9 +264,9 @@ class Trainer:
             and isinstance(max_length, pytorch.Epoch),
         )
         with _around_fit(runtime):
-            return self._run(settings)
+            return self._run(settings, metric_sinks)
 
-    def _run(self, settings: LoopSettings) -> FitResult:
+    def _run(self, settings: LoopSettings, metric_sinks: Sequence[MetricSink]) -> FitResult:
         begin_phase(
             "building data loaders" if settings.latest_checkpoint is None else "loading the checkpoint"
         )
@@ -275,6 +279,7 @@ class Trainer:
             on_progress=self._on_progress,
             on_steps=self._on_steps,
             looks_for_metric=not (self._runtime.hparams or {}).get(AROUND_FIT_KEY),
+            metric_sinks=metric_sinks,
         )
         result = loop.run()
         runtime = self._runtime

@@ -25,7 +25,7 @@ from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batch
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
-from dstrial.loop.events import EventFiles
+from dstrial.loop.metric_sinks import MetricSink, MetricSinks
 from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping, combine
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
 from dstrial.loop.progress import Progress
@@ -56,6 +56,7 @@ class TrainingLoop:
             there are any and at the end.
         looks_for_metric: whether the searcher's metric may be looked for before training; not where somebody else counts what
             engines do.
+        metric_sinks: where reported metrics go besides the places of every run.
 
     Raises:
         TrialContractError: no engine is wrapped.
@@ -72,6 +73,7 @@ class TrainingLoop:
         on_steps: Callable[[int, int], None] = lambda _steps, _skipped: None,
         *,
         looks_for_metric: bool = True,
+        metric_sinks: Sequence[MetricSink] = (),
     ) -> None:
         require_engine(trial, context)
         self._trial = trial
@@ -90,7 +92,7 @@ class TrainingLoop:
         self._window_seconds = 0.0
         self._window_start = 0
         self._mark_s = 0.0
-        self._events = EventFiles(context)
+        self._sinks = MetricSinks(context, metric_sinks)
         self._progress = Progress(epoch_length=None)
         self._agreements = AgreementPoints(context.distributed, wish_to_stop)
         self._on_start = on_start
@@ -143,6 +145,8 @@ class TrainingLoop:
             self._iterator = self._stream.open(drawn)
             if settings.is_rewrite:
                 return self._rewrite()
+            stack.callback(self._sinks.close)
+            self._sinks.open()
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)
             callbacks.call("on_training_start")
@@ -156,7 +160,7 @@ class TrainingLoop:
             stack.callback(self._tell_steps)
             stopped = self._train()
             self._saver.finish()
-            self._events.upload()
+            self._sinks.upload()
         skipped = sum(counts.num_skipped for counts in self._step_counts())
         return FitResult(
             progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid, skipped
@@ -439,8 +443,8 @@ class TrainingLoop:
             metrics.setdefault("samples_per_second", num_records / seconds)
             self._core.train.report_training_metrics(steps_completed=batches, metrics=metrics)
             self._core.train.report_progress(min(batches / self._batches_total, 1.0))
-            self._events.write("", batches, metrics)
-        self._events.upload(at_once=False)
+            self._sinks.report("training", batches, metrics)
+        self._sinks.upload(at_once=False)
         self._window.reset()
         for wrapped in runtime.wrapped_reducers:
             if wrapped.for_training:
@@ -479,7 +483,7 @@ class TrainingLoop:
                 saves = self._report_validation(metrics)
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
-        self._events.upload()
+        self._sinks.upload()
         saves, failure = self._distributed.broadcast((saves, rescue.described(error)))
         if error is not None:
             raise error
@@ -553,7 +557,7 @@ class TrainingLoop:
         progress, settings = self._progress, self._settings
         policy = settings.checkpoint_policy
         best_before = self._core.train.get_experiment_best_validation() if policy == "best" else None
-        self._events.write("val", progress.batches_trained, metrics)
+        self._sinks.report("validation", progress.batches_trained, metrics)
         metrics = dict(metrics)
         metrics.setdefault("batches", progress.batches_trained)
         metrics.setdefault("epochs", progress.epochs_trained)

@@ -31,7 +31,7 @@ from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
-from dstrial.loop.events import EventFiles
+from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.resumed_run import trial_id_of
 from dstrial.loop.run_state import RunState
@@ -81,8 +81,8 @@ class Run:
             length=length,
             is_test=os.environ.get(TEST_VARIABLE) == "1",
         )
-        self._events = EventFiles(context)
-        self._reports = Reports(self._core, self._events, self._plan)
+        self._sinks = MetricSinks(context)
+        self._reports = Reports(self._core, self._sinks, self._plan)
         self._agreements = AgreementPoints(context.distributed, self._wish_to_stop)
         self._window = MetricWindow("reporter.step")
         self._window_start = 0
@@ -113,6 +113,7 @@ class Run:
         batches = self._course.batches_trained
         if self._runtime.kept_reports is not None:
             self._runtime.kept_reports.rewind_to(batches)
+        self._sinks.open()
         self._agreements.start(batches)
         self._mark_s = time.monotonic()
         self._set_status("training")
@@ -143,7 +144,7 @@ class Run:
         if course.batches_trained and not course.progress.checkpoint_is_current:
             self.save()
         self._saver.finish()
-        self._events.upload()
+        self._sinks.upload()
         if not self._is_chief:
             return
         if course.stopped is not None:
@@ -158,8 +159,9 @@ class Run:
         self._set_status("completed")
 
     def close(self) -> None:
-        """Give up a save that is under way. Ranks: each its own."""
+        """Give up a save that is under way, and end the sinks. Ranks: each its own."""
         self._saver.close()
+        self._sinks.close()
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class Run:
                 self._reports.training(
                     dict(averages), batches, num_batches, self._records_per_batch, self._window_seconds
                 )
-            self._events.upload(at_once=False)
+            self._sinks.upload(at_once=False)
             self._window.reset()
             self._window_seconds = 0.0
             self._window_start = batches
@@ -256,7 +258,7 @@ class Run:
         saves = self._is_chief and self._reports.validation(
             averages, progress.batches_trained, self._course.epoch_idx
         )
-        self._events.upload()
+        self._sinks.upload()
         if self._context.distributed.broadcast(saves) and not progress.checkpoint_is_current:
             self.save()
         self._mark_s = time.monotonic()
