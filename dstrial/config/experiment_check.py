@@ -18,6 +18,7 @@ from dstrial.config.experiment_rules import (
 )
 from dstrial.config.findings import Findings, KeyPath, render
 from dstrial.config.lengths import Length, is_length
+from dstrial.config.parallel_dims import DIM_KEYS
 from dstrial.config.training_checks import KEYS as TRAINING_CHECK_KEYS
 from dstrial.config.training_checks import check_training_checks
 
@@ -275,14 +276,13 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
     if section is None:
         return
     if not isinstance(section, Mapping):
-        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots, background_saving, non_finite or others"
+        expected = f"a mapping with {', '.join(DIM_KEYS)}, min_slots, background_saving, non_finite or others"
         findings.problem(
             "data.dstrial", render(section), expected, "Write {pipeline_stages: 2}, for example."
         )
         return
     known = (
-        "pipeline_stages",
-        "model_parallel_size",
+        *DIM_KEYS,
         "min_slots",
         "background_saving",
         "trust_checkpoint_code",
