@@ -29,7 +29,6 @@ from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState
 from dstrial.ranks import process_group
 from dstrial.ranks.control import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify
-from dstrial.ranks.library_logs import quieten_libraries
 from dstrial.ranks.stop import StopSignals
 
 logger = logging.getLogger("dstrial.trainer")
@@ -252,3 +251,21 @@ def _local_core(
         max_length_unit=unit,
         preempt_mode=core.PreemptMode.ChiefOnly,
     )
+
+
+# DeepSpeed 0.19 runtime/lr_schedules.py, get_lr: DeepSpeed itself asks, when it builds an engine with a scheduler.
+_OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has started",)
+
+
+def quieten_libraries() -> None:
+    """Keep such lines out of the log from now on; may be called again.
+
+    Ranks: each its own; no communication.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    if _tells_something not in logger.filters:
+        logger.addFilter(_tells_something)
+
+
+def _tells_something(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_OF_DEEPSPEED)

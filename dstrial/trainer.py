@@ -23,7 +23,7 @@ from dstrial.config import ExperimentConfig, Length
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.config.training_checks import TrainingChecks
 from dstrial.engine.remedies import append_remedy
-from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
+from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.loop.agreement import StopReason
@@ -320,15 +320,7 @@ class Trainer:
     def _local_checkpoint(self, asked: str | None) -> str | None:
         """Resolve ``latest`` and what ``dstrial run --resume`` asked for."""
         asked = asked if asked is not None else os.environ.get(RESUME_VARIABLE)
-        if asked != "latest":
-            return asked
-        newest = self._runtime.core.checkpoint.newest()
-        if newest is None:
-            raise CheckpointNotFoundError(
-                f"the run {self._runtime.core.run_directory.path} has no complete checkpoint; expected one to resume "
-                "from. Start a new run, without resuming."
-            )
-        return str(newest.uuid)
+        return self._runtime.newest_checkpoint() if asked == "latest" else asked
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:

@@ -38,9 +38,8 @@ from dstrial.engine.pinned_memory import host_memory_for
 from dstrial.engine.state import engine_extra_state
 from dstrial.engine.state_copy import HostBuffers, StateCopies
 from dstrial.errors import CheckpointError
-from dstrial.loop.reports import ReportsUnderway
 from dstrial.loop.run_state import RunState, random_states, reducer_state
-from dstrial.loop.save_job import SaveJob, SaveStatus, together
+from dstrial.loop.save_job import ReportsUnderway, SaveJob, SaveStatus, together
 from dstrial.ranks.control import ControlChannel
 from dstrial.trial.trial import Checkpointable
 

@@ -11,6 +11,7 @@ from determined import core
 from dstrial.config import EngineRecord
 from dstrial.config.saved_run import run_metadata
 from dstrial.engine.adapter import EngineAdapter
+from dstrial.errors import CheckpointNotFoundError
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import RunDirectory
 from dstrial.local.train_context import LocalTrainContext
@@ -125,6 +126,20 @@ class TrialRuntime:
         """Put every module into training or evaluation mode. Ranks: any; no communication."""
         for adapter in self.adapters:
             adapter.set_training(training)
+
+    def newest_checkpoint(self) -> str:
+        """Return the uuid of the newest checkpoint of a run off a cluster.
+
+        Raises:
+            CheckpointNotFoundError: it has no complete one.
+        """
+        newest = self.core.checkpoint.newest()
+        if newest is None:
+            raise CheckpointNotFoundError(
+                f"the run {self.core.run_directory.path} has no complete checkpoint; expected one to resume from. Start a "
+                "new run, without resuming."
+            )
+        return str(newest.uuid)
 
     def close_tensorboard_writer(self) -> None:
         """Close this rank's writer, if there is one; the next that is asked for is a new one."""

@@ -13,6 +13,7 @@ import torch
 from dstrial.config.command_line import CommandLine
 from dstrial.config.saved_run import EngineRecord, SavedRun
 from dstrial.errors import ConfigError, RankTimeoutError, TrialContractError
+from dstrial.integrations.huggingface.arguments import TrainerLength, length_problems
 from dstrial.integrations.huggingface.batch import (
     ArgumentSizes,
     batch_problems,
@@ -22,7 +23,6 @@ from dstrial.integrations.huggingface.batch import (
 from dstrial.integrations.huggingface.context import _require_no_named_checkpoint
 from dstrial.integrations.huggingface.data_wait import STOPPING_WAIT_S, WAIT_S, DataWait
 from dstrial.integrations.huggingface.joint_stop import JointStop
-from dstrial.integrations.huggingface.lengths import TrainerLength, length_problems
 from dstrial.integrations.huggingface.metrics import (
     LogKind,
     Throughput,

@@ -10,6 +10,10 @@ from typing import Any
 
 from determined import pytorch
 
+from dstrial.config import overwrite_deepspeed_config
+from dstrial.config.deepspeed_source import MAIN_KEY
+from dstrial.config.saved_run import RESUME_VARIABLE, given_settings
+from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.accelerated import Accelerated, prepared_engines
 from dstrial.integrations.accelerate.course import Course
 from dstrial.integrations.accelerate.loaders import (
@@ -21,11 +25,6 @@ from dstrial.integrations.accelerate.loaders import (
 )
 from dstrial.integrations.accelerate.plan import Plan
 from dstrial.integrations.accelerate.reports import Reports
-from dstrial.integrations.accelerate.resuming import (
-    checkpoint_to_resume,
-    micro_batch_before,
-    settings_as_given,
-)
 from dstrial.local.run_directory import TEST_VARIABLE
 from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.callbacks import Callbacks
@@ -36,6 +35,7 @@ from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.resumed_run import trial_id_of
 from dstrial.loop.run_state import RunState
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+from dstrial.trial.runtime import TrialRuntime
 
 logger = logging.getLogger("dstrial.integrations.accelerate")
 
@@ -287,3 +287,47 @@ class Run:
             return StopReason.PREEMPTED
         signals = self._runtime.stop_signals
         return StopReason.SIGNAL if signals is not None and signals.requested is not None else None
+
+
+def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
+    """Return the checkpoint that a run goes on from; None for a new one.
+
+    Args:
+        runtime: of the trial.
+        info: the cluster's; None off a cluster.
+
+    Raises:
+        CheckpointNotFoundError: the newest one of a run was asked for, and it has none.
+    """
+    asked = os.environ.get(RESUME_VARIABLE)
+    if info is not None:
+        latest: str | None = info.latest_checkpoint
+        return latest or (asked if runtime.is_mirrored else None)
+    return runtime.newest_checkpoint() if asked == "latest" else asked or None
+
+
+def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
+    """Return an engine's settings as the experiment gives them, with which a later resume compares its config.
+
+    What Accelerate was given has all sizes solved for these ranks, or taken from the script.
+    """
+    given = runtime.given_hparams or {}
+    source = given.get(MAIN_KEY)
+    own: dict[str, Any] = runtime.given_settings[engine_idx]
+    if engine_idx or not isinstance(source, (str, Mapping)):
+        return own
+    try:
+        merged = overwrite_deepspeed_config(
+            source if isinstance(source, str) else dict(source),
+            dict(given.get("overwrite_deepspeed_args") or {}),
+        )
+    except ConfigError:
+        return own
+    kinds = {key: value for key, value in own.items() if isinstance(value, str)}
+    return {**kinds, **given_settings(merged)}
+
+
+def micro_batch_before(runtime: TrialRuntime) -> int | None:
+    """Return the micro batch of the checkpoint that this very run goes on from; None for a new run."""
+    resumed = runtime.resumed
+    return None if resumed is None or not resumed.saved.engines else resumed.saved.engines[0].micro_batch_size
