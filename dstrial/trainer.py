@@ -27,6 +27,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.measuring import measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.loop.agreement import StopReason
+from dstrial.loop.boundaries import searcher_length, train_unit
 from dstrial.loop.loop import TrainingLoop, require_engine
 from dstrial.loop.metric_sinks import MetricSink
 from dstrial.loop.resumed_run import resumed_run, trial_id_of
@@ -223,7 +224,7 @@ class Trainer:
                     "fit(latest_checkpoint=det.get_cluster_info().latest_checkpoint) to continue"
                 )
             if max_length is None:
-                max_length = _length_from_searcher(searcher, runtime.train_batch_size)
+                max_length = searcher_length(searcher, runtime.train_batch_size)
             _warn_of_another_length(searcher, max_length)
             if profiling_enabled:
                 runtime.core.profiler.on()
@@ -350,15 +351,6 @@ def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:
     return asked
 
 
-def _length_from_searcher(searcher: Mapping[str, Any], global_batch_size: int) -> pytorch.TrainUnit | None:
-    """Return how long a searcher's config says to train; None if it does not say."""
-    if searcher.get("max_length") is not None:
-        return train_unit(Length.from_config(searcher["max_length"]), global_batch_size)
-    if searcher.get("max_time") is not None and searcher.get("time_metric") in ("batches", "epochs"):
-        return train_unit(Length(int(searcher["max_time"]), searcher["time_metric"]), global_batch_size)
-    return None
-
-
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
     """Say that a search compares trials at ``max_time``, where ``fit`` was given another length."""
     unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
@@ -373,15 +365,6 @@ def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.Tra
             max_time,
             searcher["time_metric"],
         )
-
-
-def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
-    """Return a configured length as Determined's ``Batch`` or ``Epoch``; records become whole batches, at least 1."""
-    if length.unit == "epochs":
-        return pytorch.Epoch(length.value)
-    if length.unit == "records":
-        return pytorch.Batch(max(length.value // global_batch_size, 1))
-    return pytorch.Batch(length.value)
 
 
 def _period(length: Length | None, global_batch_size: int) -> pytorch.TrainUnit | None:
@@ -427,9 +410,7 @@ def run_trial(
         trainer = Trainer(trial, context)
         require_engine(trial, context)
         size = runtime_of(context).train_batch_size
-        max_length = (
-            pytorch.Batch(_TEST_BATCHES) if test_mode else _length_from_searcher(config["searcher"], size)
-        )
+        max_length = pytorch.Batch(_TEST_BATCHES) if test_mode else searcher_length(config["searcher"], size)
         if max_length is None:
             raise ConfigError([_missing_length(experiment)])
         periods = {key: config.get(key) for key in ("min_validation_period", "min_checkpoint_period")}

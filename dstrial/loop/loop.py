@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from dstrial.errors import (
 )
 from dstrial.loop import early_check, rescue
 from dstrial.loop.agreement import AgreementPoints, StopReason
-from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
+from dstrial.loop.boundaries import Boundary, Period, asks_for_checkpoint, due, next_due, total_batches
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
@@ -562,14 +561,8 @@ class TrainingLoop:
         metrics.setdefault("batches", progress.batches_trained)
         metrics.setdefault("epochs", progress.epochs_trained)
         self._core.train.report_validation_metrics(steps_completed=progress.batches_trained, metrics=metrics)
-        if policy != "best":
-            return policy == "all"
-        now = float(metrics[str(settings.searcher_metric)])
-        if math.isnan(now):
-            return False
-        if best_before is None or math.isnan(best_before):
-            return True
-        return bool(now < best_before if settings.smaller_is_better else now > best_before)
+        now = metrics.get(str(settings.searcher_metric))
+        return asks_for_checkpoint(policy, now, best_before, smaller_is_better=settings.smaller_is_better)
 
     def _state_evidence(self) -> list[StateEvidence]:
         """Look at the weights and the newest losses of all ranks. Ranks: all, collectively (one all-gather)."""

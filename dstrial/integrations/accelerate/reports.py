@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from dstrial.errors import TrialContractError
 from dstrial.integrations.accelerate.plan import Plan
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.train_context import LocalTrainContext
+from dstrial.loop.boundaries import asks_for_checkpoint
 from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 
@@ -104,11 +104,7 @@ class Reports:
         self._sinks.report("validation", batches_trained, metrics)
         reported = {"batches": batches_trained, "epochs": epochs_trained, **metrics}
         self._core.train.report_validation_metrics(steps_completed=batches_trained, metrics=reported)
-        if not is_best:
-            return plan.checkpoint_policy == "all"
-        now = float(reported[str(plan.metric)])
-        if math.isnan(now):
-            return False
-        if best_before is None or math.isnan(best_before):
-            return True
-        return bool(now < best_before if plan.smaller_is_better else now > best_before)
+        now = reported.get(str(plan.metric))
+        return asks_for_checkpoint(
+            plan.checkpoint_policy, now, best_before, smaller_is_better=plan.smaller_is_better
+        )
