@@ -202,41 +202,27 @@ class Trainer:
 
         Ranks: all, collectively.
         """
-        context, runtime = self._context, self._runtime
-        require_engine(self._trial, context)
+        runtime = self._runtime
+        require_engine(self._trial, self._context)
         if checkpoint_policy not in ("best", "all", "none"):
             raise ValueError(
                 f"checkpoint_policy is {checkpoint_policy!r}; expected 'best', 'all' or 'none'. Choose one of them."
             )
         searcher = dict((runtime.exp_conf or {}).get("searcher") or {})
         metric: str | None = searcher.get("metric")
+        if self._info is not None and test_mode:
+            raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
+        if self._info is None and profiling_enabled and runtime.is_chief:
+            logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
+        latest_checkpoint = self._checkpoint_to_load(latest_checkpoint)
         if self._info is not None:
-            if test_mode:
-                raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
-            if latest_checkpoint is None and runtime.is_mirrored:
-                latest_checkpoint = self._info.latest_checkpoint or os.environ.get(RESUME_VARIABLE)
-                if latest_checkpoint is not None and self._info.latest_checkpoint is None:
-                    metadata = runtime.core.checkpoint.get_metadata(latest_checkpoint)
-                    runtime.steps_completed = int(metadata.get("steps_completed", 0))
-            if latest_checkpoint is None and self._info.latest_checkpoint is not None:
-                logger.warning(
-                    "latest_checkpoint is not given, so this trial starts anew; pass "
-                    "fit(latest_checkpoint=det.get_cluster_info().latest_checkpoint) to continue"
-                )
             if max_length is None:
                 max_length = searcher_length(searcher, runtime.train_batch_size)
             _warn_of_another_length(searcher, max_length)
             if profiling_enabled:
                 runtime.core.profiler.on()
-        else:
-            if profiling_enabled and context.distributed.rank == 0:
-                logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
-            latest_checkpoint = self._local_checkpoint(latest_checkpoint)
-            if latest_checkpoint is not None:
-                metadata = runtime.core.checkpoint.get_metadata(latest_checkpoint)
-                runtime.steps_completed = int(metadata.get("steps_completed", 0))
         if checkpoint_policy == "best" and metric is None:
-            if context.distributed.rank == 0:
+            if runtime.is_chief:
                 logger.warning(
                     "checkpoint_policy is 'best' without a searcher.metric to compare; using 'all'"
                 )
@@ -318,10 +304,26 @@ class Trainer:
         if (kept := self._runtime.kept_reports) is not None:
             kept.note_steps(num_steps, num_skipped)
 
-    def _local_checkpoint(self, asked: str | None) -> str | None:
-        """Resolve ``latest`` and what ``dstrial run --resume`` asked for."""
-        asked = asked if asked is not None else os.environ.get(RESUME_VARIABLE)
-        return self._runtime.newest_checkpoint() if asked == "latest" else asked
+    def _checkpoint_to_load(self, asked: str | None) -> str | None:
+        """Resolve what ``fit`` was given, ``latest`` and what ``dstrial run --resume`` asked for; note where training stands."""
+        runtime, info = self._runtime, self._info
+        if info is not None and asked is not None:
+            return asked
+        if info is not None and info.latest_checkpoint is not None:
+            if runtime.is_mirrored:
+                return str(info.latest_checkpoint)
+            logger.warning(
+                "latest_checkpoint is not given, so this trial starts anew; pass "
+                "fit(latest_checkpoint=det.get_cluster_info().latest_checkpoint) to continue"
+            )
+        if info is None or runtime.is_mirrored:
+            asked = os.environ.get(RESUME_VARIABLE) if asked is None else asked
+        if asked == "latest" and info is None:
+            asked = runtime.newest_checkpoint()
+        if asked is not None:
+            metadata = runtime.core.checkpoint.get_metadata(asked)
+            runtime.steps_completed = int(metadata.get("steps_completed", 0))
+        return asked
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
