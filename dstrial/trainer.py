@@ -305,7 +305,7 @@ class Trainer:
             kept.note_steps(num_steps, num_skipped)
 
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
-        """Resolve what ``fit`` was given, ``latest`` and what ``dstrial run --resume`` asked for; note where training stands."""
+        """Return the checkpoint that training goes on from, and note where it stands."""
         runtime, info = self._runtime, self._info
         if info is not None and asked is not None:
             return asked

@@ -1,4 +1,4 @@
-"""How the ranks of a job are divided between copies and parts of the model: one value, asked everywhere. Pure."""
+"""How the ranks of a job are divided: one value, known once and asked everywhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ParallelDims:
 
     @classmethod
     def of_replica(cls, **sizes: Any) -> ParallelDims:
-        """Return one replica on as many ranks as it needs; fields as for the class, but for ``world_size``."""
+        """Return one replica on as many ranks as it needs; the fields are the class's."""
         unit = sizes.get("pp", 1) * sizes.get("tp", 1) * sizes.get("sp", 1)
         return cls(unit, **sizes)
 
@@ -76,7 +76,7 @@ class ParallelDims:
         return dataclasses.replace(self, world_size=world_size)
 
     def replicas_on(self, world_size: int) -> int:
-        """Return how many such replicas run on some ranks, at least 1; ranks that are left over are not counted."""
+        """Return how many such replicas some ranks hold, at least 1."""
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
@@ -94,7 +94,7 @@ class ParallelDims:
         return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
 
     def to_layout(self) -> dict[str, Any]:
-        """Return what the layout of an engine says of the ranks, by its names, in its order."""
+        """Return what an engine's layout says of the ranks, in its order."""
         return {
             "world_size": self.world_size,
             "data_parallel_size": self.dp,

@@ -21,7 +21,7 @@ CHECKPOINT_FORMAT = "dstrial"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineArrangement:
-    """How one engine was arranged when a checkpoint was written: what its layout and the metadata both say.
+    """What the layout and the metadata of a checkpoint both say of an engine.
 
     Attributes:
         engine_kind: which adapter served it.

@@ -1,4 +1,4 @@
-"""How a running engine divides ranks and batches, and how it is given other batch sizes between two optimizer steps."""
+"""How an engine divides ranks and batches, and how its batch sizes are changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
 
 
 def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
-    """Return how an engine divides the ranks, as its own groups say. Ranks: any; no communication."""
+    """Return how an engine's groups divide the ranks. Ranks: any; no communication."""
     is_pipeline = isinstance(engine, PipelineEngine)
     pp = int(engine.grid.get_pipe_parallel_world_size()) if is_pipeline else 1
     tp = max(int(engine.mp_world_size) // pp, 1)  # which counts the stages of a pipeline, too

@@ -1,4 +1,4 @@
-"""Determined's core context on a run directory, its preemption and its deprecated searcher interface."""
+"""Determined's core context on a run directory, for training off any cluster."""
 
 from __future__ import annotations
 

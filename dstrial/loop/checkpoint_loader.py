@@ -38,7 +38,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class CheckpointLoader:
-    """Restores one trial with everything the loop needs to go on exactly; ``CheckpointSaver`` wrote it.
+    """Restores what ``CheckpointSaver`` wrote, so that a run goes on exactly.
 
     Args:
         state: of the run; restored in place.

@@ -1,4 +1,4 @@
-"""Look for the searcher's metric before training, in the evaluation of one batch that is undone."""
+"""Look for the searcher's metric before training: one batch, evaluated and undone."""
 
 from __future__ import annotations
 

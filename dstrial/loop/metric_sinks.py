@@ -1,4 +1,4 @@
-"""Where reported metrics go besides the trial's own record: TensorBoard, and what else a run is given."""
+"""Where reported metrics go besides the trial's own record; TensorBoard is one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _UPLOAD_INTERVAL_S = 5.0
 
 
 class MetricSink(Protocol):
-    """Takes reported metrics on the chief, and there only; its methods are called one at a time, on the thread that trains.
+    """Takes reported metrics, on the chief only.
 
-    What it raises ends training, as an exception of a callback does.
+    Methods are called one at a time, on the thread that trains. What they raise ends training, as an exception of a callback
+    does.
     """
 
     def open(self, context: DeepSpeedTrialContext) -> None:
@@ -42,7 +43,7 @@ class MetricSink(Protocol):
 
 
 class TensorBoardSink:
-    """Writes every scalar metric as an event, under Determined's tags, unless the context's logging is switched off."""
+    """Writes scalar metrics as events, unless the context's logging is switched off."""
 
     def open(self, context: DeepSpeedTrialContext) -> None:
         """Keep the context, whose writer is used."""
@@ -51,7 +52,7 @@ class TensorBoardSink:
     def report(
         self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
     ) -> None:
-        """Write events."""
+        """Write events under Determined's tags."""
         if not self._context.get_enable_tensorboard_logging():
             return
         prefix = "val" if group == "validation" else ""
@@ -94,12 +95,12 @@ class MetricSinks:
     def report(
         self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
     ) -> None:
-        """Give a report to all sinks. Ranks: the chief. Arguments as of ``MetricSink.report``."""
+        """Give a report to all sinks, as ``MetricSink.report``. Ranks: the chief."""
         for sink in self._opened:
             sink.report(group, batches_trained, metrics)
 
     def close(self) -> None:
-        """Close what was opened, the last one first, all of it even where one fails. Ranks: any."""
+        """Close all that was opened, also where one of them fails. Ranks: any."""
         failure: Exception | None = None
         while self._opened:
             try:
@@ -110,7 +111,9 @@ class MetricSinks:
             raise failure
 
     def upload(self, at_once: bool = True) -> None:
-        """Hand this rank's TensorBoard files over: the chief its events, every rank its profiler traces. Ranks: any.
+        """Hand this rank's TensorBoard files over. Ranks: any.
+
+        The chief has events, every rank may have traces of the profiler.
 
         Args:
             at_once: whether to do it even if the last time is less than five seconds ago.

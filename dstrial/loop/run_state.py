@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run besides its engines: counters, open window, callbacks, reducers, random states."""
+"""What a checkpoint holds of a run besides its engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_STATE = (torch.nn.Module, DeepSpeedTrialContext, DeepSpeedTrial)
 
 @dataclasses.dataclass(slots=True)
 class RunState:
-    """The objects whose state is saved and restored, so that a run goes on exactly; saver and loader share one.
+    """The objects whose state is saved and restored; saver and loader share one.
 
     Attributes:
         trial: what writes and reads the engines: the user's trial, or another library's objects.

@@ -1,4 +1,4 @@
-"""One save on its way: its thread, steps that all ranks do or fail together, and the reports it waits for.
+"""One save on its way: its thread, its common steps, the reports it waits for.
 
 Determined's client hands metrics to a thread and tells of checkpoints itself. A process that dies between the two would leave
 a checkpoint beyond its last report, and after the resume a gap in the metrics that nothing fills. So a checkpoint is told of

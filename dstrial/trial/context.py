@@ -36,7 +36,9 @@ logger = logging.getLogger("dstrial.trial")
 
 
 class _RuntimeAttribute:
-    """A private attribute of Determined's context, which user code reads and sets; it lives in the runtime.
+    """A private attribute of Determined's context that lives in the runtime.
+
+    User code reads and sets such attributes all the same.
 
     Args:
         name: of the runtime's attribute.
@@ -550,7 +552,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
 
 def runtime_of(context: DeepSpeedTrialContext) -> TrialRuntime:
-    """Return what the loop, the trainer and the integrations need of a context. Ranks: any; no communication."""
+    """Return what whoever trains needs of a context. Ranks: any; no communication."""
     return context._runtime
 
 

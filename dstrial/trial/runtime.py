@@ -1,4 +1,4 @@
-"""TrialRuntime: what the loop, the trainer and the integrations know of a trial and note about it."""
+"""TrialRuntime: what whoever trains a trial knows of it and notes about it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class TrialRuntime:
         return isinstance(self.core.train, MirroredTrainContext)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Have every engine's ``train_batch()`` draw from ``iterator``. Ranks: any; no communication."""
+        """Have every engine's ``train_batch()`` draw from ``iterator``. Ranks: any."""
         for adapter in self.adapters:
             adapter.bind_training_iterator(iterator)
 
@@ -142,7 +142,7 @@ class TrialRuntime:
         return str(newest.uuid)
 
     def close_tensorboard_writer(self) -> None:
-        """Close this rank's writer, if there is one; the next that is asked for is a new one."""
+        """Close this rank's writer, if there is one."""
         writer, self.tensorboard_writer = self.tensorboard_writer, None
         if writer is not None:
             writer.close()

@@ -1,4 +1,4 @@
-"""What becomes of an Accelerate config: what ``convert`` takes and returns, and its draft while it works."""
+"""What ``convert`` takes and returns, and the draft of a conversion."""
 
 from __future__ import annotations
 

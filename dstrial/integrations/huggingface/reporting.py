@@ -1,4 +1,4 @@
-"""What of a Trainer's training is reported: metrics, evaluations, progress; and by older scripts themselves."""
+"""What of a Trainer's training is reported: metrics, evaluations, progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a Trainer saves, which of its saves become checkpoints of the trial, and of which engine."""
+"""When a Trainer saves, and which of its saves become checkpoints of the trial."""
 
 from __future__ import annotations
 
