@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from determined import pytorch
 
-from dstrial.config.lengths import Length
+from dstrial.config import Length
 
 
 class Boundary(enum.Enum):
