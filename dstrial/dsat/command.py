@@ -13,14 +13,13 @@ from collections.abc import Iterator
 
 from dstrial.dsat.arguments import PLAN
 from dstrial.dsat.driver import Driver
-from dstrial.dsat.endings import SearchEnd
 from dstrial.dsat.full_run import run_full
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.late_backend import LateBackend
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.prepare import gather_inputs, target_here
-from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.record import SearchEnd, SearchRecord
 from dstrial.dsat.report.live import LiveTable
 from dstrial.dsat.results import TrialResult, best_of, summary
 from dstrial.dsat.room import NO_ROOM

@@ -7,7 +7,7 @@ from dstrial.dsat.ceilings import ModelInfo
 from dstrial.dsat.inputs import PredictInputs, closed_form
 from dstrial.dsat.machine import Machine, unknown_machine
 from dstrial.dsat.memory_learning import MemoryPoint
-from dstrial.dsat.memory_parts import peak_parts
+from dstrial.dsat.memory_model import peak_parts
 from dstrial.dsat.outcome import Measured
 from dstrial.dsat.setup import Setup
 from dstrial.dsat.space import Structure

@@ -11,12 +11,10 @@ from typing import Any
 
 from dstrial.dsat.backends.backend import Backend, Ended
 from dstrial.dsat.comparable import doubts, judged
-from dstrial.dsat.deadlines import deadline_of, longest_s
-from dstrial.dsat.endings import SearchEnd, is_final
 from dstrial.dsat.methods.method import Action, Finish, Measure, Note, SearchMethod, Skip
-from dstrial.dsat.ordering import ordered_spec
+from dstrial.dsat.ordering import deadline_of, longest_s, ordered_spec
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_from_json, outcome_to_json
-from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.record import SearchEnd, SearchRecord, is_final
 from dstrial.dsat.results import TrialResult, ended_line
 from dstrial.dsat.room import NO_ROOM, Room
 from dstrial.dsat.search_files import SearchFiles
@@ -276,7 +274,7 @@ class Driver:
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
-        """Return how long a trial may run; see :func:`dstrial.dsat.deadlines.deadline_of`."""
+        """Return how long a trial may run; see :func:`dstrial.dsat.ordering.deadline_of`."""
         return deadline_of(measure, list(self.trials.values()), float(self._settings.args.trial_timeout))
 
     def _write_files(self) -> None:

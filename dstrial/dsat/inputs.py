@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.buckets import Buckets
 from dstrial.dsat.ceilings import ModelInfo, state_bytes
 from dstrial.dsat.machine import Machine
+from dstrial.dsat.setup import Buckets
 from dstrial.dsat.step_parts import Setup
 from dstrial.engine.dryrun.values import (
     Collective,

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrial.dsat.memory_model import DeviceMemory, MemoryPrediction
-from dstrial.dsat.memory_parts import MEMORY_PARTS, PeakParts
+from dstrial.dsat.memory_model import MEMORY_PARTS, DeviceMemory, MemoryPrediction, PeakParts
 from dstrial.dsat.sum_model import Effects, Row, Seen, SumModel
 
 _FACTORS = {

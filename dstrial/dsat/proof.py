@@ -1,7 +1,7 @@
 """Whether a knob of ``--space`` has changed anything: two measurements that differ in nothing else are compared. Pure.
 
 What DeepSpeed reads of its own keys is known from the rules. What a trial makes of a hyperparameter is not, so its values
-have to prove themselves: by what the engine is (``dstrial.dsat.trial.traits``), what a micro batch computes and keeps, or
+have to prove themselves: by what the engine is (``dstrial.dsat.trial.first_batch``), what a micro batch computes and keeps, or
 the time of a step.
 """
 

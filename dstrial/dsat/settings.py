@@ -17,9 +17,14 @@ from dstrial.config.entrypoint import trial_spec
 from dstrial.dsat.methods.method import MethodOptions
 from dstrial.dsat.outcome import smaller_is_better
 from dstrial.dsat.own_batch import with_batch_sizes
-from dstrial.dsat.settings_checks import accepted, experiment_problems, flag_problems, values_refused
+from dstrial.dsat.settings_checks import (
+    accepted,
+    experiment_problems,
+    flag_problems,
+    read_space,
+    values_refused,
+)
 from dstrial.dsat.space import Space
-from dstrial.dsat.space_file import read_space
 from dstrial.errors import ConfigError
 
 _FLAGS_OF_A_RUN = (

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.config import ParallelSizes, check_deepspeed, merge_deepspeed
-from dstrial.dsat.candidate import HYPERPARAMETERS, BatchSplit, Candidate, changes_in_words, value_at
+from dstrial.dsat.candidate import HYPERPARAMETERS, BatchSplit, Candidate, Ladder, changes_in_words, value_at
 from dstrial.dsat.knobs import ALL_STAGES, ZERO, Knob, legal_stages, live_knobs, useful_values
-from dstrial.dsat.ladder import Ladder
 from dstrial.dsat.live_config import drop_dead_keys, live_zero, refusal, width_of, with_neutral_values
 from dstrial.dsat.pipeline import (
     divided_anew,

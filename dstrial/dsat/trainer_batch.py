@@ -16,8 +16,7 @@ from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.fillers import DEFAULT_MICRO_BATCH
 from dstrial.config.kept_batch import in_words, keep_batch
 from dstrial.config.saved_run import EngineRecord, SavedRun, given_sizes
-from dstrial.dsat.decisions import Outcome
-from dstrial.dsat.trainer_draft import COMMAND_LINE, Draft, auto_hint
+from dstrial.dsat.trainer_draft import COMMAND_LINE, Draft, Outcome, auto_hint
 from dstrial.errors import ConfigError
 
 MICRO_FLAG = "per_device_train_batch_size"

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dstrial.config.batch import AUTO
 from dstrial.config.findings import render
 from dstrial.config.rules import deepspeed_rules
-from dstrial.dsat.decisions import Outcome
-from dstrial.dsat.trainer_draft import Draft, as_text, auto_hint
+from dstrial.dsat.trainer_draft import Draft, Outcome, as_text, auto_hint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

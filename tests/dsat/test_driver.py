@@ -17,11 +17,10 @@ from dstrial.dsat.arguments import build_parser
 from dstrial.dsat.backends.backend import Ended
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.driver import Driver
-from dstrial.dsat.endings import SearchEnd
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.outcome import Failure, FailureKind, Measured
-from dstrial.dsat.record import SearchRecord
+from dstrial.dsat.record import SearchEnd, SearchRecord
 from dstrial.dsat.results import TrialResult, best_of, summary
 from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
 from dstrial.dsat.trial_config import TrialSpec, full_config

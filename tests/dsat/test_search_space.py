@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from surfaces import BASE, play, space
 
 from dstrial.config import ParallelSizes, zero_keys_without_effect
-from dstrial.dsat.candidate import BatchSplit, Candidate, layered
-from dstrial.dsat.ladder import Ladder
+from dstrial.dsat.candidate import BatchSplit, Candidate, Ladder, layered
+from dstrial.dsat.settings_checks import read_space
 from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.space_file import read_space
 from dstrial.dsat.structures import Structures
 from dstrial.errors import ConfigError
 from dstrial.search.random_state import SearchRandom

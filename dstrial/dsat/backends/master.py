@@ -16,11 +16,10 @@ from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.dsat.backends.backend import Ended
 from dstrial.dsat.backends.experiments import Submitted, outcome_of
-from dstrial.dsat.master_away import is_away
 from dstrial.dsat.outcome import Failure, FailureKind
 from dstrial.dsat.settings import SearchSettings
 from dstrial.dsat.trial_config import TrialSpec, results_config
-from dstrial.dsat.worker.mailbox import notes_of
+from dstrial.dsat.worker.mailbox import is_away, notes_of
 from dstrial.dsat.worker.orders import OrderBook
 from dstrial.errors import DstrialError
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.methods.asha import AshaSearch
-from dstrial.dsat.methods.binary import BinarySearch
+from dstrial.dsat.methods.binary import AshaSearch, BinarySearch
 from dstrial.dsat.methods.method import MethodOptions, SearchMethod
 from dstrial.dsat.methods.predict import PredictSearch
 from dstrial.dsat.methods.random import RandomSearch

@@ -15,9 +15,8 @@ from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, 
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_from_json, outcome_to_json
 from dstrial.dsat.proposals import Proposal, Proposals
 from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.standing import incumbent, incumbent_smoothed, num_disappointed
 from dstrial.dsat.structures import Structures, positions, positions_near
-from dstrial.dsat.telling import explained, margins
+from dstrial.dsat.telling import explained, incumbent, incumbent_smoothed, margins, num_disappointed
 from dstrial.dsat.time_model import TimeModel
 
 _LEAST_GAIN = 0.0008

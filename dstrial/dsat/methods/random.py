@@ -6,8 +6,7 @@ Source: Determined 0.37 documentation, "DeepSpeed Autotune", method ``random``.
 from __future__ import annotations
 
 from dstrial.dsat.gates import Known
-from dstrial.dsat.methods.lineage import Lineage
-from dstrial.dsat.methods.lineages import LineageMethod
+from dstrial.dsat.methods.lineages import Lineage, LineageMethod
 from dstrial.dsat.outcome import Failure, score
 
 

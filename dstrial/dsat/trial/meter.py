@@ -21,8 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 from dstrial.dsat.outcome import Measured
 from dstrial.dsat.statistics import Sampling, SamplingLimits
-from dstrial.dsat.trial.first_batch import FirstMicroBatch
-from dstrial.dsat.trial.traits import traits_of
+from dstrial.dsat.trial.first_batch import FirstMicroBatch, traits_of
 
 _NUM_PHASE_STEPS = 3
 _NUM_BARE_WINDOWS = 3
