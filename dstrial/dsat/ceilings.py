@@ -6,7 +6,6 @@ It knows nothing of buckets, offload or peaks; a search starts with it and does 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from dstrial.dsat.outcome import Measured
@@ -45,11 +44,6 @@ class ModelInfo:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> ModelInfo:
-        """Return what :meth:`to_json` was called on."""
-        return cls(**fields)
 
 
 def state_bytes(info: ModelInfo, stage: int, num_replicas: int, bytes_per_value: int) -> float:

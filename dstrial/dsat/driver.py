@@ -90,7 +90,9 @@ class Driver:
                     raise
                 end = signals[0]
             self._write_files()
-            self._files.write_report(end, self._method.snapshot(), self._notes, list(self.trials.values()))
+            self._files.write_report(
+                end, self._method.report_facts(), self._notes, list(self.trials.values())
+            )
             if isinstance(end, Finish) and not self._is_cleared:
                 self._clear(handles)
         finally:

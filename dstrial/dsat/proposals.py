@@ -77,12 +77,6 @@ class Proposals:
         """Return where the next descents begin, besides what was measured; for a snapshot."""
         return [one for known in self._starts.values() for one in known]
 
-    def restore(self, starts: Sequence[Structure]) -> None:
-        """Go on from where ``starts`` was called."""
-        self._starts.clear()
-        for one in starts:
-            self._starts.setdefault(self._structures.group(one), {})[one] = None
-
     def find(
         self,
         positions: Sequence[int],

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.methods.method import Finish
+from dstrial.dsat.methods.method import Finish, ReportFacts
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
 from dstrial.dsat.results import TrialResult, write_results
@@ -49,7 +49,7 @@ class SearchFiles:
     def write_report(
         self,
         end: Finish | signal.Signals,
-        snapshot: Mapping[str, Any],
+        predicted: ReportFacts,
         notes: Sequence[str],
         trials: Sequence[TrialResult],
     ) -> None:
@@ -57,7 +57,7 @@ class SearchFiles:
 
         Args:
             end: how the search ended, or what interrupted it.
-            snapshot: of the method.
+            predicted: what the method says beyond the measurements.
             notes: what the method and the measurements have told.
             trials: every trial so far.
         """
@@ -68,7 +68,7 @@ class SearchFiles:
             reason=end.reason if isinstance(end, Finish) else f"interrupted by {end.name}",
             is_finished=isinstance(end, Finish),
             num_slots=self._settings.num_slots,
-            snapshot=snapshot,
+            predicted=predicted,
             notes=(*self._settings.warnings, *notes),
         )
         try:

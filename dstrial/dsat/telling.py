@@ -70,7 +70,7 @@ def num_disappointed(order: Sequence[int], known: Mapping[int, Known], forecaste
 
 def explained(
     known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
-) -> dict[str, dict[str, float]]:
+) -> dict[int, dict[str, float]]:
     """Return trial -> where its step's time goes, of the own and the best one, as all measurements together have it.
 
     Args:
@@ -82,7 +82,7 @@ def explained(
     for trial_id, one in _own_and_best(known, best):
         point = forecaster.described.time_point(one.candidate)
         if isinstance(one.outcome, Measured) and point is not None:
-            found[str(trial_id)] = forecaster.time.parts(point)
+            found[trial_id] = forecaster.time.parts(point)
     return found
 
 

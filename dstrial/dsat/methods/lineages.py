@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.ceilings import ModelInfo, largest_micro_batch, log_lines
 from dstrial.dsat.gates import Gates, Known
-from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, Note, Skip
+from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
 from dstrial.dsat.outcome import (
     Failure,
     FailureKind,
     Measured,
     Outcome,
-    outcome_from_json,
     outcome_to_json,
     score,
 )
@@ -175,28 +173,9 @@ class LineageMethod(abc.ABC):
             ],
         }
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on where a snapshot was taken."""
-        self.random = SearchRandom.restore(snapshot["random"])
-        self._phase = snapshot["phase"]
-        self.info = None if snapshot["info"] is None else ModelInfo.from_json(snapshot["info"])
-        self._best_score = snapshot["best_score"]
-        self._num_since_best = snapshot["num_since_best"]
-        self._unproven = [Candidate.from_json(fields) for fields in snapshot["unproven"]]
-        self.lineages = []
-        for fields in snapshot["lineages"]:
-            structure = Structure(
-                fields["structure"]["stage"],
-                tuple((path, value) for path, value in fields["structure"]["settings"]),
-            )
-            history = [(step[0], step[1], step[2]) for step in fields["history"]]
-            self.lineages.append(Lineage(**{**fields, "structure": structure, "history": history}))
-        self.known, self._lineage_of = {}, {}
-        for fields in snapshot["known"]:
-            outcome = None if fields["outcome"] is None else outcome_from_json(fields["outcome"])
-            self.known[fields["trial_id"]] = Known(Candidate.from_json(fields["candidate"]), outcome)
-            if fields["lineage"] is not None:
-                self._lineage_of[fields["trial_id"]] = (fields["lineage"][0], fields["lineage"][1])
+    def report_facts(self) -> ReportFacts:
+        """Return nothing: these methods predict nothing."""
+        return ReportFacts()
 
     # ---- what methods use ------------------------------------------------------------------------
 

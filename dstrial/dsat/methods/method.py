@@ -1,4 +1,4 @@
-"""The contract of a search method: results in, actions out. Pure, seeded, restorable."""
+"""The contract of a search method: results in, actions out. Pure and seeded."""
 
 from __future__ import annotations
 
@@ -58,6 +58,23 @@ class Finish:
 Action: TypeAlias = Measure | Skip | Note | Finish
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportFacts:
+    """What a method knows beyond the measurements, as JSON values; all empty for one that predicts nothing.
+
+    Attributes:
+        forecasts: trial -> what was predicted of it before it was measured.
+        explained: trial -> where the time of its step goes, seconds for each part; of the own and the best one.
+        margins: what a device lacks for larger micro batches of these two.
+        left: what could be measured next, the most promising first.
+    """
+
+    forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    explained: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    margins: Sequence[Mapping[str, Any]] = ()
+    left: Sequence[Mapping[str, Any]] = ()
+
+
 class SearchMethod(Protocol):
     """Decides what is measured next.
 
@@ -72,10 +89,10 @@ class SearchMethod(Protocol):
         """Take how a measurement ended."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON values."""
+        """Return the whole state as JSON values, for people and other tools; a search is resumed by replaying its results."""
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on where a snapshot was taken, in a new object of the same arguments."""
+    def report_facts(self) -> ReportFacts:
+        """Return what a report says beyond the measurements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

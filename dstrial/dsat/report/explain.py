@@ -141,7 +141,7 @@ def _given(base: Mapping[str, Any], path: str) -> Any:
 
 
 def device_needs(
-    trials: Sequence[TrialResult], space: Space, metric: str, snapshot: Mapping[str, Any]
+    trials: Sequence[TrialResult], space: Space, metric: str, margins: Sequence[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
     """Return what the next larger micro batches of the best and of the user's own structure would need.
 
@@ -152,10 +152,10 @@ def device_needs(
         trials: every trial.
         space: what was searched.
         metric: searched for.
-        snapshot: of the method; ``margins`` are what it predicts.
+        margins: what the method predicts of them.
     """
     of_trials = {trial.trial_id: trial for trial in trials}
-    predicted = [one for one in snapshot.get("margins", []) if one["trial_id"] in of_trials]
+    predicted = [one for one in margins if one["trial_id"] in of_trials]
     if predicted:
         return [
             {**one, "was_tried": _tried(trials, of_trials[one["trial_id"]], one["micro_batch_size"])}
