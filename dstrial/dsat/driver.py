@@ -15,7 +15,8 @@ from dstrial.dsat.methods.method import Action, Finish, Measure, Note, SearchMet
 from dstrial.dsat.ordering import deadline_of, longest_s, ordered_spec
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_from_json, outcome_to_json
 from dstrial.dsat.record import SearchEnd, SearchRecord, is_final
-from dstrial.dsat.results import TrialResult, ended_line
+from dstrial.dsat.report.live import ended_line
+from dstrial.dsat.results import TrialResult
 from dstrial.dsat.room import NO_ROOM, Room
 from dstrial.dsat.search_files import SearchFiles
 from dstrial.dsat.settings import SearchSettings
@@ -123,7 +124,7 @@ class Driver:
                 raise
 
     def _search(self, handles: dict[int, dict[str, Any]]) -> Finish | signal.Signals:
-        budget_s = self._settings.args.budget
+        budget_s = self._settings.flags.budget
         # What earlier processes of this search have spent, as far as it is on record.
         spent_s = (
             sum(trial.seconds or 0.0 for trial in self.trials.values()) / self._settings.options.num_parallel
@@ -169,7 +170,7 @@ class Driver:
                 self._settle(trial_id, outcome_from_json(event), event.get("seconds"), is_replay=True)
             elif event["event"] == "inputs":
                 self._described_s = float(event.get("seconds") or 0.0)
-            elif event["event"] == "finished" and is_final(event, self._settings.args.budget):
+            elif event["event"] == "finished" and is_final(event, self._settings.flags.budget):
                 self._end = Finish(event["reason"], event["is_failure"])
             elif event["event"] == "cleared":
                 self._is_cleared = self._end is not None
@@ -243,11 +244,11 @@ class Driver:
         del self._open[trial_id]
         self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], outcome=outcome, seconds=seconds)
         actions = self._method.on_result(trial_id, outcome)
-        if isinstance(outcome, Measured) and self._settings.args.metric == "FLOPS_per_gpu":
+        if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
             notes = [note for note in doubts(outcome, self._measured()[0]) if note not in self._notes]
             actions = [*map(Note, notes), *actions]
         if not is_replay:
-            self._tell(ended_line(self.trials[trial_id], self._settings.args.metric))
+            self._tell(ended_line(self.trials[trial_id], self._settings.flags.metric))
             self._write_files()
         self._apply(actions, is_replay=is_replay)
 
@@ -277,7 +278,7 @@ class Driver:
 
     def deadline_s(self, measure: Measure) -> float:
         """Return how long a trial may run; see :func:`dstrial.dsat.ordering.deadline_of`."""
-        return deadline_of(measure, list(self.trials.values()), float(self._settings.args.trial_timeout))
+        return deadline_of(measure, list(self.trials.values()), self._settings.flags.trial_timeout)
 
     def _write_files(self) -> None:
         self._files.write(self._method.snapshot(), list(self.trials.values()))

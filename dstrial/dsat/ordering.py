@@ -65,7 +65,7 @@ def ordered_spec(
     spec = measuring_spec(settings, measure.candidate, measure.trial_id, search_id)
     return dataclasses.replace(
         spec,
-        deadline_s=deadline_of(measure, trials, float(settings.args.trial_timeout)),
+        deadline_s=deadline_of(measure, trials, settings.flags.trial_timeout),
         best=_best(settings, trials, search_id),
     )
 
@@ -74,7 +74,7 @@ def _best(
     settings: SearchSettings, trials: Sequence[TrialResult], search_id: str
 ) -> tuple[dict[str, Any], dict[str, float]] | None:
     """Return hyperparameters and metrics of what was measured best so far."""
-    best = highest(trials, settings.args.metric)
+    best = highest(trials, settings.flags.metric)
     if best is None:
         return None
     trial, measured = best

@@ -63,8 +63,8 @@ def gather_inputs(
     described = inputs.described_by
     if inputs.runs:
         source = "of a loader's first batches the largest" if settings.trial else "a script's first batch"
-        if isinstance(getattr(settings.args, "sample_batch", None), str):
-            source = f"the batch in {settings.args.sample_batch}"
+        if isinstance(settings.flags.sample_batch, str):
+            source = f"the batch in {settings.flags.sample_batch}"
         described += f" ({len(inputs.runs)} of {number} kinds of structures; {source})"
     tell(f"described by:  {described}")
     lines.insert(0, f"described by {described}")
@@ -134,10 +134,10 @@ def request_maker(
 ) -> RequestOf:
     """Return what makes the requests of a search's dry runs."""
     space: Space = settings.space
-    asked = getattr(settings.args, "sample_batch", None)
+    asked = settings.flags.sample_batch
     sample_batch = Path(asked) if isinstance(asked, str) else None
     num_batches = asked if isinstance(asked, int) else NUM_BATCHES
-    trusts_code = bool(getattr(settings.args, "trust_code", False))
+    trusts_code = settings.flags.trust_code
 
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
         candidate = space.candidate(structure, 0 if is_accumulating else space.ladder.last)

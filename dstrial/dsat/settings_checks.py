@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,9 @@ from dstrial.config.documents import read_yaml
 from dstrial.config.entrypoint import trial_spec
 from dstrial.config.findings import render
 from dstrial.dsat.candidate import HYPERPARAMETERS
+from dstrial.dsat.flags import SearchFlags
 from dstrial.dsat.knobs import ZERO
+from dstrial.dsat.methods import METHODS
 from dstrial.dsat.space import Space
 from dstrial.errors import ConfigError, ConfigProblem
 
@@ -29,12 +30,6 @@ _AT_LEAST = {
     "random_seed": 0,
     "max_search_runner_restarts": 0,
     "train_batch_size": 1,
-    "trials_per_random_config": 1,
-    "early_stopping": 1,
-    "max_rungs": 1,
-    "min_binary_search_trials": 1,
-    "divisor": 2,
-    "asha_early_stopping": 0,
     "sample_batch": 1,
 }
 
@@ -47,44 +42,47 @@ _NOT_IN_A_FILE = {
 """What a file of ``--space`` cannot name -> what to do instead."""
 
 
-def flag_problems(args: argparse.Namespace) -> list[ConfigProblem]:
+def flag_problems(flags: SearchFlags) -> list[ConfigProblem]:
     """Return what is wrong with the flags, whatever the experiment is."""
     problems = []
-    for name, least in _AT_LEAST.items():
-        value = getattr(args, name, None)
+    own = METHODS[flags.search_method].flags
+    least_of = {**_AT_LEAST, **{flag.dest: flag.least for flag in own if flag.least is not None}}
+    values = {**{name: getattr(flags, name) for name in _AT_LEAST}, **flags.own}
+    for name, least in least_of.items():
+        value = values[name]
         if isinstance(value, (int, float)) and value < least:
             flag = "--" + name.replace("_", "-")
             problems.append(
                 ConfigProblem(flag, str(value), f"at least {least}", f"Set it to {least} or more.")
             )
-    for name in ("search_range_factor", "measure_seconds"):
-        value = getattr(args, name, None)
-        if value is not None and value <= 0:
+    positive = {flag.dest: flags.own[flag.dest] for flag in own if flag.least is None}
+    for name, number in {**positive, "measure_seconds": flags.measure_seconds}.items():
+        if number is not None and number <= 0:
             flag = "--" + name.replace("_", "-")
             problems.append(
-                ConfigProblem(flag, str(value), "a number above 0", "Set it to 1.0, for example.")
+                ConfigProblem(flag, str(number), "a number above 0", "Set it to 1.0, for example.")
             )
-    if args.start_profile_step > args.end_profile_step:
+    if flags.start_profile_step > flags.end_profile_step:
         problems.append(
             ConfigProblem(
                 "--start-profile-step",
-                str(args.start_profile_step),
-                f"at most --end-profile-step ({args.end_profile_step})",
+                str(flags.start_profile_step),
+                f"at most --end-profile-step ({flags.end_profile_step})",
                 "Lower it, or raise --end-profile-step.",
             )
         )
-    if args.free_batch and args.train_batch_size is not None:
+    if flags.free_batch and flags.train_batch_size is not None:
         fix = "Give one of the two."
         problems.append(
             ConfigProblem("--free-batch", "given with --train-batch-size", "only one of them", fix)
         )
-    sample = getattr(args, "sample_batch", None)
+    sample = flags.sample_batch
     if isinstance(sample, str) and not Path(sample).is_file():
         fix = "Write one with torch.save(batch, 'batch.pt')."
         problems.append(
             ConfigProblem("--sample-batch", sample, "a number of batches, or the file of one", fix)
         )
-    for path in args.include:
+    for path in flags.include:
         if not Path(path).exists():
             problems.append(
                 ConfigProblem("--include", str(path), "an existing file or directory", "Correct the path.")
@@ -92,7 +90,7 @@ def flag_problems(args: argparse.Namespace) -> list[ConfigProblem]:
     return problems
 
 
-def experiment_problems(args: argparse.Namespace, experiment: ExperimentConfig) -> list[ConfigProblem]:
+def experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> list[ConfigProblem]:
     """Return why an experiment cannot be searched, or not with these flags."""
     problems = []
     where = str(experiment.path)
@@ -103,21 +101,21 @@ def experiment_problems(args: argparse.Namespace, experiment: ExperimentConfig) 
                 f"{where}: hyperparameters.{MAIN_KEY}", "not given", "the path of a DeepSpeed JSON file", fix
             )
         )
-    if isinstance(getattr(args, "sample_batch", None), int) and trial_spec(experiment.entrypoint) is None:
+    if isinstance(flags.sample_batch, int) and trial_spec(experiment.entrypoint) is None:
         problems.append(
             ConfigProblem(
                 "--sample-batch",
-                f"{args.sample_batch}, and a script has no loader that could be asked for so many batches",
+                f"{flags.sample_batch}, and a script has no loader that could be asked for so many batches",
                 "the file of a batch",
                 "Write what its engine is called with by torch.save, or leave --sample-batch out.",
             )
         )
     slots = max(experiment.slots_per_trial, 1)
-    if args.max_slots is not None and args.max_slots < slots:
+    if flags.max_slots is not None and flags.max_slots < slots:
         problems.append(
             ConfigProblem(
                 "--max-slots",
-                str(args.max_slots),
+                str(flags.max_slots),
                 f"at least {slots}, the slots_per_trial, without which no trial ever starts",
                 f"Set it to {slots} or more.",
             )
@@ -136,7 +134,7 @@ def experiment_problems(args: argparse.Namespace, experiment: ExperimentConfig) 
     return problems
 
 
-def values_refused(args: argparse.Namespace, space: Space) -> tuple[list[ConfigProblem], list[str]]:
+def values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
     """Return problems for paths of ``--space`` of which no value can be tried, and warnings for single values."""
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
@@ -149,7 +147,7 @@ def values_refused(args: argparse.Namespace, space: Space) -> tuple[list[ConfigP
             stages = ", ".join(str(stage) for stage in space.stages)
             problems.append(
                 ConfigProblem(
-                    f"{args.space}: {path}",
+                    f"{flags.space}: {path}",
                     f"[{', '.join(reasons)}]",
                     f"at least one value that can be tried in ZeRO stage {stages}",
                     f"Correct or remove it. Of the first it is said: {reason}",
@@ -157,25 +155,26 @@ def values_refused(args: argparse.Namespace, space: Space) -> tuple[list[ConfigP
             )
         else:
             warnings += [
-                f"{args.space}: {path}: {value} is never tried: {reason}" for value, reason in reasons.items()
+                f"{flags.space}: {path}: {value} is never tried: {reason}"
+                for value, reason in reasons.items()
             ]
     return problems, warnings
 
 
-def accepted(args: argparse.Namespace) -> list[str]:
+def accepted(flags: SearchFlags) -> list[str]:
     """Return warnings of flags that are accepted and have no effect, or one that a person has to know of."""
     warnings = []
     instead = {
-        "search_runner_config": f"pool, labels, workspace and project of what it submits are those of {args.config_path}",
+        "search_runner_config": f"pool, labels, workspace and project of what it submits are those of {flags.config_path}",
         "max_search_runner_restarts": "the same command goes on with it, however often it was ended",
     }
     for name, text in instead.items():
-        if name in args.given:
+        if name in flags.given:
             flag = "--" + name.replace("_", "-")
             warnings.append(
                 f"{flag} is accepted and has no effect: the search runs in this process, not in a trial; {text}"
             )
-    if args.free_batch:
+    if flags.free_batch:
         warnings.append(
             "--free-batch lets the global batch change with the micro batch: what is learned per step changes, and the "
             "learning rate must be chosen anew for the batch that is found"

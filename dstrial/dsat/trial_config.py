@@ -12,6 +12,7 @@ from typing import Any
 from dstrial.config.dotted_keys import nested
 from dstrial.dsat.candidate import Candidate, layered
 from dstrial.dsat.defaults import DEFAULT_SEARCH_RUNNER_CONFIG
+from dstrial.dsat.methods import METHODS
 from dstrial.dsat.settings import SearchSettings
 
 _SETTINGS_KEY = "_dsat"
@@ -69,16 +70,16 @@ def measuring_spec(
     for key in _OF_TRAINING:
         config.pop(key, None)
     hparams = _hyperparameters(settings, candidate)
-    args = settings.args
+    flags = settings.flags
     hparams["_use_dsat_mode"] = True
     hparams[_AROUND_FIT_KEY] = _AROUND_FIT
     hparams[_SETTINGS_KEY] = {
-        "first_step": args.start_profile_step,
-        "min_steps": args.end_profile_step + 1,
-        "max_s": args.measure_seconds,
-        "num_batches": max(args.end_profile_step + 1, _LONGEST_STEPS),
+        "first_step": flags.start_profile_step,
+        "min_steps": flags.end_profile_step + 1,
+        "max_s": flags.measure_seconds,
+        "num_batches": max(flags.end_profile_step + 1, _LONGEST_STEPS),
     }
-    if settings.method == "predict" and trial_id <= _BENCHMARKED:
+    if METHODS[settings.method].predicts and trial_id <= _BENCHMARKED:
         hparams[_SETTINGS_KEY]["benchmarks_machine"] = True
     label = f"dsat-{search_id}-{trial_id}"
     config |= {
@@ -89,7 +90,7 @@ def measuring_spec(
         "hyperparameters": hparams,
         "searcher": {
             "name": "single",
-            "metric": args.metric,
+            "metric": flags.metric,
             "smaller_is_better": settings.smaller_is_better,
             "max_length": {"batches": hparams[_SETTINGS_KEY]["num_batches"]},
         },
@@ -119,7 +120,7 @@ def worker_config(settings: SearchSettings, worker: int, search_id: str) -> Tria
         "entrypoint": f"python3 -m {_LAUNCHER} -m {_WORKER_MODULE} --trial {settings.trial}",
         "searcher": {
             "name": "single",
-            "metric": settings.args.metric,
+            "metric": settings.flags.metric,
             "smaller_is_better": settings.smaller_is_better,
             "max_length": {"batches": settings.options.max_trials},
         },
@@ -142,7 +143,7 @@ def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
         "labels": sorted({*(str(one) for one in written.get("labels") or []), "dsat", label}),
         "searcher": {
             **runner["searcher"],
-            "metric": settings.args.metric,
+            "metric": settings.flags.metric,
             "smaller_is_better": settings.smaller_is_better,
         },
     }

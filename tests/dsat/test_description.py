@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.arguments import build_parser, flags_of
 from dstrial.dsat.description import describe, script_request, trial_request
 from dstrial.dsat.prepare import request_maker
 from dstrial.dsat.settings import read_settings
@@ -120,7 +120,7 @@ def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_an
     before = sorted(path.name for path in folder.iterdir())
     config = MODEL_DEFS.parent / "experiment_configs" / "dsat_hf.yaml"
     args = build_parser("dsat").parse_args(["predict", str(config), str(folder)])
-    settings = read_settings(args)
+    settings = read_settings(flags_of(args))
     assert settings.space.base["optimizer"]["params"]["lr"] == "auto"
 
     asked = request_maker(settings, target="cpu")(Structure(settings.space.own_stage, ()), True)

@@ -208,7 +208,7 @@ class MasterBackend:
             is_repeated = True
             if taken:
                 return taken[0]
-            includes = [Path(path) for path in self._settings.args.include]
+            includes = [Path(path) for path in self._settings.flags.include]
             # The client writes how far it is with the files, again and again, into the middle of the search's table.
             with contextlib.redirect_stdout(io.StringIO()):
                 return self._client.create_experiment(config, self._settings.context_dir, includes=includes)

@@ -7,6 +7,7 @@ Massively Parallel Hyperparameter Tuning", algorithm 2.
 from __future__ import annotations
 
 from dstrial.dsat.methods.lineages import Lineage, LineageMethod
+from dstrial.dsat.methods.method import Flag, MethodEntry
 
 
 class BinarySearch(LineageMethod):
@@ -75,3 +76,40 @@ class AshaSearch(BinarySearch):
                     lineage.rung += 1
                     return lineage
         return None
+
+
+_RANGE = Flag(
+    "--search-range-factor",
+    float,
+    1.0,
+    "multiplies the first guess at the largest micro batch (1.0)",
+    "range_factor",
+    None,
+)
+
+BINARY = MethodEntry(
+    "binary",
+    "random structures, each with a binary search for the largest micro batch",
+    lambda space, options, gates, _inputs: BinarySearch(space, options, gates),
+    (_RANGE,),
+)
+
+ASHA = MethodEntry(
+    "asha",
+    "random structures, each with a binary search that has to earn its trials",
+    lambda space, options, gates, _inputs: AshaSearch(space, options, gates),
+    (
+        _RANGE,
+        Flag("--max-rungs", int, 5, "number of rungs (5)", "max_rungs", 1),
+        Flag(
+            "--min-binary-search-trials",
+            int,
+            3,
+            "trials of a lineage in the lowest rung (3)",
+            "min_binary_search_trials",
+            1,
+        ),
+        Flag("--divisor", int, 2, "one of so many lineages is promoted (2)", "divisor", 2),
+        Flag("--asha-early-stopping", int, 0, "rungs that are left out below (0)", "asha_early_stopping", 0),
+    ),
+)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.gates import Gates
+from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.outcome import Outcome
+from dstrial.dsat.space import Space
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +127,53 @@ class MethodOptions:
     min_binary_search_trials: int = 3
     divisor: int = 2
     asha_early_stopping: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag that only some methods have.
+
+    Attributes:
+        name: as it is typed, ``--max-rungs``.
+        kind: type of its value.
+        default: where it is not given.
+        help: for ``--help``.
+        option: the field of ``MethodOptions`` that it sets.
+        least: smallest value; None for anything above 0.
+    """
+
+    name: str
+    kind: type[int] | type[float]
+    default: int | float | None
+    help: str
+    option: str
+    least: int | None
+
+    @property
+    def dest(self) -> str:
+        """Its name among parsed arguments."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MethodEntry:
+    """All that the rest of dsat knows of a method; a module declares one, and the package lists it.
+
+    Attributes:
+        name: on the command line and on record.
+        summary: for ``--help``.
+        make: makes a new one; the inputs are given to one that predicts.
+        flags: its own.
+        zero_stages: the stages that it tries unless told otherwise.
+        predicts: whether it starts from dry runs, and wants the machine benchmarked.
+    """
+
+    name: str
+    summary: str
+    make: Callable[[Space, MethodOptions, Gates, PredictInputs | None], SearchMethod]
+    flags: tuple[Flag, ...] = ()
+    zero_stages: tuple[int, ...] = (1, 2, 3)
+    predicts: bool = False
 
 
 def measures(actions: Sequence[Action]) -> list[Measure]:

@@ -11,7 +11,16 @@ from dstrial.dsat.ceilings import log_lines
 from dstrial.dsat.forecast import Forecast, Forecaster, structure_of
 from dstrial.dsat.gates import Gates, Known
 from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
+from dstrial.dsat.methods.method import (
+    Action,
+    Finish,
+    Measure,
+    MethodEntry,
+    MethodOptions,
+    Note,
+    ReportFacts,
+    Skip,
+)
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
 from dstrial.dsat.proposals import Proposal, Proposals
 from dstrial.dsat.space import Space, Structure
@@ -310,3 +319,12 @@ class PredictSearch:
 
     def _sorted_skipped(self) -> list[Candidate]:
         return sorted(self._skipped, key=lambda one: repr(dataclasses.astuple(one)))
+
+
+PREDICT = MethodEntry(
+    "predict",
+    "dry-run and predict, then measure only what may be best (the default method)",
+    PredictSearch,
+    zero_stages=(0, 1, 2, 3),
+    predicts=True,
+)

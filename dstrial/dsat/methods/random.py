@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dstrial.dsat.gates import Known
 from dstrial.dsat.methods.lineages import Lineage, LineageMethod
+from dstrial.dsat.methods.method import Flag, MethodEntry
 from dstrial.dsat.outcome import Failure, score
 
 
@@ -95,3 +96,23 @@ class RandomSearch(LineageMethod):
 
     def _of_stage(self, stage: int) -> list[Known]:
         return [one for one in self.known.values() if one.candidate.stage == stage]
+
+
+RANDOM = MethodEntry(
+    "random",
+    "random structures with random micro batches",
+    lambda space, options, gates, _inputs: RandomSearch(space, options, gates),
+    (
+        Flag(
+            "--trials-per-random-config",
+            int,
+            5,
+            "most trials of one structure (5)",
+            "trials_per_random_config",
+            1,
+        ),
+        Flag(
+            "--early-stopping", int, None, "end after so many trials without a new best", "early_stopping", 1
+        ),
+    ),
+)
