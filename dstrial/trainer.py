@@ -24,7 +24,7 @@ from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.config.training_checks import TrainingChecks
 from dstrial.engine.remedies import append_remedy
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
-from dstrial.local.measuring import measuring_hyperparameters
+from dstrial.local.measuring import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.local.train_context import LocalTrainContext
@@ -44,11 +44,6 @@ _TEST_BATCHES = 2
 
 _REPORTING_PERIOD = pytorch.Batch(100)
 """How often training metrics are reported where nobody says; then also at the end of every epoch, if those are counted."""
-
-AROUND_FIT_KEY = "_around_fit"
-"""Hyperparameter by which whoever starts a trial to watch it has its own code around every ``Trainer.fit``.
-
-``module:function``, a context manager that is given the core context. Entered on all ranks."""
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from dstrial.dsat.structures import Structures
 from dstrial.dsat.trial_config import measuring_spec, python_words
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+from dstrial.local.measuring import MEASURING_KEYS
 
 _DEADLINE_S = 900.0
 _MOST_PARALLEL = 4
@@ -144,7 +145,7 @@ def request_maker(
         hparams = {
             key: value
             for key, value in measuring_spec(settings, candidate, 0, "described").hparams.items()
-            if key not in ("_use_dsat_mode", "_dsat", "_around_fit")
+            if key not in MEASURING_KEYS
         }
         config = space.config(candidate)
         if settings.trial is None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.candidate import HYPERPARAMETERS, Candidate
+from dstrial.dsat.candidate import HYPERPARAMETERS, Candidate, value_at
 from dstrial.dsat.knobs import KNOBS
 from dstrial.dsat.outcome import Measured, Outcome
 from dstrial.dsat.space import Space, Structure
@@ -150,10 +150,7 @@ def _value(space: Space, candidate: Candidate, path: str) -> Any:
     if path.startswith(HYPERPARAMETERS):
         return space.hyperparameter(candidate, path)
     config = space.base if candidate.is_own else space.config(candidate)
-    value: Any = check_deepspeed(config, space.sizes_of(candidate), auto="warning").effective
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    return value_at(check_deepspeed(config, space.sizes_of(candidate), auto="warning").effective, path)
 
 
 def _changes(one: Measured, other: Measured) -> Iterator[tuple[str, float, float]]:

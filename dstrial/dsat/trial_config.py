@@ -7,15 +7,15 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dstrial.config.dotted_keys import nested
 from dstrial.dsat.candidate import Candidate, layered
-from dstrial.dsat.defaults import DEFAULT_SEARCH_RUNNER_CONFIG
 from dstrial.dsat.methods import METHODS
 from dstrial.dsat.settings import SearchSettings
+from dstrial.local.measuring import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
-_SETTINGS_KEY = "_dsat"
 _MEASURING_MODULE = "dstrial.dsat.trial"
 _SCRIPT_MODULE = "dstrial.dsat.trial.local_script"
 _WORKER_MODULE = "dstrial.dsat.worker"
@@ -25,8 +25,16 @@ _LAUNCH_MODULES = (
     "determined.launch.deepspeed",
     "determined.launch.torch_distributed",
 )
-_AROUND_FIT_KEY = "_around_fit"  # dstrial.trainer's, which is not imported for its torch
 _AROUND_FIT = "dstrial.dsat.trial.reporting:around_fit"
+RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
+    {
+        "searcher": {"name": "single", "max_length": {"batches": 1}},
+        "max_restarts": 0,
+        "resources": {"slots_per_trial": 0},
+        "entrypoint": "python3 -m dstrial.dsat.keep",
+    }
+)
+"""The experiment whose checkpoint holds the results of launched trials."""
 _LONGEST_STEPS = 1000
 _BENCHMARKED = 2  # the second one too, for the first may fail
 _OF_TRAINING = (
@@ -71,16 +79,16 @@ def measuring_spec(
         config.pop(key, None)
     hparams = _hyperparameters(settings, candidate)
     flags = settings.flags
-    hparams["_use_dsat_mode"] = True
-    hparams[_AROUND_FIT_KEY] = _AROUND_FIT
-    hparams[_SETTINGS_KEY] = {
+    hparams[MEASURING_KEY] = True
+    hparams[AROUND_FIT_KEY] = _AROUND_FIT
+    hparams[SETTINGS_KEY] = {
         "first_step": flags.start_profile_step,
         "min_steps": flags.end_profile_step + 1,
         "max_s": flags.measure_seconds,
         "num_batches": max(flags.end_profile_step + 1, _LONGEST_STEPS),
     }
     if METHODS[settings.method].predicts and trial_id <= _BENCHMARKED:
-        hparams[_SETTINGS_KEY]["benchmarks_machine"] = True
+        hparams[SETTINGS_KEY][BENCHMARK_KEY] = True
     label = f"dsat-{search_id}-{trial_id}"
     config |= {
         "name": f"{settings.experiment.name} (dsat trial {trial_id})",
@@ -92,7 +100,7 @@ def measuring_spec(
             "name": "single",
             "metric": flags.metric,
             "smaller_is_better": settings.smaller_is_better,
-            "max_length": {"batches": hparams[_SETTINGS_KEY]["num_batches"]},
+            "max_length": {"batches": hparams[SETTINGS_KEY]["num_batches"]},
         },
         "max_restarts": 0,
     }
@@ -133,7 +141,7 @@ def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
     """Return what is submitted to keep the results of launched trials in a checkpoint: a ``single`` experiment without slots."""
     written = copy.deepcopy(settings.written)
     label = f"dsat-{search_id}-results"
-    runner = copy.deepcopy(dict(DEFAULT_SEARCH_RUNNER_CONFIG))
+    runner = copy.deepcopy(dict(RESULTS_EXPERIMENT))
     names = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
     config = {
         **{name: written[name] for name in names if name in written},

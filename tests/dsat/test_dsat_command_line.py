@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -255,6 +256,70 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
     assert command == [*launch, *script]
 
 
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (["predict"], {"sample_batch": None, "trust_code": False, "zero_stages": [0, 1, 2, 3]}),
+        (["binary"], {"search_range_factor": 1.0}),
+        (["random", "--early-stopping", "3"], {"trials_per_random_config": 5, "early_stopping": 3}),
+        (
+            ["asha", "--divisor", "4"],
+            {
+                "search_range_factor": 1.0,
+                "max_rungs": 5,
+                "min_binary_search_trials": 3,
+                "divisor": 4,
+                "asha_early_stopping": 0,
+            },
+        ),
+    ],
+)
+def test_a_search_is_known_again_by_the_flags_that_decide_it_and_by_no_others(
+    experiment: Path, words: list[str], own: dict[str, object]
+) -> None:
+    of_the_run = [
+        "--budget",
+        "1h",
+        "--output",
+        "x",
+        "--local",
+        "--fresh",
+        "--no-worker",
+        "--trial-timeout",
+        "5m",
+    ]
+    settings = read_settings(
+        flags_of(_parse(words[0], str(experiment), str(experiment.parent / "model"), *words[1:], *of_the_run))
+    )
+    deciding = {
+        "search_method": words[0],
+        "config_path": "exp.yaml",
+        "model_dir": "model",
+        "include": [],
+        "max_trials": 64,
+        "max_slots": None,
+        "max_concurrent_trials": 16,
+        "metric": "FLOPS_per_gpu",
+        "zero_stages": [1, 2, 3],
+        "start_profile_step": 3,
+        "end_profile_step": 5,
+        "random_seed": 42,
+        "search_runner_config": None,
+        "max_search_runner_restarts": 5,
+        "train_batch_size": None,
+        "free_batch": False,
+        "space": None,
+        "no_gates": False,
+        "measure_seconds": 60.0,
+        **own,
+    }
+
+    assert settings.experiment.deepspeed is not None
+    content = [deciding, settings.experiment.raw, settings.experiment.deepspeed.merged, {}]
+    expected = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    assert settings.fingerprint == expected
+
+
 def test_the_global_batch_that_is_asked_for_replaces_accumulation(experiment: Path) -> None:
     settings = read_settings(
         flags_of(
@@ -348,6 +413,18 @@ def test_the_constants_of_the_old_tool_are_there_under_their_names() -> None:
         assert getattr(defaults, name).endswith((".pkl", ".json"))
     assert defaults.SMALLER_IS_BETTER is True
     assert defaults.DEFAULT_SEARCH_RUNNER_CONFIG["resources"] == {"slots_per_trial": 0}
+
+
+@pytest.mark.process
+def test_importing_the_constants_of_the_old_tool_builds_no_parser_and_knows_no_method() -> None:
+    program = (
+        "import sys; from dstrial.dsat.defaults import CONFIG_KEY; from dstrial.dsat import get_ds_config_from_hparams; "
+        "print([name for name in ('dstrial.dsat.arguments', 'dstrial.dsat.methods', 'numpy') if name in sys.modules])"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert ended.stdout.strip() == "[]"
 
 
 def test_only_agents_of_the_experiments_pool_count_unless_none_says_to_be_in_it() -> None:

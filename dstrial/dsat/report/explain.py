@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.candidate import HYPERPARAMETERS
+from dstrial.dsat.candidate import HYPERPARAMETERS, value_at
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, score
 from dstrial.dsat.results import TrialResult, best_of, gain
 from dstrial.dsat.space import Space
@@ -110,7 +110,7 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
             if knob.path.startswith(HYPERPARAMETERS):
                 settings[knob.path] = space.hyperparameter(candidate, knob.path)
             else:
-                settings[knob.path] = _given(effective, knob.path)
+                settings[knob.path] = value_at(effective, knob.path)
             if knob.path.endswith(".device") and settings[knob.path] is None:
                 settings[knob.path] = "none"
         for name, setting in settings.items():
@@ -131,13 +131,6 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
         effect = rows[-1]["loss"] - rows[0]["loss"]
         found.append({"knob": name, "effect": effect, "values": rows})
     return sorted(found, key=lambda row: -row["effect"])
-
-
-def _given(base: Mapping[str, Any], path: str) -> Any:
-    value: Any = base
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def device_needs(

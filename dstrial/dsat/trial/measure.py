@@ -9,7 +9,7 @@ from typing import Any
 from dstrial.dsat.outcome import Measured
 from dstrial.dsat.trial.machine import with_machine
 from dstrial.dsat.trial.meter import Meter, Mode
-from dstrial.dsat.trial.reporting import SETTINGS_KEY
+from dstrial.local.measuring import SETTINGS_KEY
 from dstrial.loop.loop import require_engine
 from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.trial.context import DeepSpeedTrialContext
