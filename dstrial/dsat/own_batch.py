@@ -12,14 +12,12 @@ from typing import Any
 from dstrial.config import ExperimentConfig
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.fillers import DEFAULT_MICRO_BATCH, Filler
+from dstrial.config.fillers import DEFAULT_MICRO_BATCH, SIZE_FLAGS, Filler
 from dstrial.config.findings import Findings
 from dstrial.config.script_source import find_script
-from dstrial.dsat.trainer_batch import MICRO_FLAG, STEPS_FLAG
 from dstrial.errors import ConfigError, ConfigProblem
 
-_TOTAL, _MICRO, _STEPS = BATCH_KEYS
-_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
+_TOTAL, _MICRO, _ = BATCH_KEYS
 _SECTION = "training_arguments"
 
 
@@ -81,7 +79,7 @@ def _with_arguments(
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):
-        flags = " and ".join(f"--{flag}" for flag in _FLAGS.values())
+        flags = " and ".join(f"--{flag}" for flag in SIZE_FLAGS.values())
         problem = ConfigProblem(
             where,
             f"a script with its arguments in {words[0]}",
@@ -90,7 +88,7 @@ def _with_arguments(
         )
         raise ConfigError([problem])
     arguments, problems, warnings = filler.arguments, [], []
-    for key, flag in _FLAGS.items():
+    for key, flag in SIZE_FLAGS.items():
         if sizes[key] not in (None, AUTO):
             continue
         given = arguments.find(flag)
