@@ -12,7 +12,6 @@ from typing import Any
 from dstrial.config.devices import DEVICES, check_devices, of_device
 from dstrial.config.experiment_rules import (
     ENDED_SEARCHERS,
-    SEARCHER_REQUIRES,
     SEARCHERS,
     STORAGE_REQUIRES,
 )
@@ -32,14 +31,6 @@ _SEARCHER_COMMON = (
     "max_time",
     "time_metric",
 )
-_ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
-_SEARCHER_KEYS: dict[str, tuple[str, ...]] = {
-    "single": (),
-    "random": ("max_trials", "max_concurrent_trials"),
-    "grid": ("max_concurrent_trials",),
-    "adaptive_asha": (*_ASHA, "max_rungs", "bracket_rungs", "mode"),
-    "async_halving": (*_ASHA, "num_rungs"),
-}
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
@@ -74,7 +65,7 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
         )
     else:
         _check_searcher_fields(name, searcher, given, findings)
-        allowed = (*_SEARCHER_COMMON, *_SEARCHER_KEYS[name])
+        allowed = (*_SEARCHER_COMMON, *SEARCHERS[name].keys)
         raw["searcher"] = {key: value for key, value in searcher.items() if key in allowed}
     if searcher["metric"] is None and given.get("metric") is None:
         fix = "Name the validation metric that says which checkpoint is best."
@@ -99,12 +90,12 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
 def _check_searcher_fields(
     name: str, searcher: Mapping[str, Any], given: Mapping[str, Any], findings: Findings
 ) -> None:
-    for field in SEARCHER_REQUIRES.get(name, ()):
+    for field in SEARCHERS[name].requires:
         if searcher[field] is None and given.get(field) is None:
             fix = f"Add {field}."
             findings.problem(f"searcher.{field}", "not given", f"an integer of at least 1 for {name}", fix)
     is_timed = searcher["max_time"] is not None and searcher["time_metric"] is not None
-    if name in ("adaptive_asha", "async_halving") and not is_timed and searcher["max_length"] is None:
+    if SEARCHERS[name].is_timed and not is_timed and searcher["max_length"] is None:
         fix = "Add max_time: 1000 and time_metric: batches, for example."
         findings.problem("searcher.max_time", "not given", f"max_time and time_metric for {name}", fix)
     elif (searcher["max_time"] is None) != (searcher["time_metric"] is None):
@@ -113,7 +104,7 @@ def _check_searcher_fields(
             fix = "Add time_metric: batches." if missing == "time_metric" else "Add max_time: 1000."
             findings.problem(f"searcher.{missing}", "not given", "max_time and time_metric together", fix)
     for field in given:
-        if field in searcher and field not in _SEARCHER_COMMON and field not in _SEARCHER_KEYS[name]:
+        if field in searcher and field not in _SEARCHER_COMMON and field not in SEARCHERS[name].keys:
             findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
 
 

@@ -6,17 +6,42 @@ are accepted and passed through.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.keys import Rule, Section
 
-SEARCHERS = ("single", "random", "grid", "adaptive_asha", "async_halving")
-ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
-SEARCHER_REQUIRES: dict[str, tuple[str, ...]] = {
-    "random": ("max_trials",),
-    "adaptive_asha": ("max_trials",),
-    "async_halving": ("max_trials", "num_rungs"),
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearcherKeys:
+    """What the config of one searcher may have.
+
+    Attributes:
+        keys: those that have an effect, beside the keys of every searcher.
+        requires: those of them that must be given.
+        is_timed: whether ``max_time`` and ``time_metric`` must be given.
+        rules: of keys that no searcher before it had.
+    """
+
+    keys: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    is_timed: bool = False
+    rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+
+
+_ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
+SEARCHERS: dict[str, SearcherKeys] = {
+    "single": SearcherKeys(),
+    "random": SearcherKeys(("max_trials", "max_concurrent_trials"), ("max_trials",)),
+    "grid": SearcherKeys(("max_concurrent_trials",)),
+    "adaptive_asha": SearcherKeys(
+        (*_ASHA, "max_rungs", "bracket_rungs", "mode"), ("max_trials",), is_timed=True
+    ),
+    "async_halving": SearcherKeys((*_ASHA, "num_rungs"), ("max_trials", "num_rungs"), is_timed=True),
 }
+"""Name -> what its config may have; ``dstrial.search.methods`` says what runs it."""
+ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
 STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "shared_fs": ("host_path",),
     "directory": ("container_path",),
@@ -60,6 +85,7 @@ _SEARCHER = _section(
     mode=_rule("string", default="standard", enum=("aggressive", "standard", "conservative")),
     stop_once=_FALSE,
     train_stragglers=_ANY,
+    **{key: rule for searcher in SEARCHERS.values() for key, rule in searcher.rules.items()},
 )
 
 _RESOURCES = _section(

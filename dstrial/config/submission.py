@@ -20,7 +20,7 @@ from dstrial.config.devices import DEVICES, images, of_device
 from dstrial.config.documents import Document, read_yaml_text, yaml_text
 from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
-from dstrial.config.experiment_rules import EXPERIMENT
+from dstrial.config.experiment_rules import EXPERIMENT, SEARCHERS
 from dstrial.config.findings import MAX_PROBLEMS, Findings, KeyPath, dotted, render
 from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
@@ -307,7 +307,12 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
 def _check_time(searcher: Mapping[str, Any], findings: Findings) -> None:
     name = searcher["name"]
     is_timed = searcher.get("max_time") is not None and searcher.get("time_metric") is not None
-    if name in ("adaptive_asha", "async_halving") and searcher.get("max_length") is not None and not is_timed:
+    if (
+        name in SEARCHERS
+        and SEARCHERS[name].is_timed
+        and searcher.get("max_length") is not None
+        and not is_timed
+    ):
         findings.problem(
             "searcher.max_time",
             "not given",
