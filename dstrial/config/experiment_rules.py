@@ -13,6 +13,10 @@ from typing import Any
 from dstrial.config.keys import Rule, Section
 
 
+def _rule(*types: str, default: Any = None, **bounds: Any) -> Rule:
+    return Rule(types=types, default=default, **bounds)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearcherKeys:
     """What the config of one searcher may have.
@@ -49,10 +53,6 @@ STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "gcs": ("bucket",),
     "azure": ("container",),
 }
-
-
-def _rule(*types: str, default: Any = None, **bounds: Any) -> Rule:
-    return Rule(types=types, default=default, **bounds)
 
 
 def _section(**keys: Rule) -> Rule:
