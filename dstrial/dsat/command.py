@@ -51,8 +51,6 @@ def run_command(flags: SearchFlags | PlanFlags) -> int:
     # It tells of every retry of Determined's client; that the master is away is said once.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     if isinstance(flags, PlanFlags):
-        from dstrial.dsat.command import run_plan
-
         return run_plan(flags)
     settings = read_settings(flags)
     for warning in settings.warnings:
