@@ -1,4 +1,7 @@
-"""``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``: the door that users of ``determined.pytorch.dsat`` know."""
+"""Run dsat as ``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``.
+
+The command that users of ``determined.pytorch.dsat`` know.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line of dsat: every flag of ``determined.pytorch.dsat``, and ours. Parses, and does nothing else."""
+"""The command line of dsat. Parses, and does nothing else.
+
+Every flag of ``determined.pytorch.dsat``, and ours.
+"""
 
 from __future__ import annotations
 

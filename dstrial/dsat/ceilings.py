@@ -1,4 +1,6 @@
-"""The guide's first guess at memory: bytes of a model's state per ZeRO stage, and the largest micro batch. Pure.
+"""A first guess at memory from the guide's formula. Pure.
+
+Bytes of a model's state per ZeRO stage, and the largest micro batch.
 
 It knows nothing of buckets, offload or peaks; a search starts with it and does not believe it.
 """

@@ -1,4 +1,4 @@
-"""What ``determined.pytorch.dsat`` had by name: constants with the values that they have here, and a function for scripts.
+"""The constants of ``determined.pytorch.dsat``, and a function for scripts.
 
 Constants that have to be looked up in a search's modules are so at first use: scripts import this, and measure nothing then.
 """

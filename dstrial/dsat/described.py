@@ -1,4 +1,7 @@
-"""What is known of a model and its machine, from dry runs or from the first measurement, as points to predict from. Pure."""
+"""Features of configurations, from which time and memory are predicted. Pure.
+
+They come from dry runs, or from the first measurement.
+"""
 
 from __future__ import annotations
 

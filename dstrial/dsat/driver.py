@@ -1,4 +1,7 @@
-"""Run a search: ask the method, start trials, wait for them, and put everything on record before acting on it."""
+"""Run a search: ask the method, run trials, record everything first.
+
+Nothing is acted on before it is on record.
+"""
 
 from __future__ import annotations
 

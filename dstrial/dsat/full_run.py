@@ -1,4 +1,7 @@
-"""``--run-full-experiment``: training with the best configuration, on this machine to its end, on a master as an experiment."""
+"""Train with the best configuration (``--run-full-experiment``).
+
+On this machine to its end; on a master as an experiment.
+"""
 
 from __future__ import annotations
 

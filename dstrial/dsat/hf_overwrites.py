@@ -1,4 +1,6 @@
-"""``get_hf_args_with_overwrites``: a Trainer script's arguments, made consistent with its trial's DeepSpeed config.
+"""``get_hf_args_with_overwrites``: make a Trainer's arguments fit its trial.
+
+They then agree with the trial's DeepSpeed config.
 
 The only effects: files are read, one is written, and what was decided is logged. Decisions are ``trainer_arguments``'.
 """

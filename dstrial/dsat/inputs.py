@@ -1,4 +1,4 @@
-"""What prediction starts from: a dry run for each kind of structure, and what is known of the machine. Values only."""
+"""What predictions start from: dry runs and the machine. Values only."""
 
 from __future__ import annotations
 

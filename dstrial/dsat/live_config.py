@@ -1,4 +1,4 @@
-"""A DeepSpeed config as a ZeRO stage reads it: what of it does something there, and what is neutral. Pure."""
+"""What a ZeRO stage reads of a DeepSpeed config, and what is neutral. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch that a search keeps, as numbers, where a DeepSpeed config leaves it to the library that trains. Pure.
+"""The batch of a search as numbers, where a config says "auto". Pure.
 
 Hugging Face's Trainer and Accelerate fill in what is ``"auto"`` or missing when they train; a search has to know it before.
 """

@@ -1,4 +1,4 @@
-"""The rules of pipelines: which numbers of stages are possible, and how the batch is best divided. Pure."""
+"""Which pipeline stages are possible, and how they divide the batch. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gather what ``predict`` starts from: dry runs of every kind of structure of a space. Starts processes; imports no torch."""
+"""Gather the dry runs that ``predict`` starts from. Imports no torch.
+
+Every kind of structure of a space is dry-run, in processes of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whether a knob of ``--space`` has changed anything: two measurements that differ in nothing else are compared. Pure.
+"""Whether a knob of ``--space`` has changed anything. Pure.
+
+Two measurements that differ in nothing else are compared.
 
 What DeepSpeed reads of its own keys is known from the rules. What a trial makes of a hyperparameter is not, so its values
 have to prove themselves: by what the engine is (``dstrial.dsat.trial.first_batch``), what a micro batch computes and keeps, or

@@ -1,4 +1,6 @@
-"""What could be measured next: of every group of structures, what the predictions make the most of. Pure.
+"""Propose what could be measured next, of every group. Pure.
+
+Of each group it is what the predictions make the most of.
 
 Groups (stage, offload, what ``--space`` names) are few, and all are looked at. Within one, knobs are changed one after the other
 as long as the bound of its time falls (coordinate descent), so that many knobs may differ at once from what was measured, and a

@@ -1,4 +1,7 @@
-"""The files that a search leaves behind: results, best experiment and report. A disk that is full is told, and ends nothing."""
+"""The files that a search leaves: results, best experiment, report.
+
+That a disk is full is told, and ends nothing.
+"""
 
 from __future__ import annotations
 

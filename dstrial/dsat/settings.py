@@ -1,4 +1,7 @@
-"""What a search was asked for, read and checked: all problems of flags and files at once. Starts nothing."""
+"""What a search was asked for, read and checked. Starts nothing.
+
+All problems of flags and files come at once.
+"""
 
 from __future__ import annotations
 

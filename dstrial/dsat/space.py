@@ -1,4 +1,6 @@
-"""What is searched: structures (ZeRO stage and live knobs) and how the batch is divided. Pure.
+"""What is searched: structures, and how the batch is divided. Pure.
+
+A structure is a ZeRO stage and its live knobs.
 
 Whether a configuration is legal, and whether a key in it does anything, is decided by
 ``dstrial.config.check_deepspeed`` alone.

@@ -1,4 +1,7 @@
-"""Which structures a prediction considers, which of them need a dry run, and what follows for the others. Pure."""
+"""Which structures are considered, and which of them are dry-run. Pure.
+
+And what follows from these for the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a Trainer script's command line and its DeepSpeed config agree. Pure: values in, values out.
+"""Make a Trainer's command line and its DeepSpeed config agree. Pure.
 
 Source of what has to agree: transformers 4.56 and 5.23 ``integrations/deepspeed.py``, which refuses to train otherwise;
 ``trainer_config_process``; accelerate 1.11 and 1.15 ``DeepSpeedPlugin.set_mixed_precision``.

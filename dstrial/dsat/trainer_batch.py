@@ -1,4 +1,4 @@
-"""The batch sizes of a Trainer: solved over DeepSpeed's keys, the arguments and the number of ranks. Pure.
+"""The batch sizes of a Trainer: solved over keys, arguments and ranks. Pure.
 
 The Trainer counts ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` x ranks, whatever else DeepSpeed divides
 the ranks for, and demands the same of DeepSpeed's three keys.

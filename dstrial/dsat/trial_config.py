@@ -1,4 +1,4 @@
-"""The experiment config of a measuring trial, and of the full experiment with the best configuration. Pure."""
+"""Experiment configs of measuring trials, and of the full experiment. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measuring trials as processes of this machine, started through ``dstrial.launch``; there is no master."""
+"""Measure trials as processes of this machine, without a master.
+
+They are started through ``dstrial.launch``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measuring trials as ordinary ``single`` experiments of a master, through Determined's own client."""
+"""Measure trials as experiments of a master, through Determined's client.
+
+Each is an ordinary ``single`` experiment.
+"""
 
 from __future__ import annotations
 

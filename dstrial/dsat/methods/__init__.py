@@ -1,4 +1,7 @@
-"""The search methods of dsat: one table, from which all else that has to know them reads."""
+"""The search methods of dsat, in one table.
+
+All else that has to know them reads it.
+"""
 
 from __future__ import annotations
 

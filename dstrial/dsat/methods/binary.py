@@ -1,4 +1,6 @@
-"""``binary`` and ``asha``: find the largest micro batch of random structures. Pure.
+"""``binary`` and ``asha``: find the largest micro batch that fits. Pure.
+
+In every random structure the range of micro batches is halved.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", methods ``binary`` and ``asha``; Li et al. 2020, "A System for
 Massively Parallel Hyperparameter Tuning", algorithm 2.

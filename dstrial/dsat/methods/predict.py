@@ -1,4 +1,7 @@
-"""``predict``: the user's own configuration first, then always what may be best; ends when nothing can be. Pure."""
+"""``predict``: measure what may be best, until nothing is expected to be. Pure.
+
+The user's own configuration is the first.
+"""
 
 from __future__ import annotations
 

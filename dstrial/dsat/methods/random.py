@@ -1,4 +1,6 @@
-"""``random``: random structures with random micro batches, a few trials each. Pure.
+"""``random``: random structures with random micro batches. Pure.
+
+Each gets a few trials.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", method ``random``.
 """

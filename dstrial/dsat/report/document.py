@@ -1,4 +1,7 @@
-"""Everything that a report says, as JSON values; the renderings add nothing to it. Pure."""
+"""Everything that a report says, as JSON values. Pure.
+
+The renderings add nothing to it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a configuration is as fast as it is, what each knob is worth, and what would be needed for more. Pure."""
+"""Explain the best configuration: its time, the knobs, what more needs. Pure."""
 
 from __future__ import annotations
 

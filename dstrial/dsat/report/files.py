@@ -1,4 +1,7 @@
-"""The three files of a report: JSON, and from that Markdown and a page without scripts or network."""
+"""The three files of a report: JSON, Markdown and a page.
+
+The page needs no network and no script.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search on a terminal: a live table while it runs, and what is printed at its end."""
+"""A search on a terminal: a live table, and what is printed at the end."""
 
 from __future__ import annotations
 

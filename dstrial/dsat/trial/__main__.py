@@ -1,4 +1,6 @@
-"""``python -m dstrial.dsat.trial --trial model_def:MyTrial``: what every rank of a measuring trial runs.
+"""What every rank of a measuring trial runs.
+
+``python -m dstrial.dsat.trial --trial model_def:MyTrial``.
 
 On a cluster everything else comes from there; off a cluster from ``--config`` and ``--context-dir``. Not meant to be typed.
 """

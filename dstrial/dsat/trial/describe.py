@@ -1,4 +1,6 @@
-"""Describe a DeepSpeedTrial without training it: its own construction and steps inside a dry run.
+"""Describe a DeepSpeedTrial without training it.
+
+Its own construction and steps run inside a dry run.
 
 Construction runs for real, so that data may be read as usual, but parameters keep their shapes only and
 ``deepspeed.initialize`` answers with a stand-in. The training loader gives its first batches, and the largest of them lends

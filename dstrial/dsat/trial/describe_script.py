@@ -1,4 +1,7 @@
-"""Describe a script that trains with DeepSpeed: run it until its engine gets its first batch, then dry-run model and batch."""
+"""Describe a script that trains with DeepSpeed, without training.
+
+It runs until its engine gets its first batch; model and batch are then dry-run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Watch the engines of this rank: DeepSpeed's forward, backward and step tell a listener.
+"""Watch the engines of this rank.
+
+DeepSpeed's forward, backward and step tell a listener.
 
 The only place where DeepSpeed's classes are replaced for measuring; everything is put back at the end.
 """

@@ -1,4 +1,7 @@
-"""Models whose parameters have shapes and types, and no values: built as such, and made fake for a dry run."""
+"""Models with shapes and types, and no values.
+
+They are built as such, and made fake for a dry run.
+"""
 
 from __future__ import annotations
 

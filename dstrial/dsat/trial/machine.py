@@ -1,4 +1,4 @@
-"""A short benchmark of the real machine, with all ranks at work: what step times are predicted from."""
+"""Benchmark the machine, with all ranks at work, for step times."""
 
 from __future__ import annotations
 

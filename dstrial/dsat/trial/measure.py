@@ -1,4 +1,7 @@
-"""Measure a DeepSpeedTrial: build it and its training loader, and train as the loop would, with a meter listening."""
+"""Measure a DeepSpeedTrial.
+
+It and its loader are built, and it trains as in the loop, with a meter listening.
+"""
 
 from __future__ import annotations
 

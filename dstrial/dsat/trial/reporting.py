@@ -1,4 +1,4 @@
-"""Measure a script's own training loop, and report what was measured where the search looks for it."""
+"""Measure a script's own training loop, and report it to the search."""
 
 from __future__ import annotations
 

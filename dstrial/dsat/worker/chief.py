@@ -1,4 +1,7 @@
-"""The worker's loop, on rank 0: take the next order, have it measured, answer; until the search is over."""
+"""The worker's loop on rank 0: take an order, measure it, answer.
+
+Until the search is over.
+"""
 
 from __future__ import annotations
 
