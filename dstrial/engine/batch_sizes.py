@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed import DeepSpeedEngine, PipelineEngine
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.errors import ConfigError, ConfigProblem
-
-
-def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
-    """Return the DeepSpeed config that an engine was made from, whether that was a dictionary or a file."""
-    config: Mapping[str, Any] = engine._config._param_dict
-    return config
 
 
 def set_batch_sizes(
@@ -54,12 +45,10 @@ def set_batch_sizes(
     engine.set_train_micro_batch_size(micro_batch_size)
     engine.set_train_batch_size(micro_batch_size * micro_batches_per_batch * int(engine.dp_world_size))
     # Where ranks share a sequence, dp_world_size is not the number that the config's equation has.
-    engine._config.train_batch_size = micro_batch_size * micro_batches_per_batch * unit
-    engine.tput_timer.batch_size = engine.train_batch_size()
+    engines.set_train_batch_size(engine, micro_batch_size * micro_batches_per_batch * unit)
     if isinstance(engine, PipelineEngine):
         engine.micro_batch_size = micro_batch_size
-    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-        engine.optimizer.gradient_accumulation_steps = micro_batches_per_batch
+    optimizers.set_accumulation(engine.optimizer, micro_batches_per_batch)
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:

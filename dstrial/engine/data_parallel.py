@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from deepspeed import comm
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine, comm
 
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.parameter_table import collect_layout

@@ -25,7 +25,7 @@ from dstrial.config.replicas import replicas_of
 from dstrial.config.saved_run import given_settings, run_metadata
 from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
-from dstrial.engine.batch_sizes import config_of
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.errors import ConfigError
 from dstrial.trial.data import to_device
@@ -197,7 +197,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
         """Let an engine keep the batch of the run that goes on; returns what its config said when the run began."""
         if self._resumed is None:
-            return given_settings(config_of(engine))
+            return given_settings(engines.config_of(engine))
         return self._resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
 
     def _checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:

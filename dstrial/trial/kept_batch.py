@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_source import MAIN_KEY, other_configs
@@ -16,7 +16,8 @@ from dstrial.config.kept_batch import engine_of, in_words, keep_batch
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.config.resume_rules import extents_of
 from dstrial.config.saved_run import EngineRecord, SavedRun, given_settings, given_sizes
-from dstrial.engine.batch_sizes import config_of, set_batch_sizes
+from dstrial.engine.batch_sizes import set_batch_sizes
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
 
 logger = logging.getLogger("dstrial.trial")
@@ -105,7 +106,7 @@ class ResumedRun:
 
         Ranks: all; no communication.
         """
-        config = config_of(engine)
+        config = engines.config_of(engine)
         if engine_idx >= len(self.saved.engines):
             return self._as_given(given_settings(config), None)
         saved = self.saved.engines[engine_idx]

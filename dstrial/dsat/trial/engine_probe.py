@@ -9,8 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed import DeepSpeedEngine, PipelineEngine
 
 
 class EngineListener(Protocol):

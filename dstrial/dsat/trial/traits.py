@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed import PipelineEngine
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dstrial.engine.deepspeed_internals import optimizers
 
 
 class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -32,22 +34,17 @@ def traits_of(engines: list[Any]) -> dict[str, float]:
         ``probe_pipeline_stages``; ``probe_nvme``: 1 for each of optimizer states and parameters that are swapped to a file.
 
     Ranks: any; no communication.
-    Source: DeepSpeed 0.19.8 ``runtime/zero/stage3.py``: ``swap_optimizer`` and ``params_in_nvme_and_cpu``.
     """
     modules = [module for engine in engines for module in engine.module.modules()]
-    optimizers = [getattr(engine, "optimizer", None) for engine in engines]
-    swaps = [
-        bool(getattr(optimizer, name, False))
-        for optimizer in optimizers
-        for name in ("swap_optimizer", "params_in_nvme_and_cpu")
-    ]
     return {
         "probe_modules": float(len(modules)),
         "probe_compiled": float(sum(map(_is_compiled, modules))),
         "probe_pipeline_stages": float(
             sum(engine.num_stages if isinstance(engine, PipelineEngine) else 1 for engine in engines)
         ),
-        "probe_nvme": float(sum(swaps)),
+        "probe_nvme": float(
+            sum(optimizers.swaps_to_nvme(getattr(engine, "optimizer", None)) for engine in engines)
+        ),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.integrations.huggingface import arguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 
 class EngineFinder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
