@@ -48,6 +48,15 @@ class DataParallelAdapter:
         return self._engine
 
     @property
+    def topology(self) -> None:
+        """Every rank is a replica."""
+
+    @property
+    def pipeline_stages(self) -> int:
+        """The model is in one piece."""
+        return 1
+
+    @property
     def train_calls_per_batch(self) -> int:
         """One call per micro batch."""
         return self._micro_batches_per_batch

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from deepspeed import DeepSpeedEngine, PipelineEngine, comm
+from deepspeed import DeepSpeedEngine, comm
 
 from dstrial import __version__
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
@@ -25,12 +25,28 @@ class _Slot:
     offset: int | None
 
 
-def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]]) -> Layout:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stages:
+    """The stages of a pipeline.
+
+    Attributes:
+        count: how many.
+        own_idx: that of this rank, 0-based.
+    """
+
+    count: int
+    own_idx: int
+
+
+def collect_layout(
+    engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]], stages: Stages | None = None
+) -> Layout:
     """Describe how ``engine``'s state lies over all ranks.
 
     Args:
         engine: a data-parallel or pipeline engine.
         allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
+        stages: of a pipeline; None for data parallel.
 
     Returns:
         The same layout on every rank.
@@ -40,7 +56,7 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
     """
     part = engines.checkpoint_part(engine)
     slots, buffers = _slots(engine, part)
-    places = _places(engine, part, slots)
+    places = _places(engine, part, slots, 0 if stages is None else stages.own_idx)
     replica = engines.replica(engine)
     tables: dict[int, tuple[list[ParameterPlace], list[FlatBuffer]]] = {}
     for its_part, its_replica, its_places, its_buffers in allgather((part, replica, places, buffers)):
@@ -48,8 +64,7 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
             tables.setdefault(its_part, (its_places, its_buffers))
     ordered = [tables[its_part] for its_part in sorted(tables)]
 
-    is_pipeline = isinstance(engine, PipelineEngine)
-    stages = engine.grid.get_pipe_parallel_world_size() if is_pipeline else 1
+    num_stages = 1 if stages is None else stages.count
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     if engine.fp16_enabled():
         precision = "fp16"
@@ -58,11 +73,11 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
     optimizer = engines.basic_optimizer(engine)
     is_wrapped = optimizer is not None and optimizer is not engine.optimizer
     return Layout(
-        engine_kind="pipeline" if is_pipeline else "data_parallel",
+        engine_kind="data_parallel" if stages is None else "pipeline",
         world_size=comm.get_world_size(),
         data_parallel_size=int(engine.seq_dp_world_size),
-        pipeline_stages=stages,
-        model_parallel_size=max(int(engine.mp_world_size) // stages, 1),
+        pipeline_stages=num_stages,
+        model_parallel_size=max(int(engine.mp_world_size) // num_stages, 1),
         zero_stage=int(engine.zero_optimization_stage()),
         offload_optimizer=_offload_device(engine.zero_offload_optimizer()),
         offload_parameters=_offload_device(engine.zero_offload_param()),
@@ -147,9 +162,8 @@ def _slots_of_sub_groups(sub_groups: list[SubGroup], part: int) -> tuple[dict[in
     return slots, buffers
 
 
-def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot]) -> list[ParameterPlace]:
+def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
     """Return this rank's parameters in the order of the module, every name of a shared one included."""
-    stage = engine.stage_id if isinstance(engine, PipelineEngine) else 0
     first_names: dict[int, str] = {}
     places = []
     for name, param in engine.module.named_parameters(remove_duplicate=False):

@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank
-from dstrial.engine.parameter_table import collect_layout
+from dstrial.engine.parameter_table import Stages, collect_layout
 from dstrial.engine.state import bind_load_checkpoint
 from dstrial.engine.validation_plan import ValidationRound, plan_pipeline
 from dstrial.errors import DataError, TrialContractError
@@ -66,6 +66,16 @@ class PipelineAdapter:
     def engine(self) -> PipelineEngine:
         """The wrapped engine itself."""
         return self._engine
+
+    @property
+    def topology(self) -> Any:
+        """The engine's grid."""
+        return self._engine.mpu
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Stages of the grid."""
+        return int(self._engine.grid.get_pipe_parallel_world_size())
 
     @property
     def train_calls_per_batch(self) -> int:
@@ -158,7 +168,8 @@ class PipelineAdapter:
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
         """Describe the engine's state for the manifest. Ranks: all, collectively (one ``allgather``)."""
-        return collect_layout(self._engine, allgather)
+        stages = Stages(self.pipeline_stages, int(self._engine.stage_id))
+        return collect_layout(self._engine, allgather, stages)
 
 
 @dataclasses.dataclass(slots=True)

@@ -172,12 +172,12 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         bind_checkpoint_engine(model)
         given = self._fit_to_checkpoint(model)
         adapter = adapt(model)
-        is_pipeline = _is_pipeline(model)
-        self._check_config(model, adapter, is_pipeline)
+        is_pipeline = adapter.topology is not None
+        self._check_config(model, adapter)
         self._use_pipeline_parallel = self._use_pipeline_parallel or is_pipeline
         if not self.models:
             if is_pipeline:
-                self._mpu = make_deepspeed_mpu(model.mpu)
+                self._mpu = make_deepspeed_mpu(adapter.topology)
             else:
                 self._mpu = ModelParallelUnit(
                     adapter.data_parallel_rank, adapter.data_parallel_world_size, True, True
@@ -223,14 +223,14 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             engines.append(EngineRecord.from_layout(layout, more))
         return run_metadata(engines, trial_id)
 
-    def _check_config(self, engine: Any, adapter: EngineAdapter, is_pipeline: bool) -> None:
+    def _check_config(self, engine: Any, adapter: EngineAdapter) -> None:
         world_size = self.distributed.size
-        pipeline_stages = engine.grid.get_pipe_parallel_world_size() if is_pipeline else 1
+        pipeline_stages = adapter.pipeline_stages
         sizes = ParallelSizes(
             world_size=world_size,
             pipeline_stages=pipeline_stages,
             model_parallel_size=max(world_size // (pipeline_stages * adapter.data_parallel_world_size), 1),
-            is_pipeline=is_pipeline,
+            is_pipeline=adapter.topology is not None,
         )
         # Accelerate 1.15 lets DeepSpeed print its progress every infinity steps.
         config = {key: value for key, value in engine.config.items() if value != math.inf}
@@ -554,12 +554,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         if stop_requested:
             logger.info("a stop is requested; training stops at the next point at which all ranks agree")
         self._stop_requested = stop_requested
-
-
-def _is_pipeline(engine: Any) -> bool:
-    import deepspeed
-
-    return isinstance(engine, deepspeed.PipelineEngine)
 
 
 def _default_device() -> torch.device:

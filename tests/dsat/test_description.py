@@ -112,6 +112,15 @@ def test_a_script_is_described_by_its_model_and_first_batch_or_by_one_of_a_file(
     assert any("loss is not part of its model" in note for note in result.notes)
 
 
+def test_a_script_may_name_the_file_of_its_config(tmp_path: Path) -> None:
+    hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
+    words = ["-m", "core_api_script", "--records", "40", "--config-file", str(HERE / "ds_config.json")]
+
+    result = describe(script_request(words, HERE, hparams, CONFIG, world_size=4), may_be_real=False)
+
+    assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
+
+
 def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_and_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:
