@@ -92,7 +92,7 @@ def _check(
     filler: Filler | None,
     installed: str | None,
 ) -> CheckResult:
-    rules = deepspeed_rules()
+    rules = deepspeed_rules(installed)
     installed = installed or installed_deepspeed_version() or rules.version
     is_foreign = installed.split("+")[0] != rules.version
     if is_foreign:

@@ -149,9 +149,11 @@ def replica(engine: DeepSpeedEngine) -> int:
 def checkpoint_part(engine: DeepSpeedEngine) -> int:
     """Return the number of the model's part in the names of this rank's files.
 
-    Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``.
+    Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``; 0.19.0 asks the model-parallel unit each time.
     """
-    return int(engine.checkpoint_mp_rank)
+    if hasattr(engine, "checkpoint_mp_rank"):
+        return int(engine.checkpoint_mp_rank)
+    return 0 if engine.mpu is None else int(engine.mpu.get_model_parallel_rank())
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
@@ -236,6 +238,6 @@ def reduce_outputs(
 
 
 def forget_losses(engine: PipelineEngine) -> None:
-    """Drop the sum of losses, to which 0.19.8 adds those of evaluations, too, whatever their shape."""
+    """Drop the sum of losses, to which 0.19.0 and 0.19.8 add those of evaluations, too, whatever their shape."""
     engine.total_loss = None
     engine.total_additional_losses = None

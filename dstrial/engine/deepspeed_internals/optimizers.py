@@ -85,11 +85,13 @@ class SubGroup:
 def sub_groups(optimizer: Any) -> list[SubGroup] | None:
     """Return the sub groups of ZeRO 3; None for other optimizers.
 
-    Source: ``runtime/zero/stage3.py:431`` and on.
+    Source: ``runtime/zero/stage3.py:431`` and on; 0.19.0 has one ``partition_count`` for all.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return None
-    counts = optimizer.sub_group_partition_counts
+    counts = getattr(optimizer, "sub_group_partition_counts", None)
+    if counts is None:
+        counts = [optimizer.partition_count] * len(optimizer.fp16_groups)
     return [
         SubGroup(parameters, int(optimizer.sub_group_to_group_id[idx]), int(counts[idx]))
         for idx, parameters in enumerate(optimizer.fp16_groups)
@@ -99,11 +101,11 @@ def sub_groups(optimizer: Any) -> list[SubGroup] | None:
 def flat_groups(optimizer: Any) -> FlatGroups | None:
     """Return the groups of ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``; None for other optimizers.
 
-    Source: ``runtime/zero/stage_1_and_2.py:413`` and on.
+    Source: ``runtime/zero/stage_1_and_2.py:413`` and on; 0.19.0 knows no gaps between parameters (``parameter_alignment``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         groups = optimizer.round_robin_bit16_groups
-        offsets = optimizer.round_robin_bit16_offsets
+        offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
         return FlatGroups(groups, offsets, _numels(optimizer.bit16_groups_flat), optimizer.partition_count)
     if isinstance(optimizer, BF16_Optimizer):
         groups, numels = optimizer.bf16_groups, _numels(optimizer.bf16_groups_flat)

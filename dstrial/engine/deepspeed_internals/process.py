@@ -5,6 +5,7 @@ DeepSpeed is imported by the functions, not by the module: some of them are call
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import sys
@@ -67,7 +68,7 @@ GLOBALS: Mapping[str, Mapping[str, Any]] = {
 }
 """Module -> what its globals are before the first engine; a list is emptied in place."""
 
-GLOBALS_SINCE: Mapping[str, str] = {}
+GLOBALS_SINCE = {"_cpu_offload_engine": "0.19.8"}
 """Those of ``GLOBALS`` that earlier releases do not have."""
 
 METHOD_CACHES = {"deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator"}
@@ -96,12 +97,13 @@ def torch_backend() -> Any:
 def no_compatible_ops() -> Iterator[None]:
     """Let DeepSpeed find that no operator can be compiled, while the block lasts.
 
-    Source: ``ops/__init__.py:31``, an attribute that probes all operators when it is first asked for.
+    Source: ``ops/__init__.py:31``, an attribute that probes all operators when it is first asked for; 0.19.0 probes at import.
     """
     from deepspeed import ops
 
     probed = vars(ops).get(COMPATIBLE_OPS)
-    vars(ops)[COMPATIBLE_OPS] = {}
+    # Has every name: 0.19.0 takes it by the operator's name without a default (comm/torch.py:33).
+    vars(ops)[COMPATIBLE_OPS] = collections.defaultdict(bool)
     try:
         yield
     finally:
@@ -171,11 +173,23 @@ def reset_globals() -> None:
 def release_groups() -> None:
     """Let DeepSpeed forget all its process groups; the groups themselves stay.
 
-    Source: ``utils/groups.py:89``, ``_release_process_group_references``.
+    Source: ``utils/groups.py:89``, ``_release_process_group_references``; 0.19.0 has no such function, and the same globals.
     """
     from deepspeed.utils import groups
 
-    groups._release_process_group_references(None)
+    release = getattr(groups, "_release_process_group_references", None)
+    if release is not None:
+        release(None)
+        return
+    for name, value in list(vars(groups).items()):
+        if name.startswith("_") and name.removesuffix("_RANKS").endswith("_GROUP"):
+            if isinstance(value, dict):
+                value.clear()
+            else:
+                setattr(groups, name, None)
+    groups._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = groups._MPU_TENSOR_MODEL_PARALLEL_RANK = None
+    groups.expert_tensor_parallel_world_size = 1
+    groups.mesh_device = groups.mpu = None
 
 
 def operators() -> list[tuple[str, Any, bool]]:
@@ -189,11 +203,17 @@ def operators() -> list[tuple[str, Any, bool]]:
 def can_compile(builder: Any) -> bool:
     """Say whether an operator can be compiled here; not where DeepSpeed's own probe fails.
 
-    Source: ``probe_is_compatible``, ``ops/op_builder/builder.py:64``.
+    Source: ``probe_is_compatible``, ``ops/op_builder/builder.py:64``, which 0.19.0 does not have.
     """
     from deepspeed.ops.op_builder import builder as builders
 
-    return bool(builders.probe_is_compatible(builder, False))
+    probe = getattr(builders, "probe_is_compatible", None)
+    if probe is not None:
+        return bool(probe(builder, False))
+    try:
+        return bool(builder.is_compatible(False))
+    except Exception:  # noqa: BLE001 - as 0.19.8 does: whatever a probe of another machine stumbles over
+        return False
 
 
 def cuda_mismatch() -> str | None:
