@@ -148,7 +148,7 @@ def _slots_of_sub_groups(sub_groups: list[SubGroup], part: int) -> tuple[dict[in
         end = 0
         for param in sub_group.parameters:
             slots[id(param)] = _Slot(group_idx=sub_group.group_idx, buffer_idx=idx, offset=end)
-            end += param.partition_numel()
+            end += optimizers.cut_numel(param)
         buffers.append(
             FlatBuffer(
                 model_part=part,
@@ -183,7 +183,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
                 is_cut=is_cut,
                 buffer_idx=None if slot is None else slot.buffer_idx,
                 offset=None if slot is None else slot.offset,
-                partition_numel=int(param.partition_numel()) if is_cut else None,
+                partition_numel=optimizers.cut_numel(param) if is_cut else None,
             )
         )
     return places

@@ -90,6 +90,13 @@ def of_optimizer(engine: Any, rank: int) -> dict[str, Any]:
         "scalers": [engines.gradient_scaler(engine) is None, optimizers.gradient_scaler(optimizer) is None],
         "swaps": optimizers.swaps_to_nvme(optimizer),
         "cut": sorted({optimizers.is_cut(param) for param in engine.module.parameters()}),
+        "pieces": [
+            optimizers.cut_numel(param)
+            == optimizers.cut_part(param).numel()
+            == -(-optimizers.full_numel(param) // 2)
+            for param in engine.module.parameters()
+            if optimizers.is_cut(param)
+        ],
     }
 
 
@@ -193,7 +200,12 @@ def pipelined(path: pathlib.Path, rank: int) -> dict[str, Any]:
     engine.optimizer.single_partition_of_fp32_groups[0].data.zero_()
     engines.load_zero_states(engine, str(path), "here")
     return {
-        "wrong attributes": attributes(engine, {**engines.ATTRIBUTES, **engines.PIPELINE_ATTRIBUTES}),
+        "wrong attributes": [
+            *attributes(engine, {**engines.ATTRIBUTES, **engines.PIPELINE_ATTRIBUTES}),
+            *attributes(engine.module, dict(engines.PIPELINE_MODULE_ATTRIBUTES)),
+            *(name for name in engines.GRID_METHODS if not callable(getattr(engine.grid, name, None))),
+        ],
+        "grid is mpu": engine.grid is engine.mpu,
         "layers": engines.layer_files(engine, "here"),
         "written": list(engines.written_layers(engine)),
         "tied with file": sorted(engines.tied_layers_with_file(engine.module)),

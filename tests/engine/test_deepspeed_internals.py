@@ -18,12 +18,14 @@ from typing import Any
 
 import forked_ranks
 import pytest
+import torch
 from packaging.version import Version
 
 import dstrial
 from dstrial.config.saved_run import EngineRecord
 from dstrial.engine.deepspeed_internals import PUBLIC_MODULES, engines, optimizers, process
 from dstrial.engine.listed_classes import LISTED
+from dstrial.trial.mpu import ModelParallelUnit
 
 PACKAGE = Path(dstrial.__file__).parent
 INTERNALS = PACKAGE / "engine" / "deepspeed_internals"
@@ -68,21 +70,37 @@ def test_only_this_package_imports_undocumented_modules_of_deepspeed() -> None:
     assert found == []
 
 
-def is_engine(node: ast.expr) -> bool:
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    return name.lstrip("_") in ("engine", "optimizer")
+# Other things called engine: what a checkpoint says of one.
+ENGINE_NAMES = engines.DOCUMENTED | engines.ATTRIBUTES.keys() | engines.PIPELINE_ATTRIBUTES.keys()
+ENGINE_NAMES |= {field.name for field in dataclasses.fields(EngineRecord)} | set(dir(EngineRecord))
+KNOWN = {
+    "engine": ENGINE_NAMES,
+    "optimizer": {"param_groups", "state", "get"},
+    "engine.module": engines.PIPELINE_MODULE_ATTRIBUTES.keys() | set(dir(torch.nn.Module())),
+    "grid": engines.GRID_METHODS,
+    "mpu": engines.GRID_METHODS | {field.name for field in dataclasses.fields(ModelParallelUnit)},
+    "topology": engines.GRID_METHODS,
+}
+"""What of things of these names may be read: of the engine, its optimizer, its module, the grid of a pipeline."""
 
 
-def test_only_this_package_reads_undocumented_attributes_of_engines() -> None:
-    known = engines.DOCUMENTED | engines.ATTRIBUTES.keys() | engines.PIPELINE_ATTRIBUTES.keys()
-    # Other things called engine: what a checkpoint says of one; and torch's optimizers.
-    known |= {field.name for field in dataclasses.fields(EngineRecord)} | set(dir(EngineRecord))
-    known |= {"param_groups", "state", "get"}
+def known_of(node: ast.expr) -> Any:
+    """Return what may be read of an expression by its name; None of one whose name says nothing."""
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return None
+    name = node.id if isinstance(node, ast.Name) else node.attr
+    if name == "module" and isinstance(node, ast.Attribute):
+        name = ".".join(ast.unparse(node).replace("_engine", "engine").split(".")[-2:])
+    return KNOWN.get(name.removeprefix("_") if name in ("_engine", "_optimizer") else name)
+
+
+def test_only_this_package_reads_undocumented_attributes_of_engines_and_parameters() -> None:
     found = [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and is_engine(node.value) and node.attr not in known
+        if isinstance(node, ast.Attribute)
+        and (node.attr.startswith("ds_") or node.attr not in (known_of(node.value) or {node.attr}))
     ]
 
     assert found == []
@@ -276,6 +294,7 @@ def test_an_optimizer_has_its_parameters_and_masters_where_they_are_looked_for(
         assert found["scalers"] == [True, True]
         assert (found["loss scale"], found["swaps"]) == (False, 0)
         assert found["cut"] == [case == "zero 3"]
+        assert found["pieces"] == [True] * (len(SHAPES) if case == "zero 3" else 0)
         master, weight = found["first master"]
         assert master == pytest.approx(weight, rel=0.01)
         if found["numels"] is not None:
@@ -330,6 +349,7 @@ def test_a_pipeline_has_every_attribute_and_function(program: forked_ranks.Runni
         assert found["written"] == [0, 1, 2]
         assert found["tied with file"] == []
         assert found["losses"] == [True, True]
+        assert found["grid is mpu"]
         assert found["loaded"]
         assert (found["part"], found["axes"]) == (stage, [2, 0])
         assert found["offset"] > 0

@@ -7,41 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as clone_tensors_for_torch_save
 from deepspeed.pipe import TiedLayerSpec
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo as CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine as CheckpointEngine
+from deepspeed.runtime.config_utils import (
+    dict_raise_error_on_duplicate_keys as dict_raise_error_on_duplicate_keys,
+)
 from deepspeed.runtime.utils import partition_uniform
-
-__all__ = [
-    "ATTRIBUTES",
-    "DOCUMENTED",
-    "PIPELINE_ATTRIBUTES",
-    "CheckpointCommitInfo",
-    "CheckpointEngine",
-    "TorchCheckpointEngine",
-    "basic_optimizer",
-    "bind_output_reduction",
-    "checkpoint_part",
-    "clone_tensors_for_torch_save",
-    "config_of",
-    "dict_raise_error_on_duplicate_keys",
-    "forget_losses",
-    "gradient_scaler",
-    "layer_files",
-    "load_config_file",
-    "load_zero_states",
-    "model_file",
-    "random_ltd_scheduler",
-    "reduce_outputs",
-    "replica",
-    "set_global_grad_norm",
-    "set_train_batch_size",
-    "tied_layers_with_file",
-    "written_layers",
-    "zero_file",
-]
 
 DOCUMENTED = frozenset(
     {
@@ -110,6 +84,26 @@ PIPELINE_ATTRIBUTES: Mapping[str, type] = {
     "stage_id": int,
 }
 """Likewise of a pipeline's engine (``runtime/pipe/engine.py:92`` and on)."""
+
+PIPELINE_MODULE_ATTRIBUTES: Mapping[str, type] = {
+    "micro_offset": int,
+    "seed_layers": bool,
+    "tied_modules": object,
+}
+"""Likewise of its ``module``, a ``PipelineModule`` (``runtime/pipe/module.py``)."""
+
+GRID_METHODS = frozenset(
+    {
+        "get_data_parallel_group",
+        "get_data_parallel_id",
+        "get_data_parallel_rank",
+        "get_data_parallel_world_size",
+        "get_pipe_parallel_rank",
+        "get_pipe_parallel_world_size",
+        "get_slice_parallel_rank",
+    }
+)
+"""What is asked of its ``grid``, which is its ``mpu`` too, a ``PipelineParallelGrid`` (``runtime/pipe/topology.py``)."""
 
 
 def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:

@@ -13,41 +13,14 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler as DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import LossScaler as LossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.config import ZeroStageEnum as ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.tensor_fragment import fragment_address
-
-__all__ = [
-    "DynamicLossScaler",
-    "FlatGroups",
-    "LossScaler",
-    "SubGroup",
-    "ZeroStageEnum",
-    "base_optimizer",
-    "cut_part",
-    "flat_groups",
-    "flat_masters",
-    "fragment_address",
-    "full_numel",
-    "full_shape",
-    "gather_persistent",
-    "gradient_scaler",
-    "has_file_per_replica",
-    "held_part",
-    "is_cut",
-    "loss_scale_holder",
-    "own_masters",
-    "plain_groups",
-    "replica_masters",
-    "restore_masters_from_weights",
-    "set_accumulation",
-    "sub_groups",
-    "swaps_to_nvme",
-]
+from deepspeed.utils.tensor_fragment import fragment_address as fragment_address
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,6 +200,11 @@ def cut_part(parameter: Any) -> torch.Tensor:
     """Return this rank's piece of a parameter that is cut, flat, its padding included; of it ZeRO 3 gathers the whole."""
     part: torch.Tensor = parameter.ds_tensor
     return part
+
+
+def cut_numel(parameter: Any) -> int:
+    """Return the number of elements of each rank's piece of a parameter that is cut, its padding included."""
+    return int(parameter.partition_numel())
 
 
 def held_part(parameter: Any) -> torch.Tensor | None:
