@@ -14,6 +14,7 @@ from dstrial.config.rules import TABLE_FILES, installed_deepspeed_version, read_
 pytestmark = pytest.mark.timeout(600)  # DeepSpeed compiles a Muon kernel when it is first used on a machine
 
 ROOT = Path(__file__).resolve().parents[2]
+IS_0_19_0 = installed_deepspeed_version() == "0.19.0"
 ADAM = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
 BASE = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM}
 CPU = {"device": "cpu"}
@@ -109,6 +110,19 @@ REASONS = {
 }
 """What DeepSpeed says to each, so that a refusal for another reason does not pass for this one."""
 
+SAID_BY_0_19_0 = {
+    "no gradient norm, default clipping": "Extra inputs are not permitted",
+    "no gradient norm in stage 3": "Extra inputs are not permitted",
+    "summed gradients in stage 3": "accepted",  # and ignored, as every top-level key that it does not know
+    "parameter type of another mode": "accepted",
+    "loss scale window of 0": "not supported on your device",  # it divides by 0 where fp16 is
+    "unmanaged accumulation with overlap": "accepted",
+}
+"""What DeepSpeed 0.19.0 says instead."""
+
+KEYS_OF_0_19_0 = {"removed key, switched off", "removed ZeRO key"}
+"""What 0.19.0 still accepts, and reads."""
+
 SWALLOWED = {
     "misspelt top-level key": {"zero_optimisation": {"stage": 2}},
     "misspelt key of a lax section": {"activation_checkpointing": {"partitioned_activations": True}},
@@ -176,8 +190,12 @@ def outcomes():
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
     result = check_deepspeed(full(REFUSED[name]), ParallelSizes(1))
+    if IS_0_19_0 and name in KEYS_OF_0_19_0:
+        assert (outcomes[name], result.problems) == ("accepted", ())
+        return
 
-    assert REASONS[name] in outcomes[name]
+    earlier = SAID_BY_0_19_0 if IS_0_19_0 else {}
+    assert earlier.get(name, REASONS[name]) in outcomes[name]
     if name == "auto batch size":
         assert "DeepSpeed itself needs the number" in result.warnings[0]
     else:
@@ -204,7 +222,9 @@ def test_what_deepspeed_ignores_is_warned_about_and_still_accepted(name, outcome
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", IN_A_PIPELINE)
 def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
-    assert outcomes[name] not in ("accepted", "died")
+    is_unknown = IS_0_19_0 and "managed_gradient_accumulation" in IN_A_PIPELINE[name]
+    assert (outcomes[name] == "accepted") == is_unknown, outcomes[name]
+    assert outcomes[name] != "died"
     assert check_deepspeed(full(IN_A_PIPELINE[name]), ParallelSizes(1, is_pipeline=True)).problems
 
 
