@@ -7,12 +7,18 @@ import pytest
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, compatible
+from dstrial.config.rules import installed_deepspeed_version
 
 CASES = [
     "zero 0",
     "zero 1",
     "zero 2, round robin",
-    "zero 2, aligned",
+    pytest.param(
+        "zero 2, aligned",
+        marks=pytest.mark.skipif(
+            installed_deepspeed_version() == "0.19.0", reason="Requires: [deepspeed 0.19.8]"
+        ),
+    ),
     "zero 3",
     "zero 3, sub groups",
     "bf16, fp32 accumulation",
