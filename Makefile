@@ -20,11 +20,15 @@ TORCH_OLDEST ?= torch==2.6.0
 # The oldest transformers that is supported, with the accelerate of its time.
 HF4 := .venv-hf4
 HF4_CONSTRAINTS := transformers==4.56.* accelerate==1.11.*
+# The tiers of CONTRIBUTING.md, and how pytest is started by every target.
+QUICK := not process and not ranks and not gpu
+SLOW := (process or ranks) and not gpu
+pytest = -m pytest -m "$(1)" --numprocesses $(WORKERS) --dist loadfile --instafail $(PYTEST_ARGS)
 HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_accelerate_clm.py \
 	$(wildcard tests/dsat/test_hf_*.py tests/dsat/test_trainer_*.py tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-hf4 test-torch-oldest gpu check format bench clean
+.PHONY: help venv run test test-quick test-slow test-hf4 test-torch-oldest gpu check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,15 +39,21 @@ run: $(VENV)/.runtime ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
 test: venv ## run every test that needs no accelerator
-	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile --instafail $(PYTEST_ARGS)
+	$(BIN)/python $(call pytest,not gpu)
+
+test-quick: venv ## run the tests that start no process and use no network: a minute on two cores
+	$(BIN)/python $(call pytest,$(QUICK))
+
+test-slow: venv ## run the tests that start processes or ranks
+	$(BIN)/python $(call pytest,$(SLOW))
 
 test-hf4: $(HF4)/.package ## run the tests that train with transformers or accelerate with 4.56 and 1.11, in .venv-hf4/
-	$(HF4)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS) $(HF_TESTS)
+	$(HF4)/bin/python $(call pytest,not gpu) $(HF_TESTS)
 
 test-torch-oldest: ## run every test that needs no accelerator with the oldest torch, in .venv-torch-oldest/
 	$(MAKE) $(TORCH_OLDEST_VENV)/.package TORCH="$(TORCH_OLDEST)"
 # Its compiler starts workers at import, which tests would take for forgotten processes.
-	DS_ACCELERATOR=cpu TORCHINDUCTOR_COMPILE_THREADS=1 $(TORCH_OLDEST_VENV)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	DS_ACCELERATOR=cpu TORCHINDUCTOR_COMPILE_THREADS=1 $(TORCH_OLDEST_VENV)/bin/python $(call pytest,not gpu)
 
 # A bare GPU machine has its own torch: an interpreter that is named is taken as it is, and nothing is installed.
 ifeq ($(origin PYTHON),command line)

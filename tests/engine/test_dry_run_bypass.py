@@ -45,6 +45,7 @@ def test_the_shared_memory_op_is_not_built() -> None:
     assert backend.build_shm_op is before
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("optimizer_class", [DeepSpeedCPUAdam, FusedAdam])
 def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimizer_class: type) -> None:
     with bypass.without_compiled_ops(), FakeTensorMode():

@@ -18,6 +18,8 @@ from serving import Master, serving
 from dstrial.master.store import checkpoints, usage, work
 from dstrial.master.store.database import Transaction
 
+pytestmark = pytest.mark.process
+
 CONFIG = {
     "name": "c",
     "entrypoint": "python3 train.py",
