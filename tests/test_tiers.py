@@ -1,4 +1,4 @@
-"""The tiers mean what they say: a test without a marker starts no process and uses no network."""
+"""Tests mean what they say: one without a marker starts no process, and a warning of ours fails it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.process
 
 TESTS = """
 import os, socket, subprocess, threading
@@ -58,6 +57,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.process
 def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
     rules = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
     (tmp_path / "conftest.py").write_text(rules, encoding="utf-8")
@@ -83,3 +83,17 @@ def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
         assert "mark it `process`" in reports[name]
         assert re.search(r'test_all.py", line \d+, in ', reports[name]), reports[name]
     assert set(re.findall(r"^PASSED test_all.py::test_(\w+)", printed, re.M)) == ALLOWED | BROKEN.keys()
+
+
+@pytest.mark.parametrize("module", ["dstrial", "dstrial.loop.callbacks"])
+def test_a_warning_that_a_module_of_ours_causes_is_an_error(module: str) -> None:
+    with pytest.raises(DeprecationWarning, match="old"):
+        warnings.warn_explicit("old", DeprecationWarning, f"{module}.py", 1, module=module)
+
+
+@pytest.mark.parametrize("module", ["dstrials", "determined.dstrial", "torch.nn"])
+def test_a_warning_of_a_library_is_a_warning(module: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:  # keeps the filters, as pytest.warns does not
+        warnings.warn_explicit("old", DeprecationWarning, f"{module}.py", 1, module=module)
+
+    assert len(caught) == 1
