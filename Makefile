@@ -30,7 +30,8 @@ QUICK := not process and not ranks and not gpu
 # What `make coverage` runs; what subprocesses and ranks execute is not counted.
 COVERED ?= $(QUICK)
 SLOW := (process or ranks) and not gpu
-pytest = -m pytest -m "$(1)" --numprocesses $(WORKERS) --dist loadfile --instafail $(PYTEST_ARGS)
+# Files go to workers in the order that tests/conftest.py gives them: the longest first.
+pytest = -m pytest -m "$(1)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --instafail $(PYTEST_ARGS)
 HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_accelerate_clm.py \
 	$(wildcard tests/dsat/test_hf_*.py tests/dsat/test_trainer_*.py tests/launch/test_accelerate_*.py)
 

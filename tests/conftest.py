@@ -57,6 +57,20 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files first that take longest, so that no worker is left with one when the others have nothing to do.
+
+    Who allows a test minutes expects it to take long; ranks take longer than processes, these longer than the rest.
+    """
+    weights: dict[Path, list[float]] = {}
+    for item in items:
+        weight = weights.setdefault(item.path, [0.0, 0.0, 0.0, 0.0])
+        limit = item.get_closest_marker("timeout")
+        seen = (limit.args[0] if limit else 0.0, "ranks" in item.keywords, "process" in item.keywords)
+        weight[:] = [*map(max, weight, map(float, seen)), weight[3] + 1]
+    items.sort(key=lambda item: weights[item.path], reverse=True)  # stable: the order within a file stays
+
+
 def _note_what_breaks_the_tier(event: str, arguments: tuple[object, ...]) -> None:
     if _broken_rules is None:
         return
