@@ -80,10 +80,11 @@ def _note_what_breaks_the_tier(event: str, arguments: tuple[object, ...]) -> Non
         what = f"{event} {arguments[1]}"
     else:
         return
-    lines = [
-        line for line in traceback.format_stack()[:-1] if "/_pytest/" not in line and "/pluggy/" not in line
-    ]
-    _broken_rules.append(what + "\n" + "".join(lines[-8:]))
+    stack = traceback.extract_stack()[:-1]
+    if any(frame.filename == "<frozen importlib._bootstrap>" for frame in stack):
+        return  # a library that looks around when it is first imported, as urllib3 does for IPv6
+    frames = [frame for frame in stack if not {"_pytest", "pluggy"} & set(Path(frame.filename).parts)]
+    _broken_rules.append(what + "\n" + "".join(traceback.format_list(frames[-8:])))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -41,9 +41,17 @@ def test_gpu(): subprocess.run(["true"])
 def test_after_marked_ones(): subprocess.run(["true"])
 
 def test_pure(): pass
+def test_import_of_a_module_that_looks_around(): import looks_around
 def test_socket_of_the_file_system(): socket.socket(socket.AF_UNIX).bind("\\0dstrial-tiers")
 """
-ALLOWED = {"process", "ranks", "gpu", "pure", "socket_of_the_file_system"}
+ALLOWED = {
+    "process",
+    "ranks",
+    "gpu",
+    "pure",
+    "socket_of_the_file_system",
+    "import_of_a_module_that_looks_around",
+}
 BROKEN = {
     "subprocess": "subprocess.Popen 'true'",
     "system": "os.system b'true'",
@@ -63,6 +71,7 @@ def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(rules, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    process\n    ranks\n    gpu\n")
     (tmp_path / "test_all.py").write_text(TESTS)
+    (tmp_path / "looks_around.py").write_text("import subprocess\nsubprocess.run(['true'])\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
 
     printed = subprocess.run(
