@@ -12,8 +12,13 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dstrial.testing.master import MasterForTest, master_for_test
+
+# Both would fail a test because its machine is busy.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 _SETTLE_S = 5.0
 # Set by libraries when they are first imported, once per process and for good.
