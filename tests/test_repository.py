@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +15,36 @@ import pytest
 import yaml
 
 import dstrial
-from dstrial.cli.app import COMMANDS
+from dstrial.cli.app import COMMANDS, _completed, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_DEFS = sorted(path for path in (ROOT / "model_defs").iterdir() if (path / "model_def.py").exists())
 CONFIGS = sorted((ROOT / "experiment_configs").glob("*.yaml"))
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "model_defs/*/*.md")
+    for path in ROOT.glob(pattern)
+)
 
 
 def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def text_of_pages() -> str:
+    """README.md and every page that it leads to."""
+    return text_of("README.md") + "".join(page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def printed_by(*command: str) -> str:
@@ -44,12 +65,13 @@ def test_the_readme_mentions_every_subcommand() -> None:
 
 
 @pytest.mark.process
-def test_the_readme_mentions_every_option_of_every_subcommand() -> None:
+def test_the_pages_mention_every_option_of_every_subcommand() -> None:
+    documented = text_of_pages()
     missing = {
         f"dstrial {name} {option}"
         for name in COMMANDS
         for option in re.findall(r"--[a-z][a-z-]*", dstrial_help(name))
-        if option != "--help" and option not in text_of("README.md")
+        if option != "--help" and option not in documented
     }
 
     assert not missing
@@ -61,8 +83,7 @@ def test_a_public_name_is_documented_and_mentioned(name: str) -> None:
 
     if inspect.isclass(public) or inspect.isroutine(public):
         assert inspect.getdoc(public), f"dstrial.{name} has no docstring"
-    mentions = [document for document in ("README.md", "ARCHITECTURE.md") if f"`{name}`" in text_of(document)]
-    assert mentions, f"`{name}` is neither in README.md nor in ARCHITECTURE.md"
+    assert f"`{name}`" in text_of_pages(), f"`{name}` is neither in README.md nor in docs/"
 
 
 def test_importing_the_package_imports_neither_torch_nor_deepspeed() -> None:
@@ -123,12 +144,37 @@ def test_a_config_sets_what_a_reader_looks_for(config_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_links_of_a_document_lead_to_files(document: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", text_of(document))
+def test_the_links_of_a_document_lead_to_files_and_to_headings(document: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(document)))
 
-    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    missing = []
+    for link in links:
+        if "://" in link:
+            continue
+        file_name, _, anchor = link.partition("#")
+        path = (ROOT / document).parent / file_name if file_name else ROOT / document
+        if not path.exists() or (anchor and anchor not in anchors_of(path)):
+            missing.append(link)
 
     assert not missing
+
+
+def test_the_index_and_the_readme_lead_to_every_page() -> None:
+    reached = re.findall(r"\]\(([a-z-]+\.md)", text_of("docs/README.md"))
+
+    assert {page.name for page in PAGES} - {"README.md"} == set(reached)
+    assert "](docs/README.md)" in text_of("README.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_commands_of_a_document_are_understood(document: str) -> None:
+    lines = re.findall(r"^    dstrial (\w.*?)(?: +#.*)?$", text_of(document), flags=re.MULTILINE)
+
+    for line in lines:
+        words = shlex.split(line)
+        build_parser(words[0]).parse_args(
+            _completed(words[0], words)
+        )  # leaves the process where it does not understand
 
 
 def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
