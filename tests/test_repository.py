@@ -159,6 +159,22 @@ def test_the_links_of_a_document_lead_to_files_and_to_headings(document: str) ->
     assert not missing
 
 
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_the_files_of_the_repository_that_a_document_names_exist(document: str) -> None:
+    folders = "tests|tools|benchmarks|examples|model_defs|experiment_configs|docs"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+)`", text_of(document))
+
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_every_invariant_names_a_test_that_holds_it() -> None:
+    section = text_of("ARCHITECTURE.md").partition("## Invariants")[2].partition("\n## ")[0]
+    invariants = re.findall(r"^(\d+)\. (.*)$", section, flags=re.MULTILINE)
+
+    assert [int(number) for number, _ in invariants] == list(range(1, len(invariants) + 1))
+    assert not [number for number, text in invariants if not re.search(r"`tests/[\w/]+\.py`", text)]
+
+
 def test_the_index_and_the_readme_lead_to_every_page() -> None:
     reached = re.findall(r"\]\(([a-z-]+\.md)", text_of("docs/README.md"))
 
