@@ -17,17 +17,29 @@ BIN := $(VENV)/bin
 # The oldest torch that is supported. PyPI has it for x86 with CUDA only, about 3 GB with the libraries that it needs.
 TORCH_OLDEST_VENV := .venv-torch-oldest
 TORCH_OLDEST ?= torch==2.6.0
+# The oldest and the newest Python that are supported, each with an environment of its own.
+PYTHON_OLDEST_VENV := .venv-python-oldest
+PYTHON_OLDEST ?= python3.10
+PYTHON_NEWEST_VENV := .venv-python-newest
+PYTHON_NEWEST ?= python3.13
 # The oldest transformers that is supported, with the accelerate of its time.
 HF4 := .venv-hf4
 HF4_CONSTRAINTS := transformers==4.56.* accelerate==1.11.*
+# The tiers of CONTRIBUTING.md, and how pytest is started by every target.
+QUICK := not process and not ranks and not gpu
+# What `make coverage` runs; what subprocesses and ranks execute is not counted.
+COVERED ?= $(QUICK)
+SLOW := (process or ranks) and not gpu
+# Files go to workers in the order that tests/conftest.py gives them: the longest first.
+pytest = -m pytest -m "$(1)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --instafail $(PYTEST_ARGS)
 HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_accelerate_clm.py \
 	$(wildcard tests/dsat/test_hf_*.py tests/dsat/test_trainer_*.py tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-hf4 test-torch-oldest gpu check format bench clean
+.PHONY: help venv run test test-quick test-slow test-hf4 test-torch-oldest test-python-oldest test-python-newest coverage gpu check format bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.package ## create .venv/ with torch and this package, editable
 
@@ -35,15 +47,33 @@ run: $(VENV)/.runtime ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
 test: venv ## run every test that needs no accelerator
-	$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile --instafail $(PYTEST_ARGS)
+	$(BIN)/python $(call pytest,not gpu)
+
+test-quick: venv ## run the tests that start no process and use no network: a minute on two cores
+	$(BIN)/python $(call pytest,$(QUICK))
+
+test-slow: venv ## run the tests that start processes or ranks
+	$(BIN)/python $(call pytest,$(SLOW))
+
+coverage: venv ## print which branches the quick tests take; all tests: COVERED="not gpu"
+	$(BIN)/python $(call pytest,$(COVERED)) --cov --cov-report=term
 
 test-hf4: $(HF4)/.package ## run the tests that train with transformers or accelerate with 4.56 and 1.11, in .venv-hf4/
-	$(HF4)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS) $(HF_TESTS)
+	$(HF4)/bin/python $(call pytest,not gpu) $(HF_TESTS)
 
 test-torch-oldest: ## run every test that needs no accelerator with the oldest torch, in .venv-torch-oldest/
 	$(MAKE) $(TORCH_OLDEST_VENV)/.package TORCH="$(TORCH_OLDEST)"
 # Its compiler starts workers at import, which tests would take for forgotten processes.
-	DS_ACCELERATOR=cpu TORCHINDUCTOR_COMPILE_THREADS=1 $(TORCH_OLDEST_VENV)/bin/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	DS_ACCELERATOR=cpu TORCHINDUCTOR_COMPILE_THREADS=1 $(TORCH_OLDEST_VENV)/bin/python $(call pytest,not gpu)
+
+# PyPI's torch is built for CUDA; tests train on the CPU. Another interpreter: PYTHON_OLDEST=/path/to/python3.10.
+test-python-oldest: ## run every test that needs no accelerator with the oldest Python, in .venv-python-oldest/
+	$(MAKE) $(PYTHON_OLDEST_VENV)/.package PYTHON="$(PYTHON_OLDEST)"
+	DS_ACCELERATOR=cpu $(PYTHON_OLDEST_VENV)/bin/python $(call pytest,not gpu)
+
+test-python-newest: ## run every test that needs no accelerator with the newest Python, in .venv-python-newest/
+	$(MAKE) $(PYTHON_NEWEST_VENV)/.package PYTHON="$(PYTHON_NEWEST)"
+	DS_ACCELERATOR=cpu $(PYTHON_NEWEST_VENV)/bin/python $(call pytest,not gpu)
 
 # A bare GPU machine has its own torch: an interpreter that is named is taken as it is, and nothing is installed.
 ifeq ($(origin PYTHON),command line)
@@ -68,14 +98,14 @@ bench: venv ## measure what the loop adds to bare DeepSpeed
 	$(BIN)/python benchmarks/loop_overhead.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) $(PYTHON_OLDEST_VENV) $(PYTHON_NEWEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find dstrial tests model_defs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # These rules make the environments; % is the directory. tools/phase.sh prints a line for each step, and the output of one that fails.
 %/.python:
 	@test -n "$(PYTHON)" || { echo "No python3 is on PATH; expected Python 3.10 or later. Install python3.11." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "$(PYTHON) is too old; expected Python 3.10 or later. Set PYTHON=/path/to/python3.11." >&2; exit 1; }
+		{ echo "$(PYTHON) is too old or cannot be run; expected Python 3.10 or later. Set PYTHON=/path/to/python3.11." >&2; exit 1; }
 	@tools/phase.sh "making $* with $(PYTHON)" $(PYTHON) -m venv $*
 	@touch $@
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.config import ParallelSizes, check_deepspeed
+from dstrial.config import ParallelDims, check_deepspeed
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.space import Space
@@ -69,7 +69,7 @@ class RecordedGrid:
         self.rows = [Row.from_json(fields) for fields in document["rows"]]
         self.space = Space(
             self.header["base"],
-            ParallelSizes(int(self.header["ranks"])),
+            ParallelDims(int(self.header["ranks"])),
             stages=self.header["stages"],
             extra=self.header["extra"],
         )

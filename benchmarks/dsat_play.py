@@ -15,7 +15,15 @@ from dstrial.dsat.candidate import BatchSplit, Candidate
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, SearchMethod, measures
+from dstrial.dsat.methods.method import (
+    Action,
+    Finish,
+    Measure,
+    MethodOptions,
+    ReportFacts,
+    SearchMethod,
+    measures,
+)
 from dstrial.dsat.outcome import Failure, Measured, Outcome
 from dstrial.dsat.results import TIE, gain
 from dstrial.dsat.space import Space, Structure
@@ -138,11 +146,12 @@ class RandomLegal:
                 return [Measure(trial_id + 1, candidate, "drawn")]
 
     def snapshot(self) -> dict[str, Any]:
-        """Nothing is restored here."""
+        """Nothing is kept here."""
         return {}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Nothing is restored here."""
+    def report_facts(self) -> ReportFacts:
+        """Nothing is predicted here."""
+        return ReportFacts()
 
 
 def positions(problem: Problem) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from dstrial.config import ParallelSizes
+from dstrial.config import ParallelDims
 from dstrial.dsat.space import Space
 
 
@@ -127,7 +127,7 @@ class Workload:
         if free_batch:
             del base["train_batch_size"]
             base["gradient_accumulation_steps"] = 1
-        sizes = ParallelSizes(self.machine.num_ranks)
+        sizes = ParallelDims(self.machine.num_ranks)
         return Space(base, sizes, stages=(0, 1, 2, 3), free_batch=free_batch)
 
 

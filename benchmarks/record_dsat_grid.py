@@ -37,7 +37,7 @@ from dsat_grid_ranks import RANKS, Ranks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dstrial.config import ParallelSizes
+from dstrial.config import ParallelDims
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.prepare import dry_run_space
 from dstrial.dsat.space import Space, Structure
@@ -82,7 +82,7 @@ Repeats = dict[str, list[dict[str, float]]]
 
 def space() -> Space:
     """Return what the grid is of."""
-    return Space(BASE, ParallelSizes(RANKS), stages=STAGES, extra=EXTRA)
+    return Space(BASE, ParallelDims(RANKS), stages=STAGES, extra=EXTRA)
 
 
 def grid() -> list[Candidate]:

@@ -19,17 +19,17 @@ import determined as det
 import torch
 from determined import core
 
-from dstrial import local
 from dstrial.errors import LaunchError, RankIdentityError
+from dstrial.local import context as local_context
 from dstrial.local.context import LocalContext
 from dstrial.local.json_files import read_json
 from dstrial.local.measuring import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror, tidy
+from dstrial.local.retention import KeepPolicy
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
 from dstrial.ranks import process_group
 from dstrial.ranks.control import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify
-from dstrial.ranks.library_logs import quieten_libraries
 from dstrial.ranks.stop import StopSignals
 
 logger = logging.getLogger("dstrial.trainer")
@@ -163,7 +163,7 @@ def _mirror(
         metric=searcher.get("metric"),
         smaller_is_better=bool(searcher.get("smaller_is_better", True)),
         # What the user has asked for is done while training; the master does it at the end, its defaults included.
-        keep=local.retention.KeepPolicy.from_config(asked.get("checkpoint_storage")),
+        keep=KeepPolicy.from_config(asked.get("checkpoint_storage")),
     )
 
 
@@ -241,14 +241,32 @@ def _local_core(
     storage = (exp_conf or {}).get("checkpoint_storage")
     length = core._parse_searcher_max_length(exp_conf) if searcher else None
     unit = core._parse_searcher_units(exp_conf) if length else None
-    return local.context.init(
+    return local_context.init(
         directory,
         distributed=channel,
         metric=searcher.get("metric"),
         smaller_is_better=bool(searcher.get("smaller_is_better", True)),
         stop_requested=lambda: signals.requested,
-        keep=local.retention.KeepPolicy.from_config(storage),
+        keep=KeepPolicy.from_config(storage),
         max_length=length,
         max_length_unit=unit,
         preempt_mode=core.PreemptMode.ChiefOnly,
     )
+
+
+# DeepSpeed 0.19 runtime/lr_schedules.py, get_lr: DeepSpeed itself asks, when it builds an engine with a scheduler.
+_OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has started",)
+
+
+def quieten_libraries() -> None:
+    """Keep such lines out of the log from now on; may be called again.
+
+    Ranks: each its own; no communication.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    if _tells_something not in logger.filters:
+        logger.addFilter(_tells_something)
+
+
+def _tells_something(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_OF_DEEPSPEED)

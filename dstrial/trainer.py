@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -20,22 +20,24 @@ import torch
 from determined import core, pytorch
 
 from dstrial.config import ExperimentConfig, Length
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.config.training_checks import TrainingChecks
 from dstrial.engine.remedies import append_remedy
-from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
-from dstrial.local.measuring import measuring_hyperparameters
-from dstrial.local.mirror import MirroredTrainContext
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.local.measuring import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
-from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.agreement import StopReason
+from dstrial.loop.boundaries import searcher_length, train_unit
 from dstrial.loop.loop import TrainingLoop, require_engine
+from dstrial.loop.metric_sinks import MetricSink
 from dstrial.loop.resumed_run import resumed_run, trial_id_of
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.ranks.identity import identify
 from dstrial.ranks.phases import begin_phase, end_phases
 from dstrial.surroundings import cluster_info, surroundings
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+from dstrial.trial.runtime import TrialRuntime
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.trainer")
@@ -44,11 +46,6 @@ _TEST_BATCHES = 2
 
 _REPORTING_PERIOD = pytorch.Batch(100)
 """How often training metrics are reported where nobody says; then also at the end of every epoch, if those are counted."""
-
-AROUND_FIT_KEY = "_around_fit"
-"""Hyperparameter by which whoever starts a trial to watch it has its own code around every ``Trainer.fit``.
-
-``module:function``, a context manager that is given the core context. Entered on all ranks."""
 
 
 @contextlib.contextmanager
@@ -114,16 +111,15 @@ def init(
             device=found.device,
             resumed=resumed,
         )
-        context._stop_signals = found.signals
-        context._own_run = found.own_run
-        stack.callback(context._close_tensorboard_writer)
+        runtime = runtime_of(context)
+        runtime.stop_signals, runtime.own_run = found.signals, found.own_run
+        stack.callback(runtime.close_tensorboard_writer)
         begin_phase("building the trial and its engines")
         try:
             yield context
         except AssertionError as error:
-            explained = (
-                None if context._resumed is None else context._resumed.explain(error, len(context.models))
-            )
+            kept = runtime.resumed
+            explained = None if kept is None else kept.explain(error, len(context.models))
             if explained is None:
                 append_remedy(error)
                 raise
@@ -151,6 +147,7 @@ class Trainer:
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         self._trial = trial
         self._context = context
+        self._runtime = runtime_of(context)
         self._info = cluster_info()
 
     def fit(
@@ -164,6 +161,7 @@ class Trainer:
         step_zero_validation: bool = False,
         test_mode: bool = False,
         profiling_enabled: bool = False,
+        metric_sinks: Sequence[MetricSink] = (),
     ) -> FitResult:
         """Train to ``max_length``, reporting, validating and checkpointing at their own periods.
 
@@ -187,6 +185,8 @@ class Trainer:
             step_zero_validation: whether to validate before the first batch.
             test_mode: train one batch and validate one, off a cluster only.
             profiling_enabled: whether Determined collects system metrics, on a cluster only.
+            metric_sinks: where reported metrics go besides the trial's record and TensorBoard; opened and closed by this call.
+                Not in Determined.
 
         Returns:
             How far training came, and why it ended if not at its length.
@@ -198,41 +198,27 @@ class Trainer:
 
         Ranks: all, collectively.
         """
-        context = self._context
-        require_engine(self._trial, context)
+        runtime = self._runtime
+        require_engine(self._trial, self._context)
         if checkpoint_policy not in ("best", "all", "none"):
             raise ValueError(
                 f"checkpoint_policy is {checkpoint_policy!r}; expected 'best', 'all' or 'none'. Choose one of them."
             )
-        searcher = dict((context._exp_conf or {}).get("searcher") or {})
+        searcher = dict((runtime.exp_conf or {}).get("searcher") or {})
         metric: str | None = searcher.get("metric")
+        if self._info is not None and test_mode:
+            raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
+        if self._info is None and profiling_enabled and runtime.is_chief:
+            logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
+        latest_checkpoint = self._checkpoint_to_load(latest_checkpoint)
         if self._info is not None:
-            if test_mode:
-                raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
-            if latest_checkpoint is None and self._is_mirrored:
-                latest_checkpoint = self._info.latest_checkpoint or os.environ.get(RESUME_VARIABLE)
-                if latest_checkpoint is not None and self._info.latest_checkpoint is None:
-                    metadata = context._core.checkpoint.get_metadata(latest_checkpoint)
-                    context._steps_completed = int(metadata.get("steps_completed", 0))
-            if latest_checkpoint is None and self._info.latest_checkpoint is not None:
-                logger.warning(
-                    "latest_checkpoint is not given, so this trial starts anew; pass "
-                    "fit(latest_checkpoint=det.get_cluster_info().latest_checkpoint) to continue"
-                )
             if max_length is None:
-                max_length = _length_from_searcher(searcher, _global_batch_size(context))
+                max_length = searcher_length(searcher, runtime.train_batch_size)
             _warn_of_another_length(searcher, max_length)
             if profiling_enabled:
-                context._core.profiler.on()
-        else:
-            if profiling_enabled and context.distributed.rank == 0:
-                logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
-            latest_checkpoint = self._local_checkpoint(latest_checkpoint)
-            if latest_checkpoint is not None:
-                metadata = context._core.checkpoint.get_metadata(latest_checkpoint)
-                context._steps_completed = int(metadata.get("steps_completed", 0))
+                runtime.core.profiler.on()
         if checkpoint_policy == "best" and metric is None:
-            if context.distributed.rank == 0:
+            if runtime.is_chief:
                 logger.warning(
                     "checkpoint_policy is 'best' without a searcher.metric to compare; using 'all'"
                 )
@@ -251,19 +237,19 @@ class Trainer:
             smaller_is_better=bool(searcher.get("smaller_is_better", True)),
             latest_checkpoint=latest_checkpoint,
             step_zero_validation=step_zero_validation,
-            data_seed=context._trial_seed or 0,
-            trial_id=trial_id_of(self._info, is_mirrored=self._is_mirrored),
+            data_seed=runtime.trial_seed or 0,
+            trial_id=trial_id_of(self._info, is_mirrored=runtime.is_mirrored),
             max_validation_rounds=1 if test_mode else None,
             is_rewrite=bool(os.environ.get(REWRITE_VARIABLE)),
-            saves_in_background=_saves_in_background(context._exp_conf),
-            checks=TrainingChecks.from_config(context._exp_conf),
+            saves_in_background=_saves_in_background(runtime.exp_conf),
+            checks=TrainingChecks.from_config(runtime.exp_conf),
             reports_epochs=(reporting_period is None or reporting_period is _REPORTING_PERIOD)
             and isinstance(max_length, pytorch.Epoch),
         )
-        with _around_fit(context):
-            return self._run(settings)
+        with _around_fit(runtime):
+            return self._run(settings, metric_sinks)
 
-    def _run(self, settings: LoopSettings) -> FitResult:
+    def _run(self, settings: LoopSettings, metric_sinks: Sequence[MetricSink]) -> FitResult:
         begin_phase(
             "building data loaders" if settings.latest_checkpoint is None else "loading the checkpoint"
         )
@@ -275,76 +261,75 @@ class Trainer:
             on_start=self._on_start,
             on_progress=self._on_progress,
             on_steps=self._on_steps,
-            looks_for_metric=not (self._context._hparams or {}).get(AROUND_FIT_KEY),
+            looks_for_metric=not (self._runtime.hparams or {}).get(AROUND_FIT_KEY),
+            metric_sinks=metric_sinks,
         )
         result = loop.run()
+        runtime = self._runtime
         if self._info is None and result.checkpoint_uuid is not None:
-            directory = self._context._core.run_directory.checkpoints_path / result.checkpoint_uuid
+            directory = runtime.core.run_directory.checkpoints_path / result.checkpoint_uuid
             result = dataclasses.replace(result, checkpoint_path=directory)
-        if self._context.distributed.rank == 0:
+        if runtime.is_chief:
             ending = "completed" if result.stopped is None else f"stopped: {result.stopped.value}"
-            self._context._core.train.set_status(ending)
+            runtime.core.train.set_status(ending)
             if self._info is not None and result.stopped is StopReason.SIGNAL:
                 # To the master, exit code 0 without this means that the trial is complete.
-                self._context._core.preempt.acknowledge_preemption_signal()
-            if self._context._own_run is not None and result.stopped is not None:
-                self._context._own_run.end_attempt(RunState.STOPPED)
+                runtime.core.preempt.acknowledge_preemption_signal()
+            if runtime.own_run is not None and result.stopped is not None:
+                runtime.own_run.end_attempt(RunState.STOPPED)
         return result
 
-    @property
-    def _is_mirrored(self) -> bool:
-        return isinstance(self._context._core.train, MirroredTrainContext)
-
     def _wish_to_stop(self) -> StopReason | None:
-        context = self._context
-        if (
-            self._info is not None
-            and context.distributed.rank == 0
-            and context._core.preempt.should_preempt()
-        ):
+        runtime = self._runtime
+        if self._info is not None and runtime.is_chief and runtime.core.preempt.should_preempt():
             return StopReason.PREEMPTED
-        signals = context._stop_signals
+        signals = runtime.stop_signals
         if signals is not None and signals.requested is not None:
             return StopReason.SIGNAL
-        return StopReason.REQUESTED if context._stop_requested else None
+        return StopReason.REQUESTED if runtime.is_stop_requested else None
 
     def _on_start(self, batches_trained: int) -> None:
-        train = self._context._core.train
-        if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
-            train.rewind_to(batches_trained)
+        if (kept := self._runtime.kept_reports) is not None:
+            kept.rewind_to(batches_trained)
 
     def _on_progress(self, batches_trained: int, batches_total: int) -> None:
-        train = self._context._core.train
-        if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
-            train.report_batches(batches_trained, batches_total)
+        if (kept := self._runtime.kept_reports) is not None:
+            kept.report_batches(batches_trained, batches_total)
 
     def _on_steps(self, num_steps: int, num_skipped: int) -> None:
-        train = self._context._core.train
-        if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
-            train.note_steps(num_steps, num_skipped)
+        if (kept := self._runtime.kept_reports) is not None:
+            kept.note_steps(num_steps, num_skipped)
 
-    def _local_checkpoint(self, asked: str | None) -> str | None:
-        """Resolve ``latest`` and what ``dstrial run --resume`` asked for."""
-        asked = asked if asked is not None else os.environ.get(RESUME_VARIABLE)
-        if asked != "latest":
+    def _checkpoint_to_load(self, asked: str | None) -> str | None:
+        """Return the checkpoint that training goes on from, and note where it stands."""
+        runtime, info = self._runtime, self._info
+        if info is not None and asked is not None:
             return asked
-        newest = self._context._core.checkpoint.newest()
-        if newest is None:
-            raise CheckpointNotFoundError(
-                f"the run {self._context._core.run_directory.path} has no complete checkpoint; expected one to resume "
-                "from. Start a new run, without resuming."
+        if info is not None and info.latest_checkpoint is not None:
+            if runtime.is_mirrored:
+                return str(info.latest_checkpoint)
+            logger.warning(
+                "latest_checkpoint is not given, so this trial starts anew; pass "
+                "fit(latest_checkpoint=det.get_cluster_info().latest_checkpoint) to continue"
             )
-        return str(newest.uuid)
+        if info is None or runtime.is_mirrored:
+            asked = os.environ.get(RESUME_VARIABLE) if asked is None else asked
+        if asked == "latest" and info is None:
+            asked = runtime.newest_checkpoint()
+        if asked is not None:
+            metadata = runtime.core.checkpoint.get_metadata(asked)
+            runtime.steps_completed = int(metadata.get("steps_completed", 0))
+        return asked
 
 
-def _around_fit(context: DeepSpeedTrialContext) -> contextlib.AbstractContextManager[Any]:
+def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
     """Return what the trial's hyperparameters want around ``fit``: nothing, unless somebody watches it."""
-    named = (context._hparams or {}).get(AROUND_FIT_KEY)
+    named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()
     module, _, function = str(named).partition(":")
     around = getattr(importlib.import_module(module), function)
-    return cast("contextlib.AbstractContextManager[Any]", around(context._core))
+    return cast("contextlib.AbstractContextManager[Any]", around(runtime.core))
 
 
 def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:
@@ -353,8 +338,7 @@ def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:
     Raises:
         ValueError: it is no boolean.
     """
-    section = ((exp_conf or {}).get("data") or {}).get("dstrial") or {}
-    asked = section.get("background_saving") if isinstance(section, Mapping) else None
+    asked = dstrial_section(exp_conf).get("background_saving")
     if asked is None:
         return True
     if not isinstance(asked, bool):
@@ -362,20 +346,6 @@ def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:
             f"data.dstrial.background_saving is {asked!r}; expected true or false. Write true, or leave it out."
         )
     return asked
-
-
-def _global_batch_size(context: DeepSpeedTrialContext) -> int:
-    adapter = context._adapters[0]
-    return adapter.micro_batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_world_size
-
-
-def _length_from_searcher(searcher: Mapping[str, Any], global_batch_size: int) -> pytorch.TrainUnit | None:
-    """Return how long a searcher's config says to train; None if it does not say."""
-    if searcher.get("max_length") is not None:
-        return train_unit(Length.from_config(searcher["max_length"]), global_batch_size)
-    if searcher.get("max_time") is not None and searcher.get("time_metric") in ("batches", "epochs"):
-        return train_unit(Length(int(searcher["max_time"]), searcher["time_metric"]), global_batch_size)
-    return None
 
 
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
@@ -392,15 +362,6 @@ def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.Tra
             max_time,
             searcher["time_metric"],
         )
-
-
-def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
-    """Return a configured length as Determined's ``Batch`` or ``Epoch``; records become whole batches, at least 1."""
-    if length.unit == "epochs":
-        return pytorch.Epoch(length.value)
-    if length.unit == "records":
-        return pytorch.Batch(max(length.value // global_batch_size, 1))
-    return pytorch.Batch(length.value)
 
 
 def _period(length: Length | None, global_batch_size: int) -> pytorch.TrainUnit | None:
@@ -445,10 +406,8 @@ def run_trial(
         trial = trial_class(context)
         trainer = Trainer(trial, context)
         require_engine(trial, context)
-        size = _global_batch_size(context)
-        max_length = (
-            pytorch.Batch(_TEST_BATCHES) if test_mode else _length_from_searcher(config["searcher"], size)
-        )
+        size = runtime_of(context).train_batch_size
+        max_length = pytorch.Batch(_TEST_BATCHES) if test_mode else searcher_length(config["searcher"], size)
         if max_length is None:
             raise ConfigError([_missing_length(experiment)])
         periods = {key: config.get(key) for key in ("min_validation_period", "min_checkpoint_period")}

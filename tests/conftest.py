@@ -1,4 +1,4 @@
-"""What every test is held to: no variable, process, thread or process group outlives it."""
+"""What every test is held to: its tier, and that no variable, process, thread or process group outlives it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dstrial.testing.master import MasterForTest, master_for_test
+
+# Both would fail a test because its machine is busy.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 _SETTLE_S = 5.0
 # Set by libraries when they are first imported, once per process and for good.
@@ -32,11 +38,82 @@ _LIFELONG_TARGETS = "(_serve)"  # multiprocessing's sharer of file descriptors
 _LIFELONG_THREADS = ("pytest_timeout", "tqdm_monitor", "asyncio_", "Thread-pool")
 
 
+# What Python says before it starts a process or opens a connection: https://docs.python.org/3/library/audit_events.html
+_STARTS_A_PROCESS = {
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.system",
+    "pty.spawn",
+    "subprocess.Popen",
+}
+_USES_THE_NETWORK = {"socket.bind", "socket.connect"}
+_TIERS_WITH_PROCESSES = ("process", "ranks", "gpu")
+# What the running test of the quick tier did that its tier rules out; None while another test or none runs.
+_broken_rules: list[str] | None = None
+
+
 def pytest_configure() -> None:
     """Let signals end the programs that tests start, though whoever started pytest in the background ignores them."""
+    sys.addaudithook(_note_what_breaks_the_tier)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files first that take longest, so that no worker is left with one when the others have nothing to do.
+
+    Who allows a test minutes expects it to take long; ranks take longer than processes, these longer than the rest.
+    """
+    weights: dict[Path, list[float]] = {}
+    for item in items:
+        weight = weights.setdefault(item.path, [0.0, 0.0, 0.0, 0.0])
+        limit = item.get_closest_marker("timeout")
+        seen = (limit.args[0] if limit else 0.0, "ranks" in item.keywords, "process" in item.keywords)
+        weight[:] = [*map(max, weight, map(float, seen)), weight[3] + 1]
+    items.sort(key=lambda item: weights[item.path], reverse=True)  # stable: the order within a file stays
+
+
+def _note_what_breaks_the_tier(event: str, arguments: tuple[object, ...]) -> None:
+    if _broken_rules is None:
+        return
+    if event in _STARTS_A_PROCESS:
+        what = f"{event} {arguments[0]!r:.200}" if arguments else event
+    elif event in _USES_THE_NETWORK and not isinstance(arguments[1], (str, bytes)):  # those are of AF_UNIX
+        what = f"{event} {arguments[1]}"
+    else:
+        return
+    stack = traceback.extract_stack()[:-1]
+    if any(frame.filename == "<frozen importlib._bootstrap>" for frame in stack):
+        return  # a library that looks around when it is first imported, as urllib3 does for IPv6
+    frames = [frame for frame in stack if not {"_pytest", "pluggy"} & set(Path(frame.filename).parts)]
+    _broken_rules.append(what + "\n" + "".join(traceback.format_list(frames[-8:])))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Begin to note what a test without a marker, and whatever is set up for it, may not do."""
+    global _broken_rules
+    _broken_rules = None if any(map(item.get_closest_marker, _TIERS_WITH_PROCESSES)) else []
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """Fail a test that has no marker and yet started a process or used the network."""
+    global _broken_rules
+    try:
+        yield
+    finally:
+        broken, _broken_rules = _broken_rules, None
+    if broken:
+        pytest.fail(
+            "the test has no marker and yet did this; mark it `process`, or `ranks` where it trains:\n"
+            + "\n".join(broken),
+            pytrace=False,
+        )
 
 
 @pytest.fixture(scope="session")

@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dstrial
-from dstrial.cli.app import COMMANDS
+from dstrial.cli.app import COMMANDS, _completed, build_parser
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_DEFS = sorted(path for path in (ROOT / "model_defs").iterdir() if (path / "model_def.py").exists())
 CONFIGS = sorted((ROOT / "experiment_configs").glob("*.yaml"))
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "model_defs/*/*.md")
+    for path in ROOT.glob(pattern)
+)
 
 
 def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+def text_of_pages() -> str:
+    """README.md and every page that it leads to."""
+    return text_of("README.md") + "".join(page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def printed_by(*command: str) -> str:
@@ -44,12 +74,13 @@ def test_the_readme_mentions_every_subcommand() -> None:
 
 
 @pytest.mark.process
-def test_the_readme_mentions_every_option_of_every_subcommand() -> None:
+def test_the_pages_mention_every_option_of_every_subcommand() -> None:
+    documented = text_of_pages()
     missing = {
         f"dstrial {name} {option}"
         for name in COMMANDS
         for option in re.findall(r"--[a-z][a-z-]*", dstrial_help(name))
-        if option != "--help" and option not in text_of("README.md")
+        if option != "--help" and option not in documented
     }
 
     assert not missing
@@ -61,10 +92,10 @@ def test_a_public_name_is_documented_and_mentioned(name: str) -> None:
 
     if inspect.isclass(public) or inspect.isroutine(public):
         assert inspect.getdoc(public), f"dstrial.{name} has no docstring"
-    mentions = [document for document in ("README.md", "ARCHITECTURE.md") if f"`{name}`" in text_of(document)]
-    assert mentions, f"`{name}` is neither in README.md nor in ARCHITECTURE.md"
+    assert f"`{name}`" in text_of_pages(), f"`{name}` is neither in README.md nor in docs/"
 
 
+@pytest.mark.process
 def test_importing_the_package_imports_neither_torch_nor_deepspeed() -> None:
     code = "import sys, dstrial; print([m for m in ('torch', 'deepspeed', 'determined') if m in sys.modules])"
 
@@ -123,20 +154,61 @@ def test_a_config_sets_what_a_reader_looks_for(config_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_links_of_a_document_lead_to_files(document: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", text_of(document))
+def test_the_links_of_a_document_lead_to_files_and_to_headings(document: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(document)))
 
-    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    missing = []
+    for link in links:
+        if "://" in link:
+            continue
+        file_name, _, anchor = link.partition("#")
+        path = (ROOT / document).parent / file_name if file_name else ROOT / document
+        if not path.exists() or (anchor and anchor not in anchors_of(path)):
+            missing.append(link)
 
     assert not missing
 
 
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_the_files_of_the_repository_that_a_document_names_exist(document: str) -> None:
+    folders = "tests|tools|benchmarks|examples|model_defs|experiment_configs|docs"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+)`", text_of(document))
+
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_every_invariant_names_a_test_that_holds_it() -> None:
+    section = text_of("ARCHITECTURE.md").partition("## Invariants")[2].partition("\n## ")[0]
+    invariants = re.findall(r"^(\d+)\. (.*)$", section, flags=re.MULTILINE)
+
+    assert [int(number) for number, _ in invariants] == list(range(1, len(invariants) + 1))
+    assert not [number for number, text in invariants if not re.search(r"`tests/[\w/]+\.py`", text)]
+
+
+def test_the_index_and_the_readme_lead_to_every_page() -> None:
+    reached = re.findall(r"\]\(([a-z-]+\.md)", text_of("docs/README.md"))
+
+    assert {page.name for page in PAGES} - {"README.md"} == set(reached)
+    assert "](docs/README.md)" in text_of("README.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_commands_of_a_document_are_understood(document: str) -> None:
+    lines = re.findall(r"^    dstrial (\w.*?)(?: +#.*)?$", text_of(document), flags=re.MULTILINE)
+
+    for line in lines:
+        words = shlex.split(line)
+        build_parser(words[0]).parse_args(
+            _completed(words[0], words)
+        )  # leaves the process where it does not understand
+
+
 def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
-    targets = set(re.findall(r"^([a-z]+):", text_of("Makefile"), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", text_of("Makefile"), flags=re.MULTILINE))
 
     for document in DOCUMENTS:
         commands = re.findall(
-            r"(?:^    |`)make ([a-z ]+?)(?=$| {2}| [A-Z#]|`)", text_of(document), flags=re.MULTILINE
+            r"(?:^    |`)make ([a-z0-9 -]+?)(?=$| {2}| [A-Z#]|`)", text_of(document), flags=re.MULTILINE
         )
         named = {target for command in commands for target in command.split()}
         assert named <= targets, document
@@ -150,6 +222,7 @@ def test_the_license_is_apache_2() -> None:
     assert "END OF TERMS AND CONDITIONS" in license_text
 
 
+@pytest.mark.process
 def test_make_gpu_takes_an_interpreter_as_it_is_and_makes_no_environment_for_it(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(text_of("Makefile"))
     (tmp_path / "pyproject.toml").write_text("")
@@ -169,6 +242,7 @@ def test_make_gpu_takes_an_interpreter_as_it_is_and_makes_no_environment_for_it(
     assert "pip install" in planned()
 
 
+@pytest.mark.process
 def test_make_run_installs_no_tools_of_development(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(text_of("Makefile"))
     (tmp_path / "pyproject.toml").write_text("")
@@ -209,3 +283,59 @@ def test_the_proof_on_a_gpu_refuses_what_is_no_interpreter(tmp_path: Path) -> No
     assert done.returncode == 2
     assert "PYTHON is no-such-python" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+EXTRAS = {"huggingface": ("dstrial/integrations/huggingface", "dstrial/integrations/accelerate")}
+"""Which packages of ours each extra is for; everything else imports the core's distributions only."""
+
+NOT_IMPORTED = {
+    "setuptools": "torch.utils.cpp_extension builds DeepSpeed's operators with it",
+    "tensorboard": "torch.utils.tensorboard writes with it",
+    "tokenizers": "transformers loads tokenizers with it",
+}
+
+
+def declared(extra: str | None) -> set[str]:
+    """Return the names of the distributions that pyproject.toml declares, for the core if ``extra`` is None."""
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    listed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(line).name) for line in listed}
+
+
+def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
+    """Return the names of the distributions whose modules are imported anywhere in the files of folders."""
+    distributions = importlib.metadata.packages_distributions()
+    names = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        if path.is_relative_to(ROOT / "dstrial/master/launcher/site") or any(
+            path.is_relative_to(ROOT / folder) for folder in without
+        ):
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    foreign = names - set(sys.stdlib_module_names) - {"dstrial"}
+    assert foreign <= distributions.keys(), f"not installed: {foreign - distributions.keys()}"
+    return {canonicalize_name(distributions[name][0]) for name in foreign}
+
+
+def test_the_core_declares_what_it_imports_and_nothing_else() -> None:
+    used = imported_below("dstrial", without=sum(EXTRAS.values(), ()))
+
+    assert used - declared(None) == set(), "imported and not declared"
+    assert declared(None) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_declares_what_its_packages_import_and_nothing_else(extra: str) -> None:
+    used = imported_below(*EXTRAS[extra])
+
+    assert used - declared(None) - declared(extra) == set(), "imported and not declared"
+    assert declared(extra) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
+
+
+def test_what_is_declared_for_others_is_not_imported() -> None:
+    assert NOT_IMPORTED.keys() & imported_below("dstrial") == set()
+    assert NOT_IMPORTED.keys() <= declared(None) | declared("huggingface")

@@ -1,12 +1,13 @@
 """Write the table of legal DeepSpeed config keys from the installed DeepSpeed release.
 
-``dstrial check`` must know DeepSpeed's keys without importing DeepSpeed, so the table is committed
-(``dstrial/config/deepspeed_rules_0_19.json``) and a test runs :func:`generate` again and compares.
+``dstrial check`` must know DeepSpeed's keys without importing DeepSpeed, so a table of each release is committed
+(``TABLE_FILES`` of ``dstrial/config/rules.py``) and a test runs :func:`generate` again and compares.
 Sections that DeepSpeed describes with pydantic models are read from the models. All others are
 observed: the config is parsed from dictionaries that record which keys DeepSpeed asks for and with
 which defaults.
 
-Usage: ``python tools/generate_deepspeed_rules.py`` rewrites the table in place.
+Usage: ``python tools/generate_deepspeed_rules.py`` rewrites the table of the installed release in place, the newest one's as
+a whole, another one's as its differences from the newest one's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-TABLE_PATH = Path(__file__).resolve().parent.parent / "dstrial" / "config" / "deepspeed_rules_0_19.json"
+from dstrial.config.rules import TABLE_FILES, read_table
+
+CONFIG_PATH = Path(__file__).resolve().parent.parent / "dstrial" / "config"
 
 _JSON_TYPES: dict[Any, str] = {
     bool: "boolean",
@@ -283,6 +286,9 @@ def _optimizers() -> dict[str, Any]:
         config.MUADAMW_OPTIMIZER: None,
         config.MUSGD_OPTIMIZER: None,
     }
+    for name in ("ONEBIT_ADAM_OPTIMIZER", "ONEBIT_LAMB_OPTIMIZER", "ZERO_ONE_ADAM_OPTIMIZER"):  # until 0.19.0
+        if hasattr(config, name):
+            built_in[getattr(config, name)] = None
     if set(built_in) != set(config.DEEPSPEED_OPTIMIZERS):
         raise RuntimeError(
             f"DeepSpeed's optimizers are {sorted(config.DEEPSPEED_OPTIMIZERS)}; extend built_in."
@@ -379,8 +385,10 @@ def generate() -> dict[str, Any]:
 
     root = _observed_section("", recorder)
     keys = root["keys"]
-    for removed in config._REMOVED_TOP_LEVEL_CONFIG_KEYS:
-        keys.pop(removed, None)
+    # 0.19.0 still reads them.
+    removed = getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ())
+    for name in removed:
+        keys.pop(name, None)
     for name, model in models.items():
         if name not in keys:
             raise RuntimeError(
@@ -409,31 +417,65 @@ def generate() -> dict[str, Any]:
     dtypes = sorted({str(name) for member in config.DtypeEnum for name in member._all_values[1:]})
     for path in _DTYPE_KEYS:
         section, key = path.split(".")
-        rule = keys[section]["section"]["keys"][key]
-        rule.update({"types": ["string", "null"], "enum": dtypes})
+        if key in keys[section]["section"]["keys"]:
+            rule = keys[section]["section"]["keys"][key]
+            rule.update({"types": ["string", "null"], "enum": dtypes})
     root["keys"] = dict(sorted(keys.items()))
     return {
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__.split("+")[0],
         "root": root,
         "removed": {
-            "": sorted(config._REMOVED_TOP_LEVEL_CONFIG_KEYS),
-            "zero_optimization": sorted(config._REMOVED_ZERO_CONFIG_KEYS),
+            "": sorted(removed),
+            "zero_optimization": sorted(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", ())),
         },
         "optimizers": _optimizers(),
         "schedulers": _schedulers(),
     }
 
 
+def differences(table: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Return what makes ``table`` of ``base``: see ``dstrial.config.rules.read_table``."""
+    changed: dict[str, Any] = {}
+    absent: list[str] = []
+
+    def compare(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> None:
+        for key in {**theirs, **ours}:
+            inner = f"{path}{key}"
+            if key not in ours:
+                absent.append(inner)
+            elif key in theirs and isinstance(ours[key], dict) and isinstance(theirs[key], dict):
+                compare(ours[key], theirs[key], f"{inner}.")
+            elif key not in theirs or ours[key] != theirs[key]:
+                changed[inner] = ours[key]
+
+    compare(table, base, "")
+    return {"set": changed, "absent": absent}
+
+
 def render(table: dict[str, Any]) -> str:
-    """Return the table as the text of the committed file."""
-    return json.dumps(table, indent=1, sort_keys=False) + "\n"
+    """Return the table as the text of the committed file; one of differences has one of them in a line."""
+    if "differs_from" not in table:
+        return json.dumps(table, indent=1, sort_keys=False) + "\n"
+    rows = ",\n".join(f"  {json.dumps(path)}: {json.dumps(value)}" for path, value in table["set"].items())
+    paths = ",\n".join(f"  {json.dumps(path)}" for path in table["absent"])
+    head = f' "deepspeed": "{table["deepspeed"]}",\n "differs_from": "{table["differs_from"]}",\n'
+    return f'{{\n{head} "set": {{\n{rows}\n }},\n "absent": [\n{paths}\n ]\n}}\n'
 
 
 def main() -> int:
     """Rewrite the committed table; return the exit status."""
-    TABLE_PATH.write_text(render(generate()), encoding="utf-8")
-    sys.stdout.write(f"wrote {TABLE_PATH}\n")
+    table = generate()
+    release, newest = table["deepspeed"], next(reversed(TABLE_FILES))
+    if release not in TABLE_FILES:
+        sys.stderr.write(f"DeepSpeed {release} has no table; name its file in TABLE_FILES first.\n")
+        return 1
+    if release != newest:
+        base = TABLE_FILES[newest]
+        table = {"deepspeed": release, "differs_from": base, **differences(table, read_table(base))}
+    path = CONFIG_PATH / TABLE_FILES[release]
+    path.write_text(render(table), encoding="utf-8")
+    sys.stdout.write(f"wrote {path}\n")
     return 0
 
 

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dstrial.config.saved_run import EngineArrangement
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatBuffer:
@@ -73,25 +75,11 @@ class ParameterPlace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """How one engine was arranged when its state was written.
+class Layout(EngineArrangement):
+    """How one engine's state lay over the ranks when it was written.
 
     Attributes:
-        engine_kind: which adapter served it.
-        world_size: ranks of the job.
-        data_parallel_size: replicas.
-        pipeline_stages: stages of a pipeline, 1 without.
-        model_parallel_size: ranks that one layer is cut over, pipeline stages not counted.
-        zero_stage: 0 to 3.
-        offload_optimizer: ``none``, ``cpu`` or ``nvme``.
-        offload_parameters: ``none``, ``cpu`` or ``nvme``.
         precision: what the module computes in.
-        optimizer: class of the optimizer that updates weights, without DeepSpeed's wrapper; empty if none.
-        wrapper: class of DeepSpeed's wrapper around it; empty if none.
-        lr_scheduler: class of the learning-rate scheduler; empty if none.
-        train_batch_size: records of one optimizer step over all replicas.
-        micro_batch_size: records of one forward pass of one replica.
-        micro_batches_per_batch: forward passes of one replica in one optimizer step.
         versions: release of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
         buffers: flat buffers of all parts of the model, by part and index.
         parameters: every parameter of every part, in the order of the module.
@@ -99,21 +87,7 @@ class Layout:
             (``checkpoint.file_roles.engine_folder``).
     """
 
-    engine_kind: Literal["data_parallel", "pipeline"]
-    world_size: int
-    data_parallel_size: int
-    pipeline_stages: int
-    model_parallel_size: int
-    zero_stage: int
-    offload_optimizer: str
-    offload_parameters: str
     precision: Literal["fp32", "bf16", "fp16"]
-    optimizer: str
-    wrapper: str
-    lr_scheduler: str
-    train_batch_size: int
-    micro_batch_size: int
-    micro_batches_per_batch: int
     versions: Mapping[str, str]
     buffers: tuple[FlatBuffer, ...]
     parameters: tuple[ParameterPlace, ...]
@@ -121,7 +95,11 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as plain JSON values, for the manifest."""
-        values = dataclasses.asdict(self)
+        values: dict[str, Any] = {}
+        for name, value in dataclasses.asdict(self).items():
+            if name == "optimizer":  # manifests have always had the precision before it
+                values["precision"] = self.precision
+            values[name] = value
         if not self.folder:
             del values["folder"]
         values["versions"] = dict(self.versions)

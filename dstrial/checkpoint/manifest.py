@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dstrial.checkpoint import signature
-from dstrial.checkpoint.seal import SEAL_KEY, is_intact, sealed
+from dstrial.checkpoint.signature import SEAL_KEY, is_intact, sealed
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 MANIFEST_NAME = "manifest.json"

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.checkpoint.seal import SEAL_KEY, is_intact, sealed
+from dstrial.checkpoint.signature import SEAL_KEY, is_intact, sealed
 from dstrial.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 MARK_NAME = "COMPLETE"

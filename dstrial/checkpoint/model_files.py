@@ -1,10 +1,19 @@
-"""Find what a Hugging Face model directory has besides its weights: config and tokenizer files; pure."""
+"""What a Hugging Face model directory consists of: the safetensors format, config and tokenizer files; pure.
+
+A safetensors file is the length of a header (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end of
+the bytes), and the bytes of all tensors, in C order and little endian, one after the other. So a file can be written tensor by
+tensor.
+
+Source: format of safetensors 0.4 to 0.6, its README, "Format".
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 CONFIG_NAME = "config.json"
 
@@ -51,3 +60,81 @@ def _is_model_config(path: pathlib.Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and ("model_type" in values or "architectures" in values)
+
+
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+}  # fmt: skip
+"""Name of each type of elements and the bytes of one."""
+
+_ALIGNMENT = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a file.
+
+    Attributes:
+        name: unique in the file.
+        dtype: a key of ``ITEM_BYTES``.
+        shape: empty for a scalar.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its elements."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return tensors so that each is aligned to its elements: larger elements first, else as they come."""
+    return sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
+
+
+def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Return everything that stands in front of the tensors' bytes.
+
+    Args:
+        specs: the tensors, in the order in which their bytes follow.
+        metadata: text that the file carries besides them.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for spec in specs:
+        end = begin + spec.num_bytes
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """Deal tensors out into files, in their order.
+
+    Args:
+        specs: the tensors.
+        max_bytes: most bytes of tensors in a file; a tensor that is larger has a file of its own.
+
+    Returns:
+        The tensors of each file; at least one file.
+    """
+    shards: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if shards[-1] and filled + spec.num_bytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(spec)
+        filled += spec.num_bytes
+    return shards

@@ -1,6 +1,7 @@
-"""The signature of a manifest: whether this account wrote a checkpoint.
+"""Checksum and signature of JSON values, kept among them.
 
-Everybody can make a manifest that matches its files. The signature is made with a secret of the account (HMAC-SHA256), kept in
+A checksum is for the small files that no other file has a checksum of. A signature says whether this account wrote a checkpoint:
+everybody can make a manifest that matches its files. The signature is made with a secret of the account (HMAC-SHA256), kept in
 its data directory, so a manifest that bears it was written by a run of this account, and with it every file that it names.
 """
 
@@ -99,3 +100,23 @@ def _make(path: pathlib.Path) -> None:
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+SEAL_KEY = "sha256"
+"""Key of the checksum, at the top level."""
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same JSON values with their checksum."""
+    return {**values, SEAL_KEY: _checksum(values)}
+
+
+def is_intact(values: Mapping[str, Any]) -> bool:
+    """Say whether values that ``sealed`` returned are unchanged; True for values without a checksum."""
+    return SEAL_KEY not in values or values[SEAL_KEY] == _checksum(values)
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in values.items() if key != SEAL_KEY}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

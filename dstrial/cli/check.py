@@ -7,8 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.arguments import add_experiment_arguments
-from dstrial.cli.run_resume import chosen_point
+from dstrial.cli.run_resume import add_experiment_arguments, chosen_point
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.explain import DEFAULT_ORIGIN, ExplainedValue
 from dstrial.config.secrets import MASK, SecretNames, masked

@@ -10,12 +10,17 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.checkpoint.differences import Difference, compare, compare_layouts, compare_parameters
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import Manifest, read_manifest
-from dstrial.checkpoint.summary import configuration_of, own_places
-from dstrial.cli.bytes_bar import BytesBar
+from dstrial.checkpoint.summary import (
+    Difference,
+    compare,
+    compare_layouts,
+    compare_parameters,
+    configuration_of,
+    own_places,
+)
 from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
@@ -23,7 +28,7 @@ from dstrial.cli.checkpoint_source import (
     add_trust_argument,
     find_checkpoint,
 )
-from dstrial.cli.text_table import text_table
+from dstrial.cli.streams import BytesBar, text_table
 from dstrial.errors import CheckpointError, DstrialError
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import Manifest, read_manifest
 from dstrial.checkpoint.model_files import find_model_files
 from dstrial.checkpoint.verify import damaged_error, verify_files
-from dstrial.cli.bytes_bar import BytesBar, size_text
 from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
@@ -25,6 +24,7 @@ from dstrial.cli.checkpoint_source import (
     add_trust_argument,
     find_checkpoint,
 )
+from dstrial.cli.streams import BytesBar, size_text
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from dstrial.checkpoint.summary import (
     size_by_kind,
     size_by_rank,
 )
-from dstrial.cli.bytes_bar import size_text
 from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
@@ -28,7 +27,7 @@ from dstrial.cli.checkpoint_source import (
     add_trust_argument,
     find_checkpoint,
 )
-from dstrial.cli.text_table import field_lines, text_table
+from dstrial.cli.streams import field_lines, size_text, text_table
 from dstrial.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunD
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from dstrial.launch.outcome import LaunchOutcome
+    from dstrial.launch.failures import LaunchOutcome
 
 _OWN_VARIABLES = ("DSTRIAL_", "DET_")
 
@@ -271,7 +271,7 @@ def _config_for(
 
 def _leave_out_what_runs(values: dict[str, Any]) -> None:
     """Take out of a stranger's config, in place, what has programs run that nobody has chosen here."""
-    from dstrial.trainer import AROUND_FIT_KEY
+    from dstrial.local.measuring import AROUND_FIT_KEY
 
     values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH and the like
     values["hyperparameters"].pop(AROUND_FIT_KEY, None)  # names a function that is called

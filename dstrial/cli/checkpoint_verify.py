@@ -18,14 +18,14 @@ from dstrial.checkpoint.manifest import (
     read_manifest,
 )
 from dstrial.checkpoint.mark import read_mark
-from dstrial.checkpoint.wholeness import Wholeness, bytes_to_read, examine
-from dstrial.cli.bytes_bar import BytesBar, size_text
+from dstrial.checkpoint.verify import Wholeness, bytes_to_read, examine
 from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
     add_place_arguments,
     find_checkpoint,
 )
+from dstrial.cli.streams import BytesBar, size_text
 from dstrial.errors import CheckpointError, RequestError
 from dstrial.master.state_directory import StateDirectory
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dstrial.cli.text_table import text_table
+from dstrial.cli.streams import text_table
 from dstrial.config import load_experiment
 from dstrial.config.documents import read_json, read_yaml
 from dstrial.config.findings import render

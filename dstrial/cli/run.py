@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
-from dstrial.cli.arguments import add_experiment_arguments
-from dstrial.cli.programs import typed
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import (
     Verdict,
@@ -24,8 +22,8 @@ from dstrial.cli.run_outcome import (
     outcome_of,
     summary,
 )
-from dstrial.cli.run_resume import ResumePoint, chosen_point, newest_resumable
-from dstrial.cli.streams import LastingStream
+from dstrial.cli.run_resume import ResumePoint, add_experiment_arguments, chosen_point, newest_resumable
+from dstrial.cli.streams import LastingStream, typed
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
 from dstrial.config.startup_hook import HOOK_NAME, requirements_of
@@ -49,8 +47,8 @@ if TYPE_CHECKING:
     from dstrial.cli.run_display import Display
     from dstrial.cli.run_follow import Followed
     from dstrial.cli.run_submission import Master
-    from dstrial.launch.outcome import LaunchOutcome
-    from dstrial.master.observe import ExperimentView
+    from dstrial.launch.failures import LaunchOutcome
+    from dstrial.master.store.observe import ExperimentView
 
 _EPILOG = (
     "Ctrl-C and SIGTERM pause the experiment with a checkpoint; a second Ctrl-C leaves that to the master. "
@@ -322,7 +320,7 @@ def _train(
 ) -> int:
     from dstrial.cli.run_display import Refresher, make_display
     from dstrial.cli.run_follow import LogTail, follow
-    from dstrial.master import observe
+    from dstrial.master.store import observe
 
     experiment, args, point = request.experiment, request.args, request.point
     metric = experiment.metric
@@ -356,34 +354,48 @@ def _train(
                 display.starting("starting the trial's processes", now_s - looked["waited_until_s"])
 
         def on_stop(_signal: signal.Signals) -> None:
-            what = "stopping all ranks"
-            if RunMonitor(run_directory, metric=None, since=since).poll().batches_trained is not None:
-                what = "stopping all ranks at the same batch, saving a checkpoint"
-            elif request.entrypoint.trial is not None:
-                what = "stopping all ranks; training has not begun"
-            display.message(f"{what} (Ctrl-C again to leave that to the master)")
+            has_trained = (
+                RunMonitor(run_directory, metric=None, since=since).poll().batches_trained is not None
+            )
+            display.message(_stop_text(request, has_trained=has_trained))
 
         with Refresher(monitor.poll, display.view):
             followed = follow(master, experiment_id, signals, on_look=on_look, on_stop=on_stop)
     finally:
         display.close()
-    outcome = outcome_of(run_directory, followed)
-    verdict = _verdict(request, run_directory, followed, outcome)
-    failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
-    run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
-    if args.test:
-        lines, exit_code = _end_test(run_directory, verdict, outcome)
-    else:
-        steps_before = None if point is None else point.steps_completed
-        lines = _summary_of(request, run_directory, verdict, monitor.poll(), steps_before)
-        exit_code = verdict.exit_code
-        if verdict.state is not RunState.COMPLETED and followed.view is not None:
-            lines += _ways_on(followed)
+    lines, exit_code, outcome = _end(request, run_directory, followed, monitor)
     out.write(visible("\n".join(lines)) + "\n")
     if out.is_lost and err.isatty():
         err.write(visible("\n".join(lines)) + "\n")
     err.write(visible(failure_text(outcome)))
     return exit_code
+
+
+def _stop_text(request: _Request, *, has_trained: bool) -> str:
+    what = "stopping all ranks"
+    if has_trained:
+        what = "stopping all ranks at the same batch, saving a checkpoint"
+    elif request.entrypoint.trial is not None:
+        what = "stopping all ranks; training has not begun"
+    return f"{what} (Ctrl-C again to leave that to the master)"
+
+
+def _end(
+    request: _Request, run_directory: RunDirectory, followed: Followed, monitor: RunMonitor
+) -> tuple[list[str], int, LaunchOutcome]:
+    """Write down how the attempt ended; returns what is printed of it, the exit status and what the ranks left."""
+    outcome = outcome_of(run_directory, followed)
+    verdict = _verdict(request, run_directory, followed, outcome)
+    failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
+    run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
+    if request.args.test:
+        lines, exit_code = _end_test(run_directory, verdict, outcome)
+        return lines, exit_code, outcome
+    steps_before = None if request.point is None else request.point.steps_completed
+    lines = _summary_of(request, run_directory, verdict, monitor.poll(), steps_before)
+    if verdict.state is not RunState.COMPLETED and followed.view is not None:
+        lines += _ways_on(followed)
+    return lines, verdict.exit_code, outcome
 
 
 def _start(
@@ -395,7 +407,7 @@ def _start(
         The experiment's number, and for its trials the last line of their logs that belongs to earlier attempts.
     """
     from dstrial.cli import run_submission as submission
-    from dstrial.master import observe
+    from dstrial.master.store import observe
 
     experiment, point = request.experiment, request.point
     files = submission.read_context(experiment.context_dir)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError
-from dstrial.launch.outcome import LaunchOutcome
+from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path

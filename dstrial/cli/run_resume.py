@@ -1,4 +1,4 @@
-"""What ``dstrial run --resume`` means: which run goes on, and from which checkpoint."""
+"""How ``dstrial check`` and ``dstrial run`` are told the experiment, and what their ``--resume`` means."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dstrial.checkpoint.mark import is_complete
 from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config import SavedRun, experiment_name
 from dstrial.errors import CheckpointNotFoundError
+from dstrial.launch.arguments import slots_argument
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory, default_runs_dir, find_runs
 
@@ -123,3 +124,28 @@ def _latest(runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
     if run_directory != runs[0]:
         note = f"the newest run {runs[0].path} has no complete checkpoint; going on with {run_directory.path}"
     return ResumePoint(run_directory, checkpoint, note)
+
+
+def add_experiment_arguments(parser: argparse.ArgumentParser, *, slots_help: str) -> None:
+    """Add ``EXP.yaml``, ``CONTEXT_DIR``, ``--config`` and ``--slots``.
+
+    Args:
+        parser: a subcommand's parser.
+        slots_help: what ``--slots`` means there.
+    """
+    parser.add_argument("experiment", metavar="EXP.yaml", help="experiment config")
+    parser.add_argument(
+        "context_dir",
+        metavar="CONTEXT_DIR",
+        nargs="?",
+        default=".",
+        help="model definition directory (default: .)",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="replace one value of EXP.yaml; repeatable",
+    )
+    parser.add_argument("--slots", type=slots_argument, metavar="N", help=slots_help)

@@ -7,15 +7,15 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from dstrial.cli.programs import typed
 from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import Followed, follow
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
+from dstrial.cli.streams import typed
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
-from dstrial.master import observe
-from dstrial.master.observe import ExperimentView, Start, TrialView
+from dstrial.master.store import observe
+from dstrial.master.store.observe import ExperimentView, Start, TrialView
 
 if TYPE_CHECKING:
     from dstrial.cli.run_entrypoint import Entrypoint

@@ -14,17 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.programs import typed
 from dstrial.cli.run_entrypoint import Entrypoint
+from dstrial.cli.streams import typed
 from dstrial.config import ExperimentConfig
 from dstrial.config.documents import yaml_text
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
-from dstrial.master import daemon, observe
+from dstrial.master import daemon
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.store import observe
 
 if TYPE_CHECKING:
     from determined.common.api.bindings import v1File

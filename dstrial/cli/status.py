@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError
-from dstrial.master import daemon, observe
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.store import observe
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     """Print; return 0 if a master runs, else 1."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
-    usage = daemon.usage(state)
+    usage = observe.usage(state)
     fields: dict[str, Any] = {
         "running": record is not None,
         "address": None if record is None else record.address,

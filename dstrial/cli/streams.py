@@ -1,9 +1,22 @@
-"""Write to a stream that may lose its reader: showing a training must never end it."""
+"""What commands print: to streams that may lose their reader, as tables, bars, sizes and commands to type.
+
+Showing a training must never end it.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TextIO
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from dstrial.visible_text import visible_line
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class LastingStream:
@@ -59,3 +72,109 @@ def to_null_device(stream: TextIO) -> None:
         os.dup2(descriptor, stream.fileno())
     finally:
         os.close(descriptor)
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
+    """Lay out rows under a header.
+
+    Args:
+        header: name of each column.
+        rows: cells; None becomes ``-``.
+        right: columns, 0-based, that are aligned to the right, for numbers.
+
+    Returns:
+        One line per row, each with its end, without spaces at the end.
+    """
+    cells = [
+        list(header),
+        *([("-" if cell is None else visible_line(str(cell))) for cell in row] for row in rows),
+    ]
+    widths = [max(len(row[idx]) for row in cells) for idx in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if idx in right else cell.ljust(width)
+            for idx, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def field_lines(fields: Sequence[tuple[str, object]]) -> str:
+    """Lay out names and values, one per line, values below each other; fields whose value is None are left out."""
+    shown = [(name, value) for name, value in fields if value is not None]
+    width = max((len(name) for name, _ in shown), default=0) + 3
+    return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
+
+
+_SMALL_BYTES = 64 << 20
+
+
+class BytesBar:
+    """Shows on the standard error how many bytes of a known total are done; nothing where nobody would see it.
+
+    Args:
+        what: is being done, ``verifying`` for example.
+        num_bytes: the total; a bar is not worth its flicker for little.
+        is_plain: whether the user wants no bar.
+    """
+
+    def __init__(self, what: str, num_bytes: int, *, is_plain: bool = False) -> None:
+        self._progress: Progress | None = None
+        if not is_plain and num_bytes >= _SMALL_BYTES and sys.stderr.isatty():
+            self._progress = _progress()
+            self._task = self._progress.add_task(what, total=num_bytes)
+
+    def __enter__(self) -> BytesBar:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """Move the bar; from any thread."""
+        if self._progress is not None:
+            self._progress.advance(self._task, num_bytes)
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        refresh_per_second=5,
+        transient=True,
+    )
+
+
+def size_text(num_bytes: int) -> str:
+    """Write a size with three significant digits, for example ``1.25 GiB``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def typed(name: str) -> str:
+    """Return what starts a command that was installed beside this Python, ``det`` for example.
+
+    Its name where a shell finds that very command by it; else its path, from the working directory if it lies below.
+    """
+    own = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not own.is_file() or (found is not None and Path(found).resolve() == own.resolve()):
+        return name
+    below = os.path.relpath(own)
+    return str(own) if below.startswith(os.pardir) else below

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.text_table import text_table
+from dstrial.cli.streams import text_table
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import MasterError, RequestError
 from dstrial.master.client import Client

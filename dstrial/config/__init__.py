@@ -9,13 +9,13 @@ from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_ignored import zero_keys_without_effect
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment import ExperimentConfig, experiment_name, load_experiment
+from dstrial.config.experiment_rules import Length
 from dstrial.config.explain import ExplainedValue, explain
 from dstrial.config.kept_batch import keep_batch
-from dstrial.config.lengths import Length
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.config.resume_rules import fitting_slots, resume_problems
 from dstrial.config.saved_run import EngineRecord, SavedRun
-from dstrial.config.settings import ParallelSizes
 
 __all__ = [
     # experiment config
@@ -27,7 +27,7 @@ __all__ = [
     "CheckResult",
     "DeepSpeedSource",
     "ExplainedValue",
-    "ParallelSizes",
+    "ParallelDims",
     "check_deepspeed",
     "explain",
     "merge_deepspeed",

@@ -81,21 +81,7 @@ def solve_batch(
         )
     )
     places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
-    sizes: dict[str, int] = {}
-    problems: list[ConfigProblem] = []
-    for key, value in given.items():
-        if value is None or value == AUTO:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            is_quoted = isinstance(value, str) and value.isdecimal()
-            fix = f"Write {value} without quotes." if is_quoted else "Write a positive whole number."
-            problems.append(
-                ConfigProblem(places[key], render(value), 'an integer of at least 1, or "auto"', fix)
-            )
-        else:
-            sizes[key] = value
-    if problems:
-        raise ConfigError(problems)
+    sizes = _given_sizes(given, places)
     total, micro, steps = (sizes.get(key) for key in BATCH_KEYS)
     replicas = data_parallel_size
     solved = tuple(key for key in BATCH_KEYS if key not in sizes)
@@ -116,6 +102,26 @@ def solve_batch(
     if total != micro * steps * replicas:
         raise ConfigError([_contradiction(places, total, micro, steps, replicas)])
     return BatchSolution(total, micro, steps, replicas, solved)
+
+
+def _given_sizes(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, int]:
+    """Return the sizes that are given, by name; raises all that are no positive integers."""
+    sizes: dict[str, int] = {}
+    problems: list[ConfigProblem] = []
+    for key, value in given.items():
+        if value is None or value == AUTO:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            is_quoted = isinstance(value, str) and value.isdecimal()
+            fix = f"Write {value} without quotes." if is_quoted else "Write a positive whole number."
+            problems.append(
+                ConfigProblem(places[key], render(value), 'an integer of at least 1, or "auto"', fix)
+            )
+        else:
+            sizes[key] = value
+    if problems:
+        raise ConfigError(problems)
+    return sizes
 
 
 def resolve_batch(config: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any]:

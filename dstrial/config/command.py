@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from dstrial.config.devices import DEVICES, check_devices, images, of_device
 from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.findings import Findings, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
-from dstrial.config.mounts import complete_mounts
+from dstrial.config.merge import merge_template
+from dstrial.config.mounts import DEVICES, check_devices, complete_mounts, images, of_device
 from dstrial.config.submission import INTERPRETER_VARIABLE, NO_IMAGE, check_variables, random_name
-from dstrial.config.template_merge import merge_template
 
 CommandKind = Literal["COMMAND", "TENSORBOARD", "GENERIC"]
 

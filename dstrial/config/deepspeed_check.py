@@ -13,8 +13,9 @@ from dstrial.config.deepspeed_pairs import check_pairs
 from dstrial.config.fillers import Filler
 from dstrial.config.findings import Findings, Lines, render
 from dstrial.config.keys import AUTO, Dialect, check_keys
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.config.rules import deepspeed_rules, installed_deepspeed_version
-from dstrial.config.settings import ParallelSizes, Settings
+from dstrial.config.settings import Settings
 from dstrial.errors import ConfigError, ConfigProblem
 
 _WHO_FILLS_IN = (
@@ -56,7 +57,7 @@ class CheckResult:
 
 def check_deepspeed(
     config: Mapping[str, Any],
-    sizes: ParallelSizes,
+    sizes: ParallelDims,
     where: str = "deepspeed config",
     lines: Lines | None = None,
     *,
@@ -85,14 +86,14 @@ def check_deepspeed(
 
 def _check(
     config: Mapping[str, Any],
-    sizes: ParallelSizes,
+    sizes: ParallelDims,
     findings: Findings,
     *,
     auto: Literal["error", "warning"],
     filler: Filler | None,
     installed: str | None,
 ) -> CheckResult:
-    rules = deepspeed_rules()
+    rules = deepspeed_rules(installed)
     installed = installed or installed_deepspeed_version() or rules.version
     is_foreign = installed.split("+")[0] != rules.version
     if is_foreign:
@@ -175,14 +176,14 @@ def _normalise(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
 def _solve(given: Mapping[str, Any], settings: Settings, filler: Filler | None) -> BatchSolution | None:
     """Solve the batch equation that DeepSpeed itself asserts."""
     findings, sizes = settings.findings, settings.sizes
-    replicas = sizes.data_parallel_size
+    replicas = sizes.dp
     tensor = settings.value("tensor_parallel.autotp_size") or 0
     sequence = settings.value("sequence_parallel_size") or 1
     if tensor > 1 and not sizes.has_pipeline_engine:
         # DeepSpeed parses the config before it makes AutoTP's groups, so it divides by all ranks.
         replicas = sizes.world_size
     elif sequence > 1 and sizes.world_size % sequence == 0:
-        replicas = sizes.world_size // sequence
+        replicas = ParallelDims(sizes.world_size, sp=sequence).dp
     where = {key: findings.place(key) for key in BATCH_KEYS}
     solution: BatchSolution | None
     try:

@@ -253,7 +253,7 @@ def _parallelism(s: Settings) -> None:
         )
     if s.value("expert_parallel.enabled"):
         experts = s.value("expert_parallel.autoep_size") or 1
-        available = world_size // s.sizes.pipeline_stages
+        available = world_size // s.sizes.pp
         if experts > 0 and available % experts:
             fix = "Change it, or the number of slots."
             s.problem("expert_parallel.autoep_size", f"a divisor of the {available} ranks of one stage", fix)

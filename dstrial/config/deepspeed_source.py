@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.documents import read_json
+from dstrial.config.documents import Document, read_json
 from dstrial.config.dotted_keys import nested
 from dstrial.config.findings import OVERRIDE_LABEL, Findings, KeyPath, Lines, dotted, locate, render
 from dstrial.config.merge import merge_deepspeed
@@ -69,12 +69,8 @@ def read_deepspeed(
     Returns:
         None if the experiment names no DeepSpeed config, or it cannot be read (then there is a problem).
     """
-    given = hyperparameters.get(key)
     overwrite = hyperparameters.get("overwrite_deepspeed_args") if key == MAIN_KEY else None
-    where = f"hyperparameters.{key}"
-    path: Path | None = None
-    base_lines: dict[KeyPath, str]
-    if given is None:
+    if hyperparameters.get(key) is None:
         if overwrite:
             fix = "Add hyperparameters.deepspeed_config with the path of a DeepSpeed JSON file."
             findings.problem(
@@ -84,38 +80,8 @@ def read_deepspeed(
                 fix,
             )
         return None
-    if isinstance(given, Mapping):
-        base: Any = dict(given)
-        source_label = label
-        base_lines = _below(lines, ("hyperparameters", key))
-    elif isinstance(given, str):
-        path = context_dir / given
-        source_label = os.path.normpath(path)
-        if not path.is_file():
-            found = ", ".join(sorted(file.name for file in context_dir.glob("*.json"))) or "no JSON file"
-            fix = f"Correct the path, which is relative to the context directory (which has: {found})."
-            findings.problem(
-                where, f"{render(given)}, and {source_label} does not exist", "an existing JSON file", fix
-            )
-            return None
-        try:
-            document = read_json(path, source_label)
-        except ConfigError as error:
-            findings.problems.extend(error.problems)
-            return None
-        base, base_lines = document.value, document.lines
-        if not isinstance(base, dict):
-            fix = "Put the settings between braces."
-            findings.problem(
-                where,
-                f"a file that holds {render(base)}",
-                "a JSON object in it",
-                fix,
-            )
-            return None
-    else:
-        fix = "Write the path of a DeepSpeed JSON file, relative to the context directory."
-        findings.problem(where, render(given), "a path or a mapping", fix)
+    base = _read_base(key, hyperparameters[key], context_dir, lines, label, findings)
+    if base is None:
         return None
     if overwrite is None:
         overwrite = {}
@@ -124,24 +90,63 @@ def read_deepspeed(
         findings.problem("hyperparameters.overwrite_deepspeed_args", render(overwrite), "a mapping", fix)
         overwrite = {}
     overwrite = nested(overwrite)
+    overwritten = frozenset(_leaves(overwrite, ()))
+    return DeepSpeedSource(
+        path=None if isinstance(hyperparameters[key], Mapping) else context_dir / hyperparameters[key],
+        label=base.label,
+        base=base.value,
+        overwrite=overwrite,
+        merged=merge_deepspeed(base.value, overwrite),
+        lines=_merged_lines(base.lines, overwritten, lines, label),
+        overwritten=overwritten,
+    )
+
+
+def _read_base(
+    key: str, given: Any, context_dir: Path, lines: Lines, label: str, findings: Findings
+) -> Document | None:
+    """Return a DeepSpeed config without its overwrites, from its file or from the experiment config; None after a problem."""
+    where = f"hyperparameters.{key}"
+    if isinstance(given, Mapping):
+        return Document(label, dict(given), _below(lines, ("hyperparameters", key)))
+    if not isinstance(given, str):
+        fix = "Write the path of a DeepSpeed JSON file, relative to the context directory."
+        findings.problem(where, render(given), "a path or a mapping", fix)
+        return None
+    path = context_dir / given
+    file_label = os.path.normpath(path)
+    if not path.is_file():
+        found = ", ".join(sorted(file.name for file in context_dir.glob("*.json"))) or "no JSON file"
+        fix = f"Correct the path, which is relative to the context directory (which has: {found})."
+        findings.problem(
+            where, f"{render(given)}, and {file_label} does not exist", "an existing JSON file", fix
+        )
+        return None
+    try:
+        document = read_json(path, file_label)
+    except ConfigError as error:
+        findings.problems.extend(error.problems)
+        return None
+    if not isinstance(document.value, dict):
+        fix = "Put the settings between braces."
+        findings.problem(where, f"a file that holds {render(document.value)}", "a JSON object in it", fix)
+        return None
+    return document
+
+
+def _merged_lines(
+    base_lines: Lines, overwritten: Iterable[KeyPath], lines: Lines, label: str
+) -> dict[KeyPath, str]:
+    """Return where every key of the merged config stands: in its file, or among the overwrites."""
     overwrite_lines = _below(lines, ("hyperparameters", "overwrite_deepspeed_args"))
     for dotted_path, line in [*overwrite_lines.items()]:
         overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)
-    overwritten = frozenset(_leaves(overwrite, ()))
     merged_lines = dict(base_lines)
     for leaf in overwritten:
         for length in range(1, len(leaf) + 1):
             if leaf[:length] not in merged_lines or length == len(leaf):
                 merged_lines[leaf[:length]] = locate(overwrite_lines, leaf[:length], label)
-    return DeepSpeedSource(
-        path=path,
-        label=source_label,
-        base=base,
-        overwrite=overwrite,
-        merged=merge_deepspeed(base, overwrite),
-        lines=merged_lines,
-        overwritten=overwritten,
-    )
+    return merged_lines
 
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:

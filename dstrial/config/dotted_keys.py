@@ -1,21 +1,42 @@
-"""Dotted keys: ``zero_optimization.stage: 3`` for a key inside another, as old experiment configs write it. Pure.
+"""Dotted keys: of ``--config key=value``, and in the overwrites of old experiment configs. Pure.
 
-Determined puts such an overwrite at the top of the DeepSpeed config, where DeepSpeed of that time ignored it.
+Old configs write ``zero_optimization.stage: 3`` for a key inside another. Determined puts such an overwrite at the top of the
+DeepSpeed config, where DeepSpeed of that time ignored it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.config.findings import Findings, nested_form, render
+from dstrial.config.documents import Document, parse_yaml_value
+from dstrial.config.findings import OVERRIDE_LABEL, Findings, KeyPath, key_path, nested_form, render
+from dstrial.config.limits import check_value
 from dstrial.config.rules import deepspeed_rules
+from dstrial.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
     from dstrial.config.keys import Section
 
 _HOLDERS = ("deepspeed_config", "overwrite_deepspeed_args")
 _OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
+
+
+def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
+    """Return what mappings inside mappings have at a dotted key, or at a path; ``default`` where there is nothing."""
+    for part in key_path(path) if isinstance(path, str) else path:
+        if not isinstance(config, Mapping) or part not in config:
+            return default
+        config = config[part]
+    return config
+
+
+def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return ``data.dstrial`` of an experiment config, our settings in it; empty where there is no such mapping."""
+    section = value_at(config, "data.dstrial")
+    return section if isinstance(section, Mapping) else {}
 
 
 def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,9 +85,7 @@ def _check_given_once(overwrite: Mapping[str, Any], findings: Findings) -> None:
         others = _nested(
             {other: one for other, one in overwrite.items() if other != key}, deepspeed_rules().root
         )
-        found: Any = others
-        for part in str(key).split("."):
-            found = found.get(part, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+        found = value_at(others, str(key), _ABSENT)
         if found is not _ABSENT and found != value:
             findings.problem(
                 (*_OVERWRITES, key),
@@ -107,3 +126,57 @@ def _united(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def _is_section(name: str, section: Section) -> bool:
     rule = section.keys.get(name)
     return rule is not None and "mapping" in rule.types
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
+    """Return the document with values from the command line put into it.
+
+    Args:
+        document: a parsed experiment config; not changed.
+        overrides: ``key=value`` each; the key is dotted, the value is YAML. A value with commas outside
+            brackets is a list.
+
+    Raises:
+        ConfigError: an override has no ``=``, an empty key part, or a value that is not YAML.
+    """
+    if not overrides:
+        return document
+    value = copy.deepcopy(document.value) if document.value is not None else {}
+    lines = dict(document.lines)
+    problems: list[ConfigProblem] = []
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        path = key_path(key)
+        if not separator or not key or "" in path:
+            fix = "Write --config hyperparameters.lr=0.1, for example."
+            problems.append(ConfigProblem(OVERRIDE_LABEL, repr(override), "key=value with a dotted key", fix))
+            continue
+        try:
+            parsed = _parse(text, f"{OVERRIDE_LABEL}: {key}")
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        _set(value, path, parsed)
+        lines = {known: line for known, line in lines.items() if known[: len(path)] != path}
+        lines[path] = OVERRIDE_LABEL
+    if problems:
+        raise ConfigError(problems)
+    check_value(value, f"{document.label} with {OVERRIDE_LABEL}")
+    return dataclasses.replace(document, value=value, lines=lines)
+
+
+def _parse(text: str, label: str) -> Any:
+    if not text.startswith(("[", "{")) and "," in text:
+        return [parse_yaml_value(part, label) for part in text.split(",")]
+    return parse_yaml_value(text, label)
+
+
+def _set(value: Any, path: KeyPath, new: Any) -> None:
+    """Set a key in place, making mappings on the way and replacing whatever is none."""
+    if not isinstance(value, dict):
+        return
+    for part in path[:-1]:
+        if not isinstance(value.get(part), dict):
+            value[part] = {}
+        value = value[part]
+    value[path[-1]] = new

@@ -73,34 +73,9 @@ def check_entrypoint(
     module, _, class_name = trial.partition(":")
     path = _module_file(module, context_dir)
     if path is None:
-        if (context_dir / module.split(".")[0]).is_dir() or not _is_importable(module.split(".")[0]):
-            wanted = context_dir.joinpath(*module.split(".")).with_suffix(".py")
-            close = difflib.get_close_matches(
-                module, [file.stem for file in sorted(context_dir.glob("*.py"))], n=1
-            )
-            fix = (
-                f"Write {close[0]}:{class_name}."
-                if close
-                else "Correct the module, or pass another CONTEXT_DIR."
-            )
-            findings.problem(
-                "entrypoint", f"{render(trial)}, and {wanted} does not exist", "an existing module", fix
-            )
+        _check_importable(trial, context_dir, findings)
         return TrialSource(trial)
-    try:
-        tree = parsed(path)
-    except SyntaxError as error:
-        where = f"{path}:{error.lineno}"
-        fix = "Correct the source."
-        findings.problem(
-            "entrypoint", f"{render(trial)}, and {where} is not Python ({error.msg})", "a module", fix
-        )
-        return TrialSource(trial)
-    except (OSError, UnicodeDecodeError):
-        findings.problem(
-            "entrypoint", f"{render(trial)}, and {path} is unreadable", "a module", "Correct the file."
-        )
-        return TrialSource(trial)
+    tree = _tree_of(trial, path, findings)
     if tree is None:
         return TrialSource(trial)
     names, is_complete = _top_level_names(tree)
@@ -113,6 +88,35 @@ def check_entrypoint(
         )
     called = CalledSource(_label(path), tree)
     return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name), called=(called,))
+
+
+def _check_importable(trial: str, context_dir: Path, findings: Findings) -> None:
+    """Check that a module which is no file of the model definition can be one that is installed."""
+    module, _, class_name = trial.partition(":")
+    top_level = module.split(".")[0]
+    if not (context_dir / top_level).is_dir() and _is_importable(top_level):
+        return
+    wanted = context_dir.joinpath(*module.split(".")).with_suffix(".py")
+    close = difflib.get_close_matches(module, [file.stem for file in sorted(context_dir.glob("*.py"))], n=1)
+    fix = f"Write {close[0]}:{class_name}." if close else "Correct the module, or pass another CONTEXT_DIR."
+    findings.problem("entrypoint", f"{render(trial)}, and {wanted} does not exist", "an existing module", fix)
+
+
+def _tree_of(trial: str, path: Path, findings: Findings) -> ast.Module | None:
+    """Return a module's source, parsed; None where it cannot be, or is too large to look at."""
+    try:
+        return parsed(path)
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}"
+        fix = "Correct the source."
+        findings.problem(
+            "entrypoint", f"{render(trial)}, and {where} is not Python ({error.msg})", "a module", fix
+        )
+    except (OSError, UnicodeDecodeError):
+        findings.problem(
+            "entrypoint", f"{render(trial)}, and {path} is unreadable", "a module", "Correct the file."
+        )
+    return None
 
 
 def _called_by(script: ScriptSource | None, context_dir: Path) -> tuple[CalledSource, ...]:

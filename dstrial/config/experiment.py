@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from dstrial.config.deepspeed_calls import check_second_engines, check_two_confi
 from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.documents import Document, read_yaml
-from dstrial.config.dotted_keys import check_dotted_names
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names
 from dstrial.config.entrypoint import TrialSource, check_entrypoint
 from dstrial.config.experiment_check import (
     check_dstrial_section,
@@ -24,21 +24,19 @@ from dstrial.config.experiment_check import (
     check_periods,
     check_profiling,
     check_searcher,
-    check_storage,
     parallel_extent,
     period,
 )
-from dstrial.config.experiment_rules import EXPERIMENT
+from dstrial.config.experiment_rules import EXPERIMENT, Length, is_length
 from dstrial.config.findings import Findings, render
 from dstrial.config.hyperparameters import concrete_values, normalised_specs
-from dstrial.config.integrations import check_integrations
 from dstrial.config.keys import Dialect, check_keys
-from dstrial.config.lengths import Length, is_length
-from dstrial.config.overrides import apply_overrides
+from dstrial.config.mounts import check_integrations
+from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.resume_check import check_resumption, with_kept_batch
 from dstrial.config.saved_run import SavedRun
-from dstrial.config.settings import ParallelSizes
 from dstrial.config.startup_hook import check_startup
+from dstrial.config.storage import check_storage
 from dstrial.errors import ConfigError, ConfigProblem
 
 _DIALECT = Dialect(
@@ -111,7 +109,7 @@ class ExperimentConfig:
     deepspeed: DeepSpeedSource | None
     deepspeed_check: CheckResult | None
     other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
-    sizes: ParallelSizes
+    sizes: ParallelDims
 
     def require_max_length(self) -> Length:
         """Return how long to train.
@@ -145,7 +143,7 @@ def load_experiment(
     Args:
         path: the experiment's YAML file.
         context_dir: directory of the model definition.
-        overrides: ``key=value`` each, as from ``--config``; see :mod:`dstrial.config.overrides`.
+        overrides: ``key=value`` each, as from ``--config``; see :mod:`dstrial.config.dotted_keys`.
         require_concrete: whether a hyperparameter that is a search space is a problem.
         require_entrypoint: whether a missing ``entrypoint`` is a problem.
         slots: number of slots to check for, instead of ``resources.slots_per_trial``.
@@ -211,28 +209,13 @@ def check_experiment(
         ConfigError: with all problems of both files.
     """
     findings = Findings(document.lines, document.label)
-    if not context_dir.is_dir():
-        fix = "Pass the directory that holds the model definition."
-        findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
-    if not isinstance(document.value, Mapping):
-        fix = "Start with name:, entrypoint: and searcher:."
-        findings.problem((), render(document.value), "a mapping with the fields of an experiment config", fix)
-        findings.raise_if_any()
-    given: Mapping[str, Any] = document.value
+    given = _mapping_of(document, context_dir, findings)
     raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
     _check_sections(raw, given, findings)
-    notes: list[str] = []
     source = _check_entrypoint(
         raw, given, context_dir, findings, require_entrypoint=require_entrypoint, has_files=has_files
     )
-    hyperparameters = concrete_values(
-        raw["hyperparameters"],
-        findings,
-        require_concrete=require_concrete,
-        needs_counts=raw["searcher"]["name"] == "grid",
-    )
-    check_dotted_names(hyperparameters, findings)
-    raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
+    hyperparameters = _check_hyperparameters(raw, findings, require_concrete=require_concrete)
     if more_checks is not None:
         more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
@@ -242,14 +225,98 @@ def check_experiment(
     slots_key = "resources.slots_per_trial" if slots is None else "--slots"
     if resumed is not None and not resumed.engines:
         resumed = None
+    notes: list[str] = []
     sizes = _sizes(raw, slots_per_trial, slots_key, source, resumed, findings, notes)
+    engines = _read_engines(hyperparameters, document, path, context_dir, findings, notes)
+    checks = {
+        key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
+        for key, found in engines
+    }
+    if resumed is not None:
+        check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
+    deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
+    _check_calls(source, hyperparameters, checked, findings)
+    findings.raise_if_any()
+    return ExperimentConfig(
+        path=path,
+        context_dir=context_dir,
+        hyperparameters=hyperparameters,
+        raw=raw,
+        slots_per_trial=slots_per_trial,
+        environment_variables=variables[_device_kind()],
+        warnings=tuple(findings.warnings),
+        notes=tuple(notes),
+        deepspeed=deepspeed,
+        deepspeed_check=checked,
+        other_deepspeed=checks,
+        sizes=sizes,
+        **_fields_of(raw),
+    )
+
+
+def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of an ``ExperimentConfig`` that are fields of the config itself."""
+    return {
+        "name": raw["name"],
+        "entrypoint": raw["entrypoint"],
+        "metric": raw["searcher"]["metric"],
+        "smaller_is_better": raw["searcher"]["smaller_is_better"],
+        "max_length": _max_length(raw["searcher"]),
+        "min_validation_period": period(raw, "min_validation_period"),
+        "min_checkpoint_period": period(raw, "min_checkpoint_period"),
+        "scheduling_unit": raw["scheduling_unit"],
+        "perform_initial_validation": raw["perform_initial_validation"],
+        "checkpoint_policy": raw["checkpoint_policy"],
+        "experiment_seed": raw["reproducibility"]["experiment_seed"],
+        "profiling_enabled": raw["profiling"]["enabled"],
+        "preemption_timeout_s": raw["preemption_timeout"] or _PREEMPTION_TIMEOUT_S,
+        "max_restarts": raw["max_restarts"],
+    }
+
+
+def _mapping_of(document: Document, context_dir: Path, findings: Findings) -> Mapping[str, Any]:
+    """Return the config as written; raises what has been found where it is no mapping."""
+    if not context_dir.is_dir():
+        fix = "Pass the directory that holds the model definition."
+        findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
+    if not isinstance(document.value, Mapping):
+        fix = "Start with name:, entrypoint: and searcher:."
+        findings.problem((), render(document.value), "a mapping with the fields of an experiment config", fix)
+        findings.raise_if_any()
+    given: Mapping[str, Any] = document.value
+    return given
+
+
+def _check_hyperparameters(
+    raw: dict[str, Any], findings: Findings, *, require_concrete: bool
+) -> dict[str, Any]:
+    """Return the value of each hyperparameter, and leave their specifications in the form of a trial's config."""
+    hyperparameters = concrete_values(
+        raw["hyperparameters"],
+        findings,
+        require_concrete=require_concrete,
+        needs_counts=raw["searcher"]["name"] == "grid",
+    )
+    check_dotted_names(hyperparameters, findings)
+    raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
+    return hyperparameters
+
+
+def _read_engines(
+    hyperparameters: Mapping[str, Any],
+    document: Document,
+    path: Path,
+    context_dir: Path,
+    findings: Findings,
+    notes: list[str],
+) -> Iterator[tuple[str, DeepSpeedSource]]:
+    """Yield the DeepSpeed configs that can be read, the main one first, each with the hyperparameter that names it."""
     if MAIN_KEY not in hyperparameters:
         notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
             "the trial wraps its engine"
         )
-    checks: dict[str, tuple[DeepSpeedSource, CheckResult]] = {}
-    others = tuple(other_configs(hyperparameters))
+    others = other_configs(hyperparameters)
     if len(others) > _MAX_OTHER_ENGINES:
         findings.problem(
             "hyperparameters",
@@ -261,54 +328,39 @@ def check_experiment(
     for key in (MAIN_KEY, *others):
         found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
         if found is not None:
-            auto: Literal["error", "warning"] = "error" if source.trial else "warning"
-            merged = found.merged
-            if resumed is not None and resumed.keeps_batch:
-                merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
-            checked_one = check_deepspeed(
-                merged, sizes, found.label, found.lines, auto=auto, filler=source.filler
-            )
-            checks[key] = (found, checked_one)
-            notes.extend(checked_one.notes)
-            findings.problems.extend(checks[key][1].problems)
-            findings.warnings.extend(checks[key][1].warnings)
-    if resumed is not None:
-        check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
-    deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
+            yield key, found
+
+
+def _check_engine(
+    key: str,
+    found: DeepSpeedSource,
+    source: TrialSource,
+    sizes: ParallelDims,
+    resumed: SavedRun | None,
+    findings: Findings,
+    notes: list[str],
+) -> CheckResult:
+    """Check one engine's DeepSpeed config, with the batch that a resumed run keeps."""
+    auto: Literal["error", "warning"] = "error" if source.trial else "warning"
+    merged = found.merged
+    if resumed is not None and resumed.keeps_batch:
+        merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
+    checked = check_deepspeed(merged, sizes, found.label, found.lines, auto=auto, filler=source.filler)
+    notes.extend(checked.notes)
+    findings.problems.extend(checked.problems)
+    findings.warnings.extend(checked.warnings)
+    return checked
+
+
+def _check_calls(
+    source: TrialSource, hyperparameters: Mapping[str, Any], checked: CheckResult | None, findings: Findings
+) -> None:
+    """Check how the trial's source calls DeepSpeed, against the main engine's config."""
     is_stage_0 = checked is not None and (checked.effective.get("zero_optimization") or {}).get("stage") == 0
     for called in source.called:
         check_two_configs(called, hyperparameters, findings)
         if is_stage_0:
             check_second_engines(called, findings)
-    findings.raise_if_any()
-    return ExperimentConfig(
-        path=path,
-        context_dir=context_dir,
-        name=raw["name"],
-        entrypoint=raw["entrypoint"],
-        hyperparameters=hyperparameters,
-        raw=raw,
-        metric=raw["searcher"]["metric"],
-        smaller_is_better=raw["searcher"]["smaller_is_better"],
-        max_length=_max_length(raw["searcher"]),
-        min_validation_period=period(raw, "min_validation_period"),
-        min_checkpoint_period=period(raw, "min_checkpoint_period"),
-        scheduling_unit=raw["scheduling_unit"],
-        perform_initial_validation=raw["perform_initial_validation"],
-        checkpoint_policy=raw["checkpoint_policy"],
-        slots_per_trial=slots_per_trial,
-        experiment_seed=raw["reproducibility"]["experiment_seed"],
-        environment_variables=variables[_device_kind()],
-        profiling_enabled=raw["profiling"]["enabled"],
-        preemption_timeout_s=raw["preemption_timeout"] or _PREEMPTION_TIMEOUT_S,
-        max_restarts=raw["max_restarts"],
-        warnings=tuple(findings.warnings),
-        notes=tuple(notes),
-        deepspeed=deepspeed,
-        deepspeed_check=checked,
-        other_deepspeed=checks,
-        sizes=sizes,
-    )
 
 
 def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
@@ -373,20 +425,17 @@ def _sizes(
     resumed: SavedRun | None,
     findings: Findings,
     notes: list[str],
-) -> ParallelSizes:
+) -> ParallelDims:
     """Return the layout to check for: what ``data.dstrial`` says, or the checkpoint's, else one replica per rank."""
-    stages = parallel_extent(raw, "pipeline_stages", findings)
-    model = parallel_extent(raw, "model_parallel_size", findings)
-    if resumed is not None and resumed.keeps_batch:
-        first = resumed.engines[0]
-        if stages is None and first.engine_kind == "pipeline":
-            stages = first.pipeline_stages
-        model = model or first.model_parallel_size
-        if max(slots, 1) % ((stages or 1) * model):
-            # Said by the check of the resumption.
-            return ParallelSizes((stages or 1) * model, stages or 1, model, stages is not None)
+    told = {field: parallel_extent(raw, key, findings) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
-    if stages is None and model is None:
+    is_resumed = resumed is not None and resumed.keeps_batch
+    if resumed is not None and is_resumed:
+        saved = resumed.engines[0].replica
+        for field, number in told.items():
+            if number is None and (field != "pp" or saved.is_pipeline):
+                told[field] = getattr(saved, field)
+    if not any(told.values()):
         if source.mentions_pipeline and world_size > 1:
             findings.problem(
                 "data.dstrial.pipeline_stages",
@@ -396,10 +445,14 @@ def _sizes(
             )
         elif world_size > 1:
             notes.append(
-                f"data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so {world_size} "
+                f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
                 "data-parallel replicas"
             )
-    per_replica = (stages or 1) * (model or 1)
+    sizes = {field: number or 1 for field, number in told.items()}
+    replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
+    per_replica = replica.ranks_per_replica
+    if world_size % per_replica and is_resumed:
+        return replica  # said by the check of the resumption
     if world_size % per_replica:
         below = world_size // per_replica * per_replica
         choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
@@ -407,12 +460,12 @@ def _sizes(
             ConfigProblem(
                 slots_key if slots_key == "--slots" else findings.place(slots_key),
                 str(slots),
-                f"a multiple of {per_replica}, the ranks of one replica (pipeline_stages x model_parallel_size)",
+                f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(DIM_KEYS)})",
                 f"Use {choices} slots.",
             )
         )
-        return ParallelSizes(per_replica, stages or 1, model or 1, stages is not None)
-    return ParallelSizes(world_size, stages or 1, model or 1, stages is not None)
+        return replica
+    return replica.on(world_size)
 
 
 def _max_length(searcher: Mapping[str, Any]) -> Length | None:

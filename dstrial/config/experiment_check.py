@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import posixpath
 import re
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
-from dstrial.config.devices import DEVICES, check_devices, of_device
 from dstrial.config.experiment_rules import (
     ENDED_SEARCHERS,
-    SEARCHER_REQUIRES,
     SEARCHERS,
-    STORAGE_REQUIRES,
+    Length,
+    is_length,
 )
 from dstrial.config.findings import Findings, KeyPath, render
-from dstrial.config.lengths import Length, is_length
+from dstrial.config.mounts import DEVICES, check_devices, of_device
+from dstrial.config.parallel_dims import DIM_KEYS
 from dstrial.config.training_checks import KEYS as TRAINING_CHECK_KEYS
 from dstrial.config.training_checks import check_training_checks
 
@@ -32,14 +30,6 @@ _SEARCHER_COMMON = (
     "max_time",
     "time_metric",
 )
-_ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
-_SEARCHER_KEYS: dict[str, tuple[str, ...]] = {
-    "single": (),
-    "random": ("max_trials", "max_concurrent_trials"),
-    "grid": ("max_concurrent_trials",),
-    "adaptive_asha": (*_ASHA, "max_rungs", "bracket_rungs", "mode"),
-    "async_halving": (*_ASHA, "num_rungs"),
-}
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
@@ -74,7 +64,7 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
         )
     else:
         _check_searcher_fields(name, searcher, given, findings)
-        allowed = (*_SEARCHER_COMMON, *_SEARCHER_KEYS[name])
+        allowed = (*_SEARCHER_COMMON, *SEARCHERS[name].keys)
         raw["searcher"] = {key: value for key, value in searcher.items() if key in allowed}
     if searcher["metric"] is None and given.get("metric") is None:
         fix = "Name the validation metric that says which checkpoint is best."
@@ -99,12 +89,12 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
 def _check_searcher_fields(
     name: str, searcher: Mapping[str, Any], given: Mapping[str, Any], findings: Findings
 ) -> None:
-    for field in SEARCHER_REQUIRES.get(name, ()):
+    for field in SEARCHERS[name].requires:
         if searcher[field] is None and given.get(field) is None:
             fix = f"Add {field}."
             findings.problem(f"searcher.{field}", "not given", f"an integer of at least 1 for {name}", fix)
     is_timed = searcher["max_time"] is not None and searcher["time_metric"] is not None
-    if name in ("adaptive_asha", "async_halving") and not is_timed and searcher["max_length"] is None:
+    if SEARCHERS[name].is_timed and not is_timed and searcher["max_length"] is None:
         fix = "Add max_time: 1000 and time_metric: batches, for example."
         findings.problem("searcher.max_time", "not given", f"max_time and time_metric for {name}", fix)
     elif (searcher["max_time"] is None) != (searcher["time_metric"] is None):
@@ -113,7 +103,7 @@ def _check_searcher_fields(
             fix = "Add time_metric: batches." if missing == "time_metric" else "Add max_time: 1000."
             findings.problem(f"searcher.{missing}", "not given", "max_time and time_metric together", fix)
     for field in given:
-        if field in searcher and field not in _SEARCHER_COMMON and field not in _SEARCHER_KEYS[name]:
+        if field in searcher and field not in _SEARCHER_COMMON and field not in SEARCHERS[name].keys:
             findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
 
 
@@ -131,80 +121,6 @@ def period(raw: Mapping[str, Any], key: str) -> Length | None:
         return None
     length = Length.from_config(raw[key])
     return length if length.value else None
-
-
-def check_storage(raw: Mapping[str, Any], given: object, findings: Findings) -> None:
-    """Check where checkpoints go: each type's own required field."""
-    storage = raw["checkpoint_storage"]
-    kind = storage["type"]
-    if not isinstance(given, Mapping) or kind is None:
-        return
-    for field in STORAGE_REQUIRES[kind]:
-        if storage[field] is None and field not in given:
-            findings.problem(
-                f"checkpoint_storage.{field}", "not given", f"a value for {kind}", f"Add {field}."
-            )
-    host_path = storage["host_path"]
-    if host_path is not None and not host_path.startswith("/"):
-        fix = f"Write /{host_path}, or the full path."
-        findings.problem("checkpoint_storage.host_path", render(host_path), "an absolute path", fix)
-    _check_kept_within(storage, findings)
-    if kind == "azure":
-        _check_azure(storage, findings)
-
-
-def _check_kept_within(storage: Mapping[str, Any], findings: Findings) -> None:
-    """Check that no path leads out of where the storage lies.
-
-    Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
-    passes for a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
-    """
-    host_path, prefix = storage["host_path"], storage["prefix"]
-    for key in ("storage_path", "checkpoint_path", "tensorboard_path"):
-        inner = storage[key]
-        if inner is None:
-            continue
-        root = PurePosixPath(host_path or "/")
-        whole = PurePosixPath(posixpath.normpath(root / inner))
-        has_left = ".." in posixpath.normpath(inner).split("/")
-        is_elsewhere = host_path is not None and not whole.is_relative_to(posixpath.normpath(root))
-        if has_left or is_elsewhere:
-            findings.problem(
-                f"checkpoint_storage.{key}",
-                render(inner),
-                f"a directory below host_path{'' if host_path is None else f' ({host_path})'}",
-                "Write a relative path without .., or change host_path.",
-            )
-    if prefix is not None and ".." in prefix.split("/"):
-        findings.problem(
-            "checkpoint_storage.prefix",
-            render(prefix),
-            "a prefix without ..",
-            "Write it out, without .. in it.",
-        )
-
-
-def _check_azure(storage: Mapping[str, Any], findings: Findings) -> None:
-    """Check that one way to log in is given.
-
-    Source: Determined 0.38.1 common/storage/azure_client.py, which silently takes the connection string of several.
-    """
-    has_string = storage["connection_string"] is not None
-    if has_string and (storage["account_url"] is not None or storage["credential"] is not None):
-        other = "account_url" if storage["account_url"] is not None else "credential"
-        findings.problem(
-            "checkpoint_storage.connection_string",
-            f"given with {other}",
-            "either connection_string, or account_url with its credential",
-            f"Remove {other}, or connection_string.",
-        )
-    elif not has_string and storage["account_url"] is None:
-        findings.problem(
-            "checkpoint_storage.account_url",
-            "not given",
-            "account_url, or connection_string",
-            "Add one of the two.",
-        )
 
 
 def check_profiling(raw: Mapping[str, Any], findings: Findings) -> None:
@@ -275,14 +191,13 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
     if section is None:
         return
     if not isinstance(section, Mapping):
-        expected = "a mapping with pipeline_stages, model_parallel_size, min_slots, background_saving, non_finite or others"
+        expected = f"a mapping with {', '.join(DIM_KEYS)}, min_slots, background_saving, non_finite or others"
         findings.problem(
             "data.dstrial", render(section), expected, "Write {pipeline_stages: 2}, for example."
         )
         return
     known = (
-        "pipeline_stages",
-        "model_parallel_size",
+        *DIM_KEYS,
         "min_slots",
         "background_saving",
         "trust_checkpoint_code",

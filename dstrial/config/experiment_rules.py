@@ -1,4 +1,4 @@
-"""The fields of Determined's experiment config v0: types, bounds and defaults.
+"""The fields of Determined's experiment config v0: types, bounds, defaults, and lengths of training.
 
 Source: Determined 0.38.1 schemas/expconf/v0. Fields that mean nothing without Determined's containers
 are accepted and passed through.
@@ -6,17 +6,46 @@ are accepted and passed through.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
 from dstrial.config.keys import Rule, Section
 
-SEARCHERS = ("single", "random", "grid", "adaptive_asha", "async_halving")
-ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
-SEARCHER_REQUIRES: dict[str, tuple[str, ...]] = {
-    "random": ("max_trials",),
-    "adaptive_asha": ("max_trials",),
-    "async_halving": ("max_trials", "num_rungs"),
+
+def _rule(*types: str, default: Any = None, **bounds: Any) -> Rule:
+    return Rule(types=types, default=default, **bounds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearcherKeys:
+    """What the config of one searcher may have.
+
+    Attributes:
+        keys: those that have an effect, beside the keys of every searcher.
+        requires: those of them that must be given.
+        is_timed: whether ``max_time`` and ``time_metric`` must be given.
+        rules: of keys that no searcher before it had.
+    """
+
+    keys: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    is_timed: bool = False
+    rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+
+
+_ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
+SEARCHERS: dict[str, SearcherKeys] = {
+    "single": SearcherKeys(),
+    "random": SearcherKeys(("max_trials", "max_concurrent_trials"), ("max_trials",)),
+    "grid": SearcherKeys(("max_concurrent_trials",)),
+    "adaptive_asha": SearcherKeys(
+        (*_ASHA, "max_rungs", "bracket_rungs", "mode"), ("max_trials",), is_timed=True
+    ),
+    "async_halving": SearcherKeys((*_ASHA, "num_rungs"), ("max_trials", "num_rungs"), is_timed=True),
 }
+"""Name -> what its config may have; ``dstrial.search.methods`` says what runs it."""
+ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
 STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "shared_fs": ("host_path",),
     "directory": ("container_path",),
@@ -24,10 +53,6 @@ STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "gcs": ("bucket",),
     "azure": ("container",),
 }
-
-
-def _rule(*types: str, default: Any = None, **bounds: Any) -> Rule:
-    return Rule(types=types, default=default, **bounds)
 
 
 def _section(**keys: Rule) -> Rule:
@@ -60,6 +85,7 @@ _SEARCHER = _section(
     mode=_rule("string", default="standard", enum=("aggressive", "standard", "conservative")),
     stop_once=_FALSE,
     train_stragglers=_ANY,
+    **{key: rule for searcher in SEARCHERS.values() for key, rule in searcher.rules.items()},
 )
 
 _RESOURCES = _section(
@@ -169,3 +195,53 @@ EXPERIMENT = Section(
         "internal": _ANY,
     }
 )
+
+
+Unit = Literal["batches", "epochs", "records"]
+
+UNITS: tuple[Unit, ...] = ("batches", "epochs", "records")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Length:
+    """A number of batches, epochs or records.
+
+    Attributes:
+        value: how many; 0 means "never" where a period is asked for.
+        unit: what is counted; a batch is one optimizer step.
+    """
+
+    value: int
+    unit: Unit
+
+    @classmethod
+    def from_config(cls, value: int | Mapping[str, Any]) -> Length:
+        """Read the two forms of an experiment config: ``100`` (batches) and ``{epochs: 2}``.
+
+        Args:
+            value: an already validated value, as :func:`is_length` accepts it.
+        """
+        if isinstance(value, Mapping):
+            ((unit, number),) = value.items()
+            return cls(int(number), cast(Unit, unit))
+        return cls(int(value), "batches")
+
+
+def is_length(value: object, *, allow_integer: bool) -> bool:
+    """Say whether a config value is a length: ``{batches|epochs|records: n}`` with n of at least 0.
+
+    Args:
+        value: whatever stands in the config.
+        allow_integer: accept a bare integer too, meaning batches.
+    """
+    if isinstance(value, Mapping):
+        if len(value) != 1:
+            return False
+        ((unit, number),) = value.items()
+        return unit in UNITS and is_count(number)
+    return allow_integer and is_count(value)
+
+
+def is_count(value: object) -> bool:
+    """Say whether a value is an integer of at least 0 (a bool is not)."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

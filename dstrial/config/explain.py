@@ -10,6 +10,7 @@ from typing import Any
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_check import CheckResult
 from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.findings import KeyPath, dotted, locate
 from dstrial.config.keys import AUTO
 
@@ -70,7 +71,7 @@ def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResul
 def _origin(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> str:
     if checked.batch is not None and path[0] in checked.batch.solved:
         return "solved"
-    given = _given(source.merged, path)
+    given = value_at(source.merged, path)
     if given is None and value is not None:
         return DEFAULT_ORIGIN
     if given == AUTO and value != AUTO:
@@ -82,14 +83,6 @@ def _origin(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckRe
     return f"overwrite_deepspeed_args ({place})" if is_overwritten else place
 
 
-def _given(config: Any, path: KeyPath) -> Any:
-    for part in path:
-        if not isinstance(config, Mapping):
-            return None
-        config = config.get(part)
-    return config
-
-
 def _is_mentioned(config: Any, path: KeyPath) -> bool:
-    parent = _given(config, path[:-1])
+    parent = value_at(config, path[:-1])
     return isinstance(parent, Mapping) and path[-1] in parent

@@ -21,7 +21,7 @@ DEFAULT_MICRO_BATCH = 8
 """Default of the Trainer's ``per_device_train_batch_size``, transformers 4.56 and 5.23."""
 
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
-_SIZE_FLAGS = {_MICRO: "per_device_train_batch_size", _STEPS: "gradient_accumulation_steps"}
+SIZE_FLAGS = {_MICRO: "per_device_train_batch_size", _STEPS: "gradient_accumulation_steps"}
 
 _BY_TRAINER_ARGUMENT: Mapping[str, tuple[str, ...]] = {
     "gradient_clipping": ("max_grad_norm",),
@@ -101,9 +101,9 @@ class Filler:
             return f"Accelerate fills in {_BY_ACCELERATE[key]}" if key in _BY_ACCELERATE else None
         if key == _TOTAL:
             return "the Trainer fills in the product of the two others and the ranks"
-        if key in _SIZE_FLAGS:
+        if key in SIZE_FLAGS:
             default = f"{DEFAULT_MICRO_BATCH}" if key == _MICRO else "1"
-            return self._from_arguments((_SIZE_FLAGS[key],), default)
+            return self._from_arguments((SIZE_FLAGS[key],), default)
         if key in _BY_TRAINER_ARGUMENT:
             return self._from_arguments(_BY_TRAINER_ARGUMENT[key], None)
         return _BY_TRAINER.get(key)
@@ -127,7 +127,7 @@ class Filler:
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         given: dict[str, int | None] = {}
         if self.is_trainer:
-            for key, flag in _SIZE_FLAGS.items():
+            for key, flag in SIZE_FLAGS.items():
                 text = self.arguments.value(flag) or ""
                 given[key] = int(text) if text.isdecimal() and int(text) else None
             if total is None and micro is None and given[_MICRO] is None:

@@ -11,14 +11,14 @@ from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment_check import parallel_extent
 from dstrial.config.findings import Findings
 from dstrial.config.kept_batch import engine_of, in_words, keep_batch
+from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.resume_rules import resume_problems
 from dstrial.config.saved_run import SavedRun
-from dstrial.config.settings import ParallelSizes
 from dstrial.errors import ConfigError
 
 
 def with_kept_batch(
-    found: DeepSpeedSource, resumed: SavedRun, sizes: ParallelSizes, notes: list[str], *, is_main: bool
+    found: DeepSpeedSource, resumed: SavedRun, sizes: ParallelDims, notes: list[str], *, is_main: bool
 ) -> dict[str, Any]:
     """Return a merged DeepSpeed config with the batch of the checkpoint that a run goes on from.
 
@@ -33,10 +33,10 @@ def with_kept_batch(
     if engine is None:
         return found.merged
     try:
-        solution = keep_batch(found.merged, engine, sizes.data_parallel_size, checkpoint=resumed.checkpoint)
+        solution = keep_batch(found.merged, engine, sizes.dp, checkpoint=resumed.checkpoint)
     except ConfigError:
         # What is wrong is said by check_resumption; the rest of the config is checked with sizes of which nothing is.
-        return {**found.merged, **dict.fromkeys(BATCH_KEYS, 1), BATCH_KEYS[0]: sizes.data_parallel_size}
+        return {**found.merged, **dict.fromkeys(BATCH_KEYS, 1), BATCH_KEYS[0]: sizes.dp}
     if (engine.data_parallel_size, engine.micro_batch_size) != (
         solution.data_parallel_size,
         solution.train_micro_batch_size_per_gpu,
@@ -67,9 +67,7 @@ def check_resumption(
     found = resume_problems(
         resumed,
         num_slots=max(slots, 1),
-        extents={
-            key: parallel_extent(raw, key, ignored) for key in ("pipeline_stages", "model_parallel_size")
-        },
+        extents={key: parallel_extent(raw, key, ignored) for key in DIM_KEYS},
         configs=[source.merged for source, _ in checks],
         slots_key=slots_key if slots_key == "--slots" else findings.place(slots_key),
         where=[_places(source) for source, _ in checks],

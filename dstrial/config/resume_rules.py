@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.kept_batch import engine_of, keep_batch
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.config.saved_run import EngineRecord, SavedRun, given_settings
 from dstrial.errors import ConfigError, ConfigProblem
 
@@ -39,7 +40,6 @@ _FAMILIES = {
     "onebitlamb": frozenset({"OnebitLamb"}),
     "zerooneadam": frozenset({"ZeroOneAdam"}),
 }
-_EXTENTS = ("pipeline_stages", "model_parallel_size")
 
 
 def resume_problems(
@@ -65,9 +65,9 @@ def resume_problems(
     problems: list[ConfigProblem] = []
     of_engine = _configs_by_engine(saved, configs)
     for idx, engine in enumerate(saved.engines):
-        stages, model = extents_of(engine, extents)
+        replica = engine.replica.with_section(extents)
         # Another trial's model may be split otherwise in code, which only its engine shows.
-        unit = stages * model if saved.keeps_batch else 1
+        unit = replica.ranks_per_replica if saved.keeps_batch else 1
         if num_slots % unit:
             below = num_slots // unit * unit
             choices = " or ".join(str(n) for n in (below, below + unit) if n)
@@ -97,8 +97,8 @@ def resume_problems(
                 )
             except ConfigError as error:
                 problems += error.problems
-        if _is_arranged_otherwise(engine, num_slots, stages, model, config):
-            problems += _reshape_problems(saved, engine, model, config, num_slots, slots_key)
+        if _is_arranged_otherwise(engine, num_slots, replica, config):
+            problems += _reshape_problems(saved, engine, replica, config, num_slots, slots_key)
     return list(dict.fromkeys(problems))
 
 
@@ -136,21 +136,6 @@ def _configs_by_engine(saved: SavedRun, configs: Sequence[Mapping[str, Any]]) ->
     return found
 
 
-def extents_of(engine: EngineRecord, extents: Mapping[str, Any] | None) -> tuple[int, int]:
-    """Return pipeline stages and model-parallel size now: those of ``data.dstrial``, else the checkpoint's.
-
-    Args:
-        engine: in the checkpoint.
-        extents: ``data.dstrial``; what is wrong in it is said by the check of the config.
-    """
-    found = []
-    for key in _EXTENTS:
-        value = (extents or {}).get(key)
-        is_given = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        found.append(int(value if is_given and value is not None else getattr(engine, key)))
-    return found[0], found[1]
-
-
 def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
     """Return the ZeRO stage of a merged DeepSpeed config, and where it offloads optimizer and parameters to."""
     zero = config.get("zero_optimization")
@@ -166,10 +151,10 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 
 
 def _is_arranged_otherwise(
-    engine: EngineRecord, num_slots: int, stages: int, model: int, config: Mapping[str, Any] | None
+    engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
     """Say whether the state of an engine will lie otherwise than it was saved, as far as can be told."""
-    if (num_slots, stages, model) != (engine.world_size, engine.pipeline_stages, engine.model_parallel_size):
+    if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
         return False
@@ -193,16 +178,16 @@ def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str)
 def _reshape_problems(
     saved: SavedRun,
     engine: EngineRecord,
-    model: int,
+    replica: ParallelDims,
     config: Mapping[str, Any] | None,
     num_slots: int,
     slots_key: str,
 ) -> Iterator[ConfigProblem]:
     name = f"checkpoint {saved.checkpoint}"
-    if model != engine.model_parallel_size:
+    if replica.tp != engine.model_parallel_size:
         yield ConfigProblem(
             "data.dstrial.model_parallel_size",
-            str(model),
+            str(replica.tp),
             f"{engine.model_parallel_size}, as in {name}, whose layers are cut so",
             f"Set it to {engine.model_parallel_size}.",
         )

@@ -1,6 +1,6 @@
 """The committed table of DeepSpeed's config keys, and which DeepSpeed is installed.
 
-The table is generated from the supported release by ``tools/generate_deepspeed_rules.py``:
+A table is generated from each supported release by ``tools/generate_deepspeed_rules.py``:
 ``root`` describes the top level as a :class:`dstrial.config.keys.Section`; ``removed`` lists keys that
 DeepSpeed refuses, by section; ``optimizers`` and ``schedulers`` give for each type the names of its
 parameters (``params``, absent where any is accepted), those ``required``, and whether ZeRO counts the
@@ -19,7 +19,8 @@ from typing import Any
 
 from dstrial.config.keys import Section
 
-TABLE_FILE = "deepspeed_rules_0_19.json"
+TABLE_FILES = {"0.19.0": "deepspeed_rules_0_19_0.json", "0.19.8": "deepspeed_rules_0_19.json"}
+"""The table of each supported release, the newest last; one may hold only what differs from another one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,11 +42,19 @@ class DeepSpeedRules:
     schedulers: Mapping[str, Mapping[str, Any]]
 
 
+def deepspeed_rules(version: str | None = None) -> DeepSpeedRules:
+    """Return the rules of a DeepSpeed release.
+
+    Args:
+        version: of the release; None for the installed one. The rules of one without a table are the newest.
+    """
+    wanted = (version or installed_deepspeed_version() or "").split("+")[0]
+    return _rules_of(wanted if wanted in TABLE_FILES else next(reversed(TABLE_FILES)))
+
+
 @functools.cache
-def deepspeed_rules() -> DeepSpeedRules:
-    """Return the rules of the supported DeepSpeed release; read once per process."""
-    text = importlib.resources.files("dstrial.config").joinpath(TABLE_FILE).read_text(encoding="utf-8")
-    table = json.loads(text)
+def _rules_of(release: str) -> DeepSpeedRules:
+    table = read_table(TABLE_FILES[release])
     return DeepSpeedRules(
         version=table["deepspeed"],
         root=Section.from_table(table["root"]),
@@ -53,6 +62,26 @@ def deepspeed_rules() -> DeepSpeedRules:
         optimizers=table["optimizers"],
         schedulers=table["schedulers"],
     )
+
+
+def read_table(file: str) -> dict[str, Any]:
+    """Return a whole table; one that holds differences is put on top of the table that it names.
+
+    Differences are ``set``, dotted path to what is there in this release, and ``absent``, paths of what is not.
+    """
+    text = importlib.resources.files("dstrial.config").joinpath(file).read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    if "differs_from" not in table:
+        return table
+    whole = read_table(table["differs_from"])
+    for path, value in {**dict.fromkeys(table["absent"]), **table["set"]}.items():
+        *sections, key = path.split(".")
+        owner = functools.reduce(dict.__getitem__, sections, whole)
+        if path in table["set"]:
+            owner[key] = value
+        else:
+            del owner[key]
+    return whole
 
 
 @functools.cache

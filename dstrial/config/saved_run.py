@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dstrial.config.batch import BATCH_KEYS
+from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 
 RESUME_VARIABLE = "DSTRIAL_RESUME"
 """Environment variable with the checkpoint that a run goes on from: a directory, a uuid, or ``latest``."""
@@ -19,13 +20,11 @@ CHECKPOINT_FORMAT = "dstrial"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EngineRecord:
-    """How one engine was arranged when a checkpoint was written.
-
-    The fields up to ``micro_batches_per_batch`` are those of the checkpoint's layout of the same name.
+class EngineArrangement:
+    """What the layout and the metadata of a checkpoint both say of an engine.
 
     Attributes:
-        engine_kind: ``data_parallel`` or ``pipeline``.
+        engine_kind: which adapter served it.
         world_size: ranks of the job.
         data_parallel_size: replicas.
         pipeline_stages: stages of a pipeline, 1 without.
@@ -33,19 +32,15 @@ class EngineRecord:
         zero_stage: 0 to 3.
         offload_optimizer: ``none``, ``cpu`` or ``nvme``.
         offload_parameters: ``none``, ``cpu`` or ``nvme``.
-        optimizer: class of the optimizer, without DeepSpeed's wrapper; empty if none.
+        optimizer: class of the optimizer that updates weights, without DeepSpeed's wrapper; empty if none.
         wrapper: class of DeepSpeed's wrapper around it; empty if none.
         lr_scheduler: class of the learning-rate scheduler; empty if none.
         train_batch_size: records of one optimizer step over all replicas.
         micro_batch_size: records of one forward pass of one replica.
         micro_batches_per_batch: forward passes of one replica in one optimizer step.
-        has_experts: whether there are experts, which DeepSpeed spreads over ranks.
-        given: what the DeepSpeed config of the run said when it began: the three batch sizes (missing where they were not
-            given), ``optimizer`` and ``scheduler`` (their types); empty if that is not known.
-        micro_batch_limit: the micro batch with which the run began, and which is known to fit into memory.
     """
 
-    engine_kind: str
+    engine_kind: Literal["data_parallel", "pipeline"]
     world_size: int
     data_parallel_size: int
     pipeline_stages: int
@@ -59,14 +54,28 @@ class EngineRecord:
     train_batch_size: int
     micro_batch_size: int
     micro_batches_per_batch: int
+
+    @property
+    def replica(self) -> ParallelDims:
+        """One replica, on as many ranks as it takes."""
+        sizes = {field: getattr(self, key) for key, field in DIM_KEYS.items()}
+        return ParallelDims.of_replica(**sizes, is_pipeline=self.engine_kind == "pipeline")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineRecord(EngineArrangement):
+    """What the metadata of a checkpoint says of one engine.
+
+    Attributes:
+        has_experts: whether there are experts, which DeepSpeed spreads over ranks.
+        given: what the DeepSpeed config of the run said when it began: the three batch sizes (missing where they were not
+            given), ``optimizer`` and ``scheduler`` (their types); empty if that is not known.
+        micro_batch_limit: the micro batch with which the run began, and which is known to fit into memory.
+    """
+
     has_experts: bool = False
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     micro_batch_limit: int = 0
-
-    @property
-    def ranks_per_replica(self) -> int:
-        """Ranks that hold one replica of the model together."""
-        return self.pipeline_stages * self.model_parallel_size
 
     @classmethod
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.findings import Findings, render
 
 HOOK_NAME = "startup-hook.sh"
@@ -36,19 +37,13 @@ def _named(config: Mapping[str, Any]) -> tuple[str, Any]:
     environment = config.get("environment")
     if isinstance(environment, Mapping) and environment.get("requirements"):
         return "environment.requirements", environment["requirements"]
-    return "data.dstrial.requirements", _section(config).get("requirements")
+    return "data.dstrial.requirements", dstrial_section(config).get("requirements")
 
 
 def install_timeout_s(config: Mapping[str, Any]) -> float:
     """Return how long one installation may take, seconds."""
-    given = _section(config).get("install_timeout_s")
+    given = dstrial_section(config).get("install_timeout_s")
     return float(given) if given is not None and _is_time(given) else DEFAULT_INSTALL_TIMEOUT_S
-
-
-def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    data = config.get("data")
-    section = data.get("dstrial") if isinstance(data, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
 
 
 def _is_time(value: Any) -> bool:
@@ -72,7 +67,7 @@ def check_startup(raw: dict[str, Any], context_dir: Path, findings: Findings) ->
         # Clients compare configs with what Determined's master fills in.
         raw["environment"].pop("requirements", None)
     key, name = _named(raw)
-    other = _section(raw).get("requirements")
+    other = dstrial_section(raw).get("requirements")
     if key.startswith("environment") and other is not None and other != name:
         findings.problem(
             "data.dstrial.requirements", render(other), f"{render(name)}, as in {key}", "Keep one of the two."
@@ -90,7 +85,7 @@ def check_startup(raw: dict[str, Any], context_dir: Path, findings: Findings) ->
             "a file of the model definition",
             "Add it, or correct the name.",
         )
-    timeout = _section(raw).get("install_timeout_s")
+    timeout = dstrial_section(raw).get("install_timeout_s")
     if timeout is not None and not _is_time(timeout):
         findings.problem(
             "data.dstrial.install_timeout_s",

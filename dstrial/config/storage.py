@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
-from dstrial.config.experiment_check import check_storage
-from dstrial.config.experiment_rules import EXPERIMENT
-from dstrial.config.findings import Findings
+from dstrial.config.experiment_rules import EXPERIMENT, STORAGE_REQUIRES
+from dstrial.config.findings import Findings, render
 from dstrial.config.keys import Dialect, Section, check_keys
 from dstrial.config.limits import check_value
 
@@ -26,6 +27,80 @@ _FIELDS = {
     "gcs": ("bucket", "prefix"),
     "azure": ("container", "connection_string", "account_url", "credential"),
 }
+
+
+def check_storage(raw: Mapping[str, Any], given: object, findings: Findings) -> None:
+    """Check where checkpoints go: each type's own required field."""
+    storage = raw["checkpoint_storage"]
+    kind = storage["type"]
+    if not isinstance(given, Mapping) or kind is None:
+        return
+    for field in STORAGE_REQUIRES[kind]:
+        if storage[field] is None and field not in given:
+            findings.problem(
+                f"checkpoint_storage.{field}", "not given", f"a value for {kind}", f"Add {field}."
+            )
+    host_path = storage["host_path"]
+    if host_path is not None and not host_path.startswith("/"):
+        fix = f"Write /{host_path}, or the full path."
+        findings.problem("checkpoint_storage.host_path", render(host_path), "an absolute path", fix)
+    _check_kept_within(storage, findings)
+    if kind == "azure":
+        _check_azure(storage, findings)
+
+
+def _check_kept_within(storage: Mapping[str, Any], findings: Findings) -> None:
+    """Check that no path leads out of where the storage lies.
+
+    Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
+    passes for a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
+    """
+    host_path, prefix = storage["host_path"], storage["prefix"]
+    for key in ("storage_path", "checkpoint_path", "tensorboard_path"):
+        inner = storage[key]
+        if inner is None:
+            continue
+        root = PurePosixPath(host_path or "/")
+        whole = PurePosixPath(posixpath.normpath(root / inner))
+        has_left = ".." in posixpath.normpath(inner).split("/")
+        is_elsewhere = host_path is not None and not whole.is_relative_to(posixpath.normpath(root))
+        if has_left or is_elsewhere:
+            findings.problem(
+                f"checkpoint_storage.{key}",
+                render(inner),
+                f"a directory below host_path{'' if host_path is None else f' ({host_path})'}",
+                "Write a relative path without .., or change host_path.",
+            )
+    if prefix is not None and ".." in prefix.split("/"):
+        findings.problem(
+            "checkpoint_storage.prefix",
+            render(prefix),
+            "a prefix without ..",
+            "Write it out, without .. in it.",
+        )
+
+
+def _check_azure(storage: Mapping[str, Any], findings: Findings) -> None:
+    """Check that one way to log in is given.
+
+    Source: Determined 0.38.1 common/storage/azure_client.py, which silently takes the connection string of several.
+    """
+    has_string = storage["connection_string"] is not None
+    if has_string and (storage["account_url"] is not None or storage["credential"] is not None):
+        other = "account_url" if storage["account_url"] is not None else "credential"
+        findings.problem(
+            "checkpoint_storage.connection_string",
+            f"given with {other}",
+            "either connection_string, or account_url with its credential",
+            f"Remove {other}, or connection_string.",
+        )
+    elif not has_string and storage["account_url"] is None:
+        findings.problem(
+            "checkpoint_storage.account_url",
+            "not given",
+            "account_url, or connection_string",
+            "Add one of the two.",
+        )
 
 
 def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,21 +16,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.devices import DEVICES, images, of_device
 from dstrial.config.documents import Document, read_yaml_text, yaml_text
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment import check_experiment
 from dstrial.config.experiment_check import check_searcher
-from dstrial.config.experiment_rules import EXPERIMENT
+from dstrial.config.experiment_rules import EXPERIMENT, SEARCHERS
 from dstrial.config.findings import MAX_PROBLEMS, Findings, KeyPath, dotted, render
 from dstrial.config.hyperparameters import concrete_values, is_specification, normalised_specs
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.limits import DEFAULT_LIMITS, TextLimits, check_value
-from dstrial.config.log_patterns import compile_pattern
-from dstrial.config.mounts import complete_mounts
+from dstrial.config.merge import merge_template
+from dstrial.config.mounts import DEVICES, compile_pattern, complete_mounts, images, of_device
 from dstrial.config.resume_rules import fitting_slots
 from dstrial.config.saved_run import SavedRun
 from dstrial.config.storage import complete_storage, laid_over
-from dstrial.config.template_merge import merge_template
 from dstrial.errors import ConfigError, ConfigProblem
 
 LABEL = "experiment config"
@@ -155,37 +154,8 @@ def check_submission(
     exceeds: list[bool] = []
 
     def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
-        _check_time(raw["searcher"], findings)
-        _check_rungs(raw["searcher"], findings)
-        _check_grid(raw, findings)
-        _check_concurrency(raw, findings)
-        check_variables(raw, findings)
-        _check_lists(raw, findings)
-        complete_mounts(raw, findings)
-        slots = raw["resources"]["slots_per_trial"]
-        max_slots = raw["resources"]["max_slots"]
-        if (
-            defaults.launch_error
-            and isinstance(slots, int)
-            and isinstance(max_slots, int)
-            and slots > max_slots
-        ):
-            findings.problem(
-                "resources.max_slots",
-                str(max_slots),
-                f"at least {slots}, the slots_per_trial, without which no trial ever starts",
-                "Raise it, or remove it.",
-            )
-        goes_on_with_fewer = resumed is not None and _fits(resumed, raw, num_slots or 0)
-        if num_slots is not None and isinstance(slots, int) and slots > num_slots and not goes_on_with_fewer:
-            exceeds.append(True)
-            if defaults.launch_error:
-                findings.problem(
-                    "resources.slots_per_trial",
-                    str(slots),
-                    f"at most {num_slots}, the slots of this master",
-                    f"Set it to {num_slots} or less, or set launch_error to false in the master's settings to queue it.",
-                )
+        _check_fields(raw, findings)
+        exceeds.append(_check_slots(raw, defaults, num_slots, resumed, findings))
 
     if isinstance(document.value, dict):
         if template is not None:
@@ -202,8 +172,67 @@ def check_submission(
         has_files=has_files,
         more_checks=check_more,
     )
-    given: Mapping[str, Any] = document.value
-    config = copy.deepcopy(experiment.raw)
+    config = _completed(experiment.raw, document.value, searcher)
+    return Submission(
+        config=_json_values(config),
+        original=config_text,
+        warnings=tuple(warning for warning in experiment.warnings if "is a search space" not in warning),
+        interpreter=experiment.environment_variables.get(INTERPRETER_VARIABLE) or None,
+        exceeds_slots=any(exceeds),
+        template=template,
+    )
+
+
+def _check_fields(raw: dict[str, Any], findings: Findings) -> None:
+    """Check what only a master needs of a config, and complete its lists."""
+    _check_time(raw["searcher"], findings)
+    _check_rungs(raw["searcher"], findings)
+    _check_grid(raw, findings)
+    _check_concurrency(raw, findings)
+    check_variables(raw, findings)
+    _check_lists(raw, findings)
+    complete_mounts(raw, findings)
+
+
+def _check_slots(
+    raw: Mapping[str, Any],
+    defaults: MasterDefaults,
+    num_slots: int | None,
+    resumed: SavedRun | None,
+    findings: Findings,
+) -> bool:
+    """Check that a trial's slots can be had; returns whether it needs more than there are."""
+    slots = raw["resources"]["slots_per_trial"]
+    max_slots = raw["resources"]["max_slots"]
+    if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
+        findings.problem(
+            "resources.max_slots",
+            str(max_slots),
+            f"at least {slots}, the slots_per_trial, without which no trial ever starts",
+            "Raise it, or remove it.",
+        )
+    goes_on_with_fewer = resumed is not None and _fits(resumed, raw, num_slots or 0)
+    if num_slots is None or not isinstance(slots, int) or slots <= num_slots or goes_on_with_fewer:
+        return False
+    if defaults.launch_error:
+        findings.problem(
+            "resources.slots_per_trial",
+            str(slots),
+            f"at most {num_slots}, the slots of this master",
+            f"Set it to {num_slots} or less, or set launch_error to false in the master's settings to queue it.",
+        )
+    return True
+
+
+def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checked config with what a master fills in.
+
+    Args:
+        raw: with the defaults of a config; not changed.
+        given: as it was written.
+        searcher: the one of a detached run, as it was written; empty for any other.
+    """
+    config = copy.deepcopy(raw)
     config["name"] = given.get("name") or random_name("Experiment")
     if (given.get("reproducibility") or {}).get("experiment_seed") is None:
         config["reproducibility"]["experiment_seed"] = int(time.time())
@@ -212,15 +241,7 @@ def check_submission(
     config["log_policies"] = _log_policies(given.get("log_policies") or [])
     config["labels"] = sorted({str(label) for label in config["labels"] or []})
     config["environment"]["image"] = images(config["environment"].get("image"), NO_IMAGE)
-    variables = experiment.environment_variables
-    return Submission(
-        config=_json_values(config),
-        original=config_text,
-        warnings=tuple(warning for warning in experiment.warnings if "is a search space" not in warning),
-        interpreter=variables.get(INTERPRETER_VARIABLE) or None,
-        exceeds_slots=bool(exceeds),
-        template=template,
-    )
+    return config
 
 
 def _named_only(config: Any) -> dict[str, Any]:
@@ -240,8 +261,7 @@ def _named_only(config: Any) -> dict[str, Any]:
 
 def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
     """Say whether a checkpoint's own run can go on with the slots that there are, or some of them."""
-    section = raw["data"].get("dstrial")
-    section = section if isinstance(section, Mapping) else {}
+    section = dstrial_section(raw)
     at_least = section.get("min_slots")
     return resumed.keeps_batch and bool(
         fitting_slots(
@@ -307,7 +327,12 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
 def _check_time(searcher: Mapping[str, Any], findings: Findings) -> None:
     name = searcher["name"]
     is_timed = searcher.get("max_time") is not None and searcher.get("time_metric") is not None
-    if name in ("adaptive_asha", "async_halving") and searcher.get("max_length") is not None and not is_timed:
+    if (
+        name in SEARCHERS
+        and SEARCHERS[name].is_timed
+        and searcher.get("max_length") is not None
+        and not is_timed
+    ):
         findings.problem(
             "searcher.max_time",
             "not given",

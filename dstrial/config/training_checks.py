@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.findings import Findings, render
 
 MODES = ("fail", "warn", "ignore")
@@ -37,9 +38,7 @@ class TrainingChecks:
         Raises:
             ConfigError: a value is not one of those that are possible.
         """
-        section = ((exp_conf or {}).get("data") or {}).get("dstrial") or {}
-        if not isinstance(section, Mapping):
-            return cls()
+        section = dstrial_section(exp_conf)
         findings = Findings({}, "experiment config")
         check_training_checks(section, findings)
         findings.raise_if_any()
@@ -49,7 +48,7 @@ class TrainingChecks:
 
 def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """Return dotted key, value, and whether it is given, of every setting of a config that was checked."""
-    section = (exp_conf.get("data") or {}).get("dstrial") or {}
+    section = dstrial_section(exp_conf)
     checks = TrainingChecks.from_config(exp_conf)
     return [(f"data.dstrial.{key}", getattr(checks, key), section.get(key) is not None) for key in KEYS]
 

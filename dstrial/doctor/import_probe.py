@@ -91,8 +91,8 @@ def _deepspeed() -> dict[str, Any]:
     import deepspeed
     import torch.utils.cpp_extension
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    from dstrial.engine.deepspeed_internals import process
 
     accelerator = get_accelerator()
     return {
@@ -101,22 +101,20 @@ def _deepspeed() -> dict[str, Any]:
         "accelerator": str(accelerator.device_name()),
         "backend": str(accelerator.communication_backend_name()),
         "cuda_home": torch.utils.cpp_extension.CUDA_HOME,
-        "cuda_mismatch": _cuda_mismatch(torch),
+        "cuda_mismatch": None if torch.version.cuda is None else process.cuda_mismatch(),
         "operators": {
-            name: _operator(torch, name, builder, is_prebuilt=bool(installed_ops.get(name)))
-            for name, builder in ALL_OPS.items()
+            name: _operator(torch, name, is_prebuilt=is_prebuilt, is_compatible=process.can_compile(builder))
+            for name, builder, is_prebuilt in process.operators()
             if name != "deepspeed_not_implemented"  # what the CPU accelerator offers for all others
         },
     }
 
 
-def _operator(torch: Any, name: str, builder: Any, *, is_prebuilt: bool) -> dict[str, Any]:
-    from deepspeed.ops.op_builder.builder import probe_is_compatible
-
+def _operator(torch: Any, name: str, *, is_prebuilt: bool, is_compatible: bool) -> dict[str, Any]:
     return {
         "is_prebuilt": is_prebuilt,
         "is_compiled": any(root.joinpath(name, f"{name}.so").exists() for root in _build_roots(torch)),
-        "is_compatible": bool(probe_is_compatible(builder, False)),
+        "is_compatible": is_compatible,
     }
 
 
@@ -139,19 +137,6 @@ def _build_roots(torch: Any) -> list[Path]:
         if torch.version.hip
         else [root / f"{python}_{accelerator}"]
     )
-
-
-def _cuda_mismatch(torch: Any) -> str | None:
-    """DeepSpeed's own judgement of nvcc against torch; None if it would compile."""
-    from deepspeed.ops.op_builder import builder
-
-    if torch.version.cuda is None:
-        return None
-    try:
-        builder.assert_no_cuda_mismatch()
-    except Exception as error:  # noqa: BLE001 - its own, and whatever an nvcc of another form makes it stumble over
-        return " ".join(str(error).split())
-    return None
 
 
 def _dstrial() -> dict[str, Any]:

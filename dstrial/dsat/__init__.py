@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         OVERWRITE_KEY,
         SMALLER_IS_BETTER_METRICS,
         USE_DSAT_MODE_KEY,
+        get_ds_config_from_hparams,
     )
     from dstrial.dsat.hf_overwrites import get_hf_args_with_overwrites
-    from dstrial.dsat.hyperparameters import get_ds_config_from_hparams
     from dstrial.dsat.trial.reporting import dsat_reporting_context
 
 __all__ = [
@@ -59,7 +59,7 @@ _HOMES = {
     "USE_DSAT_MODE_KEY": _DEFAULTS,
     "dsat_reporting_context": "dstrial.dsat.trial.reporting",
     "get_hf_args_with_overwrites": "dstrial.dsat.hf_overwrites",
-    "get_ds_config_from_hparams": "dstrial.dsat.hyperparameters",
+    "get_ds_config_from_hparams": _DEFAULTS,
 }
 
 

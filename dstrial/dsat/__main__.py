@@ -1,11 +1,14 @@
-"""``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``: the door that users of ``determined.pytorch.dsat`` know."""
+"""Run dsat as ``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``.
+
+The command that users of ``determined.pytorch.dsat`` know.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from dstrial.dsat.arguments import build_parser, with_method
+from dstrial.dsat.arguments import build_parser, flags_of, with_method
 from dstrial.dsat.command import EPILOG, run_command
 from dstrial.errors import DstrialError
 
@@ -17,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(with_method(words))
     try:
-        return run_command(args)
+        return run_command(flags_of(args))
     except DstrialError as error:
         sys.stderr.write(f"{error}\n")
         return 1

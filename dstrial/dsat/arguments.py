@@ -1,26 +1,25 @@
-"""The command line of dsat: every flag of ``determined.pytorch.dsat``, and ours. Parses, and does nothing else."""
+"""The command line of dsat. Parses, and does nothing else.
+
+Every flag of ``determined.pytorch.dsat``, and ours.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.durations import parse_duration
+from dstrial.dsat.flags import PlanFlags, SearchFlags
 from dstrial.dsat.machine import DEVICES
-from dstrial.dsat.methods import METHOD_NAMES
+from dstrial.dsat.methods import METHOD_NAMES, METHODS
+from dstrial.dsat.methods.method import MethodEntry
 from dstrial.dsat.outcome import METRIC_NAMES
 from dstrial.dsat.plan import parse_bytes
+from dstrial.dsat.report.numbers import parse_duration
 
 PLAN = "plan"
 """The subcommand that measures nothing."""
-
-_HELP = {
-    "predict": "dry-run and predict, then measure only what may be best (the default method)",
-    "asha": "random structures, each with a binary search that has to earn its trials",
-    "binary": "random structures, each with a binary search for the largest micro batch",
-    "random": "random structures with random micro batches",
-}
 
 
 class _Given(argparse.Action):
@@ -59,8 +58,9 @@ def with_method(words: Sequence[str]) -> list[str]:
 
 def add_methods(subparsers: Any) -> None:
     """Add one subcommand for each method, and ``plan``, with their arguments."""
-    for name in METHOD_NAMES:
-        _add_arguments(subparsers.add_parser(name, help=_HELP[name], description=_HELP[name]), name)
+    for method in METHODS.values():
+        parser = subparsers.add_parser(method.name, help=method.summary, description=method.summary)
+        _add_arguments(parser, method)
     add_plan(subparsers)
 
 
@@ -95,21 +95,39 @@ def add_plan(subparsers: Any) -> None:
     _add_sample_batch(add)
 
 
-def parsed_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments of a search that differs from another subcommand's in nothing but what that one was given."""
-    words = ["predict", args.config_path, args.model_dir]
-    defaults = build_parser("dsat").parse_args(words)
-    for name, value in vars(args).items():
-        setattr(defaults, name, value)
-    defaults.search_method = "predict"
-    return defaults
+def flags_of(args: argparse.Namespace) -> SearchFlags | PlanFlags:
+    """Return what a parsed command line says, as values."""
+    if args.search_method != PLAN:
+        return _search_flags(vars(args))
+    # A plan is a search by prediction that differs in nothing but what it was given.
+    search = build_parser("dsat").parse_args([METHOD_NAMES[0], args.config_path, args.model_dir])
+    given = {**vars(search), **vars(args), "search_method": METHOD_NAMES[0]}
+    return PlanFlags(_search_flags(given), args.device, args.device_memory, args.per_machine)
 
 
-def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
+def _search_flags(parsed: Mapping[str, Any]) -> SearchFlags:
+    own = {flag.dest: parsed[flag.dest] for flag in METHODS[parsed["search_method"]].flags}
+    names = {field.name for field in dataclasses.fields(SearchFlags)}
+    return SearchFlags(own=own, **{name: value for name, value in parsed.items() if name in names})
+
+
+def _add_arguments(parser: argparse.ArgumentParser, method: MethodEntry) -> None:
     parser.set_defaults(given=frozenset())
     parser.add_argument("config_path", metavar="CONFIG.yaml", help="experiment config")
     parser.add_argument("model_dir", metavar="MODEL_DIR", help="model definition directory")
     add = _adder(parser)
+    _add_old_flags(add, method)
+    _add_search_flags(add)
+    _add_run_flags(add)
+    if method.predicts:
+        _add_sample_batch(add)
+    for flag in method.flags:
+        default = {} if flag.default is None else {"default": flag.default}
+        add(flag.name, type=flag.kind, help=flag.help, **default)
+
+
+def _add_old_flags(add: Callable[..., None], method: MethodEntry) -> None:
+    """Add the flags that ``determined.pytorch.dsat`` has, too."""
     add(
         "-i",
         "--include",
@@ -146,7 +164,7 @@ def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
         type=int,
         nargs="+",
         choices=range(4),
-        default=_stages(method),
+        default=method.zero_stages,
         help="ZeRO stages to try",
     )
     add("--start-profile-step", type=int, default=3, help="first step that may be measured (3)")
@@ -163,6 +181,10 @@ def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
         default=5,
         help="accepted; the same command resumes the search",
     )
+
+
+def _add_search_flags(add: Callable[..., None]) -> None:
+    """Add what else is searched, and for how long."""
     add(
         "--budget",
         type=_duration,
@@ -177,6 +199,10 @@ def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
     )
     add("--space", metavar="FILE", help="further paths and values to try: YAML, path -> list of values")
     add("--output", metavar="DIR", help="directory of the search (dsat/<experiment's name>-<method>)")
+
+
+def _add_run_flags(add: Callable[..., None]) -> None:
+    """Add where and how trials run."""
     add("--local", action="store_true", help="measure on this machine, without a master")
     add(
         "--fresh",
@@ -197,28 +223,6 @@ def _add_arguments(parser: argparse.ArgumentParser, method: str) -> None:
         help="longest time of a trial of which nothing is known (30m)",
     )
     add("--measure-seconds", type=float, default=60.0, help="most seconds of timed steps in a trial (60)")
-    if method == "predict":
-        _add_sample_batch(add)
-    if method == "random":
-        add("--trials-per-random-config", type=int, default=5, help="most trials of one structure (5)")
-        add("--early-stopping", type=int, help="end after so many trials without a new best")
-    if method in ("binary", "asha"):
-        add(
-            "--search-range-factor",
-            type=float,
-            default=1.0,
-            help="multiplies the first guess at the largest micro batch (1.0)",
-        )
-    if method == "asha":
-        add("--max-rungs", type=int, default=5, help="number of rungs (5)")
-        add(
-            "--min-binary-search-trials",
-            type=int,
-            default=3,
-            help="trials of a lineage in the lowest rung (3)",
-        )
-        add("--divisor", type=int, default=2, help="one of so many lineages is promoted (2)")
-        add("--asha-early-stopping", type=int, default=0, help="rungs that are left out below (0)")
 
 
 def _add_sample_batch(add: Callable[..., None]) -> None:
@@ -251,10 +255,6 @@ def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
         parser.add_argument(*spelled, **options)
 
     return add
-
-
-def _stages(method: str) -> Sequence[int]:
-    return (0, 1, 2, 3) if method == "predict" else (1, 2, 3)
 
 
 def _sample_batch(text: str) -> int | str:

@@ -1,4 +1,6 @@
-"""The guide's first guess at memory: bytes of a model's state per ZeRO stage, and the largest micro batch. Pure.
+"""A first guess at memory from the guide's formula. Pure.
+
+Bytes of a model's state per ZeRO stage, and the largest micro batch.
 
 It knows nothing of buckets, offload or peaks; a search starts with it and does not believe it.
 """
@@ -6,7 +8,6 @@ It knows nothing of buckets, offload or peaks; a search starts with it and does 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from dstrial.dsat.outcome import Measured
@@ -45,11 +46,6 @@ class ModelInfo:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> ModelInfo:
-        """Return what :meth:`to_json` was called on."""
-        return cls(**fields)
 
 
 def state_bytes(info: ModelInfo, stage: int, num_replicas: int, bytes_per_value: int) -> float:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
-from dstrial.dsat.arguments import PLAN
+from dstrial.dsat.backends import LateBackend
 from dstrial.dsat.driver import Driver
-from dstrial.dsat.endings import SearchEnd
+from dstrial.dsat.flags import PlanFlags, SearchFlags
 from dstrial.dsat.full_run import run_full
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.late_backend import LateBackend
-from dstrial.dsat.methods import search_method
-from dstrial.dsat.prepare import gather_inputs, target_here
-from dstrial.dsat.record import SearchRecord
-from dstrial.dsat.report.live import LiveTable
-from dstrial.dsat.results import TrialResult, best_of, summary
+from dstrial.dsat.machine import DEVICES, nominal_machine
+from dstrial.dsat.memory_model import DeviceMemory, unmeasured_peak
+from dstrial.dsat.methods import METHODS, search_method
+from dstrial.dsat.plan import Plan, headline, make_plan, one_device, table_rows
+from dstrial.dsat.prepare import gather_inputs, on_one_device, target_here
+from dstrial.dsat.record import SearchEnd, SearchRecord
+from dstrial.dsat.report.live import LiveTable, summary
+from dstrial.dsat.results import TrialResult, best_of
 from dstrial.dsat.room import NO_ROOM
 from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
-from dstrial.errors import LaunchError
-from dstrial.local.json_files import write_text_atomically
+from dstrial.errors import LaunchError, SearchError
+from dstrial.local.json_files import write_json_atomically, write_text_atomically
 from dstrial.ranks.stop import noted_signals
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -38,8 +41,8 @@ EPILOG = (
 )
 
 
-def run_command(args: argparse.Namespace) -> int:
-    """Search as a parsed command line says; returns the exit status.
+def run_command(flags: SearchFlags | PlanFlags) -> int:
+    """Search, or plan, as a command line says; returns the exit status.
 
     Raises:
         DstrialError: the search cannot be started.
@@ -47,11 +50,9 @@ def run_command(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # It tells of every retry of Determined's client; that the master is away is said once.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-    if args.search_method == PLAN:
-        from dstrial.dsat.plan_command import run_plan
-
-        return run_plan(args)
-    settings = read_settings(args)
+    if isinstance(flags, PlanFlags):
+        return run_plan(flags)
+    settings = read_settings(flags)
     for warning in settings.warnings:
         sys.stderr.write(f"warning: {warning}\n")
     # A method that does not exist is refused before anything is written.
@@ -68,15 +69,15 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _search(settings: SearchSettings) -> int:
-    args = settings.args
-    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=args.fresh)
+    flags = settings.flags
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=flags.fresh)
     with record.lock(), noted_signals() as signals:
         _tell(f"search:        {record.path}")
         backend = LateBackend(settings, record, signals, _tell)
         settings = with_parallel(settings, _num_parallel(settings, record, backend))
-        gates = Gates(settings.space, is_open=args.no_gates)
+        gates = Gates(settings.space, is_open=flags.no_gates)
         inputs = None
-        if settings.method == "predict":
+        if METHODS[settings.method].predicts:
             try:
                 with _interruptible(signals):
                     inputs = _inputs(settings, record, backend)
@@ -87,10 +88,10 @@ def _search(settings: SearchSettings) -> int:
                 return 128 + int(signals[0])
         method = search_method(settings.method, settings.space, settings.options, gates, inputs)
         table = LiveTable(
-            args.metric,
+            flags.metric,
             max_trials=settings.options.max_trials,
             num_parallel=settings.options.num_parallel,
-            budget_s=args.budget,
+            budget_s=flags.budget,
         )
         with table:
             driver = Driver(
@@ -105,10 +106,10 @@ def _search(settings: SearchSettings) -> int:
             end = driver.run(signals)
         trials = list(driver.trials.values())
         sys.stdout.write(
-            "\n" + summary(record, trials, args.metric, reason=end.reason, is_finished=end.is_finished)
+            "\n" + summary(record, trials, flags.metric, reason=end.reason, is_finished=end.is_finished)
         )
-        best = best_of(trials, args.metric)
-        if args.run_full_experiment and end.is_finished and best is not None:
+        best = best_of(trials, flags.metric)
+        if flags.run_full_experiment and end.is_finished and best is not None:
             return run_full(settings, record, backend, best, signals, _tell)
     return _exit_code(end, best)
 
@@ -140,14 +141,12 @@ def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: LateB
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
-    args, options = settings.args, settings.options
-    num = (
-        options_limit(args)
-        if "max_concurrent_trials" in args.given
-        else min(options_limit(args), backend.make().num_parallel)
-    )
-    if args.max_slots is not None:
-        num = min(num, args.max_slots // settings.num_slots)
+    flags, options = settings.flags, settings.options
+    num = flags.max_concurrent_trials
+    if "max_concurrent_trials" not in flags.given:
+        num = min(num, backend.make().num_parallel)
+    if flags.max_slots is not None:
+        num = min(num, flags.max_slots // settings.num_slots)
     num = max(min(num, options.max_trials), 1)
     write_text_atomically(path, f"{num}\n")
     return num
@@ -159,9 +158,9 @@ def _inputs(settings: SearchSettings, record: SearchRecord, backend: LateBackend
         if event["event"] == "inputs":
             return PredictInputs.from_json(event)
     target = target_here(os.environ)
-    if not settings.args.local:
+    if not settings.flags.local:
         target = "cuda" if backend.master().has_accelerators else "cpu"
-    began_s, budget_s = time.monotonic(), settings.args.budget
+    began_s, budget_s = time.monotonic(), settings.flags.budget
     # Half of a budget is for measuring at least.
     deadline_s = _DESCRIBING_S if budget_s is None else min(_DESCRIBING_S, budget_s / 2)
     inputs = gather_inputs(settings, target=target, deadline_s=deadline_s, tell=_tell)
@@ -170,11 +169,6 @@ def _inputs(settings: SearchSettings, record: SearchRecord, backend: LateBackend
             _tell(f"note:          {note}")
     record.append("inputs", {**inputs.to_json(), "seconds": time.monotonic() - began_s})
     return inputs
-
-
-def options_limit(args: argparse.Namespace) -> int:
-    """Return ``--max-concurrent-trials``."""
-    return int(args.max_concurrent_trials)
 
 
 def _exit_code(end: SearchEnd, best: TrialResult | None) -> int:
@@ -186,3 +180,68 @@ def _exit_code(end: SearchEnd, best: TrialResult | None) -> int:
 def _tell(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+_COLUMNS = ("configuration", "verdict", "GiB, phase", "host GiB", "records/s (80 %)", "largest micro batch")
+
+
+def run_plan(flags: PlanFlags) -> int:
+    """Plan as a command line says; returns 0 if anything fits, else 1.
+
+    Raises:
+        DstrialError: the configuration is wrong, or nothing could be described.
+    """
+    name = flags.device
+    device = DEVICES[name or "a100"]
+    device_bytes = flags.device_memory or int(device.memory_bytes)
+    settings = read_settings(flags.search)
+    space = settings.space
+    inputs = gather_inputs(settings, target="cuda", capacity_bytes=device_bytes, tell=_tell)
+    if not inputs.runs:
+        reason = next(iter(inputs.failures.values()), "nothing was dry-run")
+        raise SearchError(f"the plan needs a description of the training code, and there is none: {reason}")
+    machine = nominal_machine(
+        device, settings.num_slots, per_machine=flags.per_machine, bytes_per_value=space.bytes_per_value
+    )
+    plan = make_plan(space, dataclasses.replace(inputs, machine=machine))
+    alone: list[str] = []
+    if settings.num_slots > 1:
+        device_memory = DeviceMemory.cuda(device_bytes)
+        for kind, run in on_one_device(settings, capacity_bytes=device_bytes):
+            alone.append(one_device(kind, unmeasured_peak(device_memory, run.device, 1), device_bytes))
+    plan = dataclasses.replace(plan, notes=(*alone, *plan.notes))
+    title = headline(plan, settings.num_slots, name or "device", device_bytes)
+    _print(plan, title, None if name else "times are those of an a100; name the device with --device")
+    output = Path(flags.search.output or "plan") / "report.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "title": title,
+        "slots": settings.num_slots,
+        "device": name,
+        "device_memory_bytes": device_bytes,
+        "described_by": inputs.described_by,
+        "train_batch_size": space.own().batch.train_batch_size,
+    }
+    write_json_atomically(output, {**facts, **plan.to_json()})
+    _tell(f"report:        {output.absolute()}")
+    return 0 if any(row.fits for row in plan.rows) else 1
+
+
+def _print(plan: Plan, title: str, note: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160)
+    table = Table(title=f"{title} (predicted, not measured)", title_justify="left")
+    for idx, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="left" if idx < 2 else "right")
+    for cells in table_rows(plan.rows):
+        table.add_row(*cells)
+    console.print(table)
+    for number, row in enumerate(plan.best, 1):
+        console.print(
+            f"predicted best {number}: {row.description}: {row.throughput:.4g} records/s "
+            f"({row.throughput_low:.3g} to {row.throughput_high:.3g}), not measured"
+        )
+    for text in (*plan.notes, *([note] if note else [])):
+        console.print(f"note: {text}")

@@ -1,4 +1,7 @@
-"""What makes the measurements of one search comparable: one count of FLOPs for all, and engines that train as ordered. Pure."""
+"""Make the measurements of one search comparable. Pure.
+
+All count FLOPs the same way, and an engine that trained something else than ordered is a failure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is known of a model and its machine, from dry runs or from the first measurement, as points to predict from. Pure."""
+"""Features of configurations, from which time and memory are predicted. Pure.
+
+They come from dry runs, or from the first measurement.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dstrial.dsat.ceilings import ModelInfo
 from dstrial.dsat.inputs import PredictInputs, closed_form
 from dstrial.dsat.machine import Machine, unknown_machine
 from dstrial.dsat.memory_learning import MemoryPoint
-from dstrial.dsat.memory_parts import peak_parts
+from dstrial.dsat.memory_model import peak_parts
 from dstrial.dsat.outcome import Measured
 from dstrial.dsat.setup import Setup
 from dstrial.dsat.space import Structure

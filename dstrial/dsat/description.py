@@ -1,4 +1,7 @@
-"""Have a trial or a script described: with fake tensors, or by one real batch where its code needs values. Without torch."""
+"""Requests for dry runs of a trial or a script. Imports no torch.
+
+With fake tensors, or by one real batch where the code needs values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Run a search: ask the method, start trials, wait for them, and put everything on record before acting on it."""
+"""Run a search: ask the method, run trials, record everything first.
+
+Nothing is acted on before it is on record.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,12 @@ from typing import Any
 
 from dstrial.dsat.backends.backend import Backend, Ended
 from dstrial.dsat.comparable import doubts, judged
-from dstrial.dsat.deadlines import deadline_of, longest_s
-from dstrial.dsat.endings import SearchEnd, is_final
 from dstrial.dsat.methods.method import Action, Finish, Measure, Note, SearchMethod, Skip
-from dstrial.dsat.ordering import ordered_spec
+from dstrial.dsat.ordering import deadline_of, longest_s, ordered_spec
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_from_json, outcome_to_json
-from dstrial.dsat.record import SearchRecord
-from dstrial.dsat.results import TrialResult, ended_line
+from dstrial.dsat.record import SearchEnd, SearchRecord, is_final
+from dstrial.dsat.report.live import ended_line
+from dstrial.dsat.results import TrialResult
 from dstrial.dsat.room import NO_ROOM, Room
 from dstrial.dsat.search_files import SearchFiles
 from dstrial.dsat.settings import SearchSettings
@@ -92,7 +94,9 @@ class Driver:
                     raise
                 end = signals[0]
             self._write_files()
-            self._files.write_report(end, self._method.snapshot(), self._notes, list(self.trials.values()))
+            self._files.write_report(
+                end, self._method.report_facts(), self._notes, list(self.trials.values())
+            )
             if isinstance(end, Finish) and not self._is_cleared:
                 self._clear(handles)
         finally:
@@ -123,7 +127,7 @@ class Driver:
                 raise
 
     def _search(self, handles: dict[int, dict[str, Any]]) -> Finish | signal.Signals:
-        budget_s = self._settings.args.budget
+        budget_s = self._settings.flags.budget
         # What earlier processes of this search have spent, as far as it is on record.
         spent_s = (
             sum(trial.seconds or 0.0 for trial in self.trials.values()) / self._settings.options.num_parallel
@@ -169,7 +173,7 @@ class Driver:
                 self._settle(trial_id, outcome_from_json(event), event.get("seconds"), is_replay=True)
             elif event["event"] == "inputs":
                 self._described_s = float(event.get("seconds") or 0.0)
-            elif event["event"] == "finished" and is_final(event, self._settings.args.budget):
+            elif event["event"] == "finished" and is_final(event, self._settings.flags.budget):
                 self._end = Finish(event["reason"], event["is_failure"])
             elif event["event"] == "cleared":
                 self._is_cleared = self._end is not None
@@ -243,11 +247,11 @@ class Driver:
         del self._open[trial_id]
         self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], outcome=outcome, seconds=seconds)
         actions = self._method.on_result(trial_id, outcome)
-        if isinstance(outcome, Measured) and self._settings.args.metric == "FLOPS_per_gpu":
+        if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
             notes = [note for note in doubts(outcome, self._measured()[0]) if note not in self._notes]
             actions = [*map(Note, notes), *actions]
         if not is_replay:
-            self._tell(ended_line(self.trials[trial_id], self._settings.args.metric))
+            self._tell(ended_line(self.trials[trial_id], self._settings.flags.metric))
             self._write_files()
         self._apply(actions, is_replay=is_replay)
 
@@ -276,8 +280,8 @@ class Driver:
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
-        """Return how long a trial may run; see :func:`dstrial.dsat.deadlines.deadline_of`."""
-        return deadline_of(measure, list(self.trials.values()), float(self._settings.args.trial_timeout))
+        """Return how long a trial may run; see :func:`dstrial.dsat.ordering.deadline_of`."""
+        return deadline_of(measure, list(self.trials.values()), self._settings.flags.trial_timeout)
 
     def _write_files(self) -> None:
         self._files.write(self._method.snapshot(), list(self.trials.values()))

@@ -1,4 +1,7 @@
-"""What configurations would measure: time and memory of each as distributions, learned from every outcome. Pure."""
+"""Predict what configurations would measure. Pure.
+
+Time and memory of each are distributions, learned from every outcome.
+"""
 
 from __future__ import annotations
 

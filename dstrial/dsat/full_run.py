@@ -1,4 +1,7 @@
-"""``--run-full-experiment``: training with the best configuration, on this machine to its end, on a master as an experiment."""
+"""Train with the best configuration (``--run-full-experiment``).
+
+On this machine to its end; on a master as an experiment.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import yaml
 
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.late_backend import LateBackend
+from dstrial.dsat.backends import LateBackend
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.results import TrialResult
 from dstrial.dsat.settings import SearchSettings
@@ -54,7 +57,7 @@ def run_full(
     path = record.path / "full_experiment.yaml"
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     write_text_atomically(path, text, is_private=bool(secrets_in(config, SecretNames())))
-    if settings.args.local:
+    if settings.flags.local:
         return _train_here(settings, path, signals, tell)
     number_path = record.path / "full_experiment_id.txt"
     if not number_path.exists():

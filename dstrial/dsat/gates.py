@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.candidate import Candidate, value_at
 from dstrial.dsat.knobs import KNOBS
 from dstrial.dsat.outcome import Failure, FailureKind, Outcome
 from dstrial.dsat.proof import proofs, without_dead
@@ -125,7 +125,5 @@ def _value(settings: dict[str, object], path: str, space: Space) -> object:
     """The value of a path; that of the user's own config where a candidate does not change it, None if unknown."""
     if path in settings:
         return settings[path]
-    at: object = space.base
-    for part in path.split("."):
-        at = at.get(part) if isinstance(at, dict) else None
-    return at
+    found: object = value_at(space.base, path)
+    return found

@@ -1,4 +1,6 @@
-"""``get_hf_args_with_overwrites``: a Trainer script's arguments, made consistent with its trial's DeepSpeed config.
+"""``get_hf_args_with_overwrites``: make a Trainer's arguments fit its trial.
+
+They then agree with the trial's DeepSpeed config.
 
 The only effects: files are read, one is written, and what was decided is logged. Decisions are ``trainer_arguments``'.
 """
@@ -27,7 +29,7 @@ from dstrial.dsat.trainer_arguments import CONFIG_FLAG, ReconciledArguments, rec
 from dstrial.dsat.trainer_batch import MICRO_FLAG, STEPS_FLAG
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE
-from dstrial.local.measuring import is_measuring
+from dstrial.local.measuring import SETTINGS_KEY, is_measuring
 from dstrial.local.resume import saved_run_to_resume
 from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE
 from dstrial.ranks.identity import identify
@@ -148,7 +150,7 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
 
 def _lengthened(args: Sequence[str], hparams: Mapping[str, Any]) -> Sequence[str]:
     """Return the arguments with the length of a measuring trial, so that enough steps can be timed; others as they are."""
-    num_batches = (hparams.get("_dsat") or {}).get("num_batches") if is_measuring(hparams) else None
+    num_batches = (hparams.get(SETTINGS_KEY) or {}).get("num_batches") if is_measuring(hparams) else None
     return (
         args if num_batches is None else CommandLine.of(args).with_value(_LENGTH_FLAG, str(num_batches)).words
     )

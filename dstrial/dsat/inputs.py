@@ -1,4 +1,4 @@
-"""What prediction starts from: a dry run for each kind of structure, and what is known of the machine. Values only."""
+"""What predictions start from: dry runs and the machine. Values only."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.buckets import Buckets
 from dstrial.dsat.ceilings import ModelInfo, state_bytes
 from dstrial.dsat.machine import Machine
+from dstrial.dsat.setup import Buckets
 from dstrial.dsat.step_parts import Setup
 from dstrial.engine.dryrun.values import (
     Collective,

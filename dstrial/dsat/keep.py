@@ -1,4 +1,6 @@
-"""``python3 -m dstrial.dsat.keep``: an experiment without slots that keeps the results of launched trials in a checkpoint.
+"""Keep the results of launched trials in a checkpoint.
+
+``python3 -m dstrial.dsat.keep`` is what an experiment without slots runs.
 
 The driver submits it when the search is over, and writes the files into its notes. Not meant to be typed.
 """

@@ -1,4 +1,4 @@
-"""Which keys of DeepSpeed's JSON are live for a ZeRO stage and an engine, and which values are tried. Pure.
+"""Which DeepSpeed keys are tried for a ZeRO stage, and with which values. Pure.
 
 What a value may not be combined with is no business of this table but of ``dstrial.config.check_deepspeed``.
 """

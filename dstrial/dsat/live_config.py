@@ -1,11 +1,11 @@
-"""A DeepSpeed config as a ZeRO stage reads it: what of it does something there, and what is neutral. Pure."""
+"""What a ZeRO stage reads of a DeepSpeed config, and what is neutral. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dstrial.config import ParallelSizes, check_deepspeed, zero_keys_without_effect
+from dstrial.config import ParallelDims, check_deepspeed, zero_keys_without_effect
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.knobs import ZERO
 
@@ -64,7 +64,7 @@ def with_neutral_values(
 
 
 def refusal(
-    merged: Mapping[str, Any], candidate: Candidate, sizes: ParallelSizes, own_warnings: Collection[str]
+    merged: Mapping[str, Any], candidate: Candidate, sizes: ParallelDims, own_warnings: Collection[str]
 ) -> str | None:
     """Say why DeepSpeed would refuse a config, or which of its candidate's settings has no effect; None if it is legal.
 

@@ -1,4 +1,7 @@
-"""What a machine can do, as the few numbers that step times follow from: measured on it, or published for a device. Pure."""
+"""What a machine can do, as the numbers that step times follow from. Pure.
+
+They are measured on it, or published for a device.
+"""
 
 from __future__ import annotations
 

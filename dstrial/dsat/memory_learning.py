@@ -1,4 +1,6 @@
-"""Peak memory of configurations as distributions, learned from measured peaks and from out-of-memory errors. Pure.
+"""Learn the peak memory of configurations, as distributions. Pure.
+
+From measured peaks and from out-of-memory errors.
 
 The dry run says which bytes of tensors are alive in each phase. Measured peaks, phase by phase where they are told so, correct
 their parts; what the allocator holds beyond tensors, and what the driver takes, come on top.
@@ -14,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrial.dsat.memory_model import DeviceMemory, MemoryPrediction
-from dstrial.dsat.memory_parts import MEMORY_PARTS, PeakParts
+from dstrial.dsat.memory_model import MEMORY_PARTS, DeviceMemory, MemoryPrediction, PeakParts
 from dstrial.dsat.sum_model import Effects, Row, Seen, SumModel
 
 _FACTORS = {

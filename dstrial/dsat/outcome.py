@@ -1,4 +1,4 @@
-"""What a measurement ended as: measured values, or a failure of a known kind. Pure.
+"""How a measurement ended: values, or a failure of a known kind. Pure.
 
 A failing rank prints one line (``failure_line``) that every log carries, of a master's or of a file; where a rank
 could not, the end of the log tells (``failure_from_log``).

@@ -1,4 +1,4 @@
-"""The batch that a search keeps, as numbers, where a DeepSpeed config leaves it to the library that trains. Pure.
+"""The batch of a search as numbers, where a config says "auto". Pure.
 
 Hugging Face's Trainer and Accelerate fill in what is ``"auto"`` or missing when they train; a search has to know it before.
 """
@@ -12,14 +12,12 @@ from typing import Any
 from dstrial.config import ExperimentConfig
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.fillers import DEFAULT_MICRO_BATCH, Filler
+from dstrial.config.fillers import DEFAULT_MICRO_BATCH, SIZE_FLAGS, Filler
 from dstrial.config.findings import Findings
 from dstrial.config.script_source import find_script
-from dstrial.dsat.trainer_batch import MICRO_FLAG, STEPS_FLAG
 from dstrial.errors import ConfigError, ConfigProblem
 
-_TOTAL, _MICRO, _STEPS = BATCH_KEYS
-_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
+_TOTAL, _MICRO, _ = BATCH_KEYS
 _SECTION = "training_arguments"
 
 
@@ -49,9 +47,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
     warnings: tuple[str, ...] = ()
     if filler.is_trainer:
         filler, warnings = _with_arguments(filler, experiment, sizes, findings)
-    solution = filler.solve(
-        sizes, experiment.sizes.data_parallel_size, {key: findings.place(key) for key in BATCH_KEYS}
-    )
+    solution = filler.solve(sizes, experiment.sizes.dp, {key: findings.place(key) for key in BATCH_KEYS})
     if solution is None:
         problem = ConfigProblem(
             findings.place(_MICRO),
@@ -81,7 +77,7 @@ def _with_arguments(
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):
-        flags = " and ".join(f"--{flag}" for flag in _FLAGS.values())
+        flags = " and ".join(f"--{flag}" for flag in SIZE_FLAGS.values())
         problem = ConfigProblem(
             where,
             f"a script with its arguments in {words[0]}",
@@ -90,7 +86,7 @@ def _with_arguments(
         )
         raise ConfigError([problem])
     arguments, problems, warnings = filler.arguments, [], []
-    for key, flag in _FLAGS.items():
+    for key, flag in SIZE_FLAGS.items():
         if sizes[key] not in (None, AUTO):
             continue
         given = arguments.find(flag)

@@ -1,4 +1,4 @@
-"""The rules of pipelines: which numbers of stages are possible, and how the batch is best divided. Pure."""
+"""Which pipeline stages are possible, and how they divide the batch. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.config import ParallelSizes
+from dstrial.config import ParallelDims
 from dstrial.dsat.candidate import HYPERPARAMETERS, BatchSplit
 
 STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
@@ -52,7 +52,7 @@ def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
     return good[-1] if good else 0
 
 
-def stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
+def stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
     """Return the path of ``--space`` that changes the number of pipeline stages; None if there is none.
 
     Args:
@@ -62,12 +62,12 @@ def stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes:
     """
     for name in STAGE_NAMES:
         path = f"{HYPERPARAMETERS}{name}"
-        if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pipeline_stages:
+        if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:
             return path
     return None
 
 
-def with_stages(sizes: ParallelSizes, num_stages: Any) -> ParallelSizes:
+def with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
     """Return the sizes of a job with another number of stages.
 
     Raises:
@@ -75,10 +75,10 @@ def with_stages(sizes: ParallelSizes, num_stages: Any) -> ParallelSizes:
     """
     if not isinstance(num_stages, int) or isinstance(num_stages, bool):
         raise ValueError(f"pipeline stages are {num_stages!r}; expected a whole number. Correct it.")
-    return dataclasses.replace(sizes, pipeline_stages=num_stages, is_pipeline=True)
+    return dataclasses.replace(sizes, pp=num_stages, is_pipeline=True)
 
 
-def divided_anew(batch: BatchSplit, sizes: ParallelSizes, num_stages: int, *, is_free: bool) -> BatchSplit:
+def divided_anew(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_free: bool) -> BatchSplit:
     """Return a batch as the replicas of another number of stages divide it between themselves.
 
     Args:
@@ -87,7 +87,7 @@ def divided_anew(batch: BatchSplit, sizes: ParallelSizes, num_stages: int, *, is
         num_stages: stages.
         is_free: whether the global batch changes with the micro batch.
     """
-    replicas = with_stages(sizes, num_stages).data_parallel_size
+    replicas = with_stages(sizes, num_stages).dp
     if is_free:
         accumulation = max(batch.accumulation, enough_accumulation(num_stages))
         total = batch.micro_batch_size * accumulation * replicas

@@ -1,4 +1,7 @@
-"""``dsat plan``: what fits on hardware that is not at hand, and what would be fastest; nothing is measured. Pure."""
+"""``dsat plan``: what fits and is fastest on hardware that is not here. Pure.
+
+Nothing is measured.
+"""
 
 from __future__ import annotations
 

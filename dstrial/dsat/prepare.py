@@ -1,4 +1,7 @@
-"""Gather what ``predict`` starts from: dry runs of every kind of structure of a space. Starts processes; imports no torch."""
+"""Gather the dry runs that ``predict`` starts from. Imports no torch.
+
+Every kind of structure of a space is dry-run, in processes of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from dstrial.dsat.structures import Structures
 from dstrial.dsat.trial_config import measuring_spec, python_words
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+from dstrial.local.measuring import MEASURING_KEYS
 
 _DEADLINE_S = 900.0
 _MOST_PARALLEL = 4
@@ -63,8 +67,8 @@ def gather_inputs(
     described = inputs.described_by
     if inputs.runs:
         source = "of a loader's first batches the largest" if settings.trial else "a script's first batch"
-        if isinstance(getattr(settings.args, "sample_batch", None), str):
-            source = f"the batch in {settings.args.sample_batch}"
+        if isinstance(settings.flags.sample_batch, str):
+            source = f"the batch in {settings.flags.sample_batch}"
         described += f" ({len(inputs.runs)} of {number} kinds of structures; {source})"
     tell(f"described by:  {described}")
     lines.insert(0, f"described by {described}")
@@ -134,17 +138,17 @@ def request_maker(
 ) -> RequestOf:
     """Return what makes the requests of a search's dry runs."""
     space: Space = settings.space
-    asked = getattr(settings.args, "sample_batch", None)
+    asked = settings.flags.sample_batch
     sample_batch = Path(asked) if isinstance(asked, str) else None
     num_batches = asked if isinstance(asked, int) else NUM_BATCHES
-    trusts_code = bool(getattr(settings.args, "trust_code", False))
+    trusts_code = settings.flags.trust_code
 
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
         candidate = space.candidate(structure, 0 if is_accumulating else space.ladder.last)
         hparams = {
             key: value
             for key, value in measuring_spec(settings, candidate, 0, "described").hparams.items()
-            if key not in ("_use_dsat_mode", "_dsat", "_around_fit")
+            if key not in MEASURING_KEYS
         }
         config = space.config(candidate)
         if settings.trial is None:

@@ -1,7 +1,9 @@
-"""Whether a knob of ``--space`` has changed anything: two measurements that differ in nothing else are compared. Pure.
+"""Whether a knob of ``--space`` has changed anything. Pure.
+
+Two measurements that differ in nothing else are compared.
 
 What DeepSpeed reads of its own keys is known from the rules. What a trial makes of a hyperparameter is not, so its values
-have to prove themselves: by what the engine is (``dstrial.dsat.trial.traits``), what a micro batch computes and keeps, or
+have to prove themselves: by what the engine is (``dstrial.dsat.trial.first_batch``), what a micro batch computes and keeps, or
 the time of a step.
 """
 
@@ -10,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.candidate import HYPERPARAMETERS, Candidate
+from dstrial.dsat.candidate import HYPERPARAMETERS, Candidate, value_at
 from dstrial.dsat.knobs import KNOBS
 from dstrial.dsat.outcome import Measured, Outcome
 from dstrial.dsat.space import Space, Structure
@@ -150,10 +152,7 @@ def _value(space: Space, candidate: Candidate, path: str) -> Any:
     if path.startswith(HYPERPARAMETERS):
         return space.hyperparameter(candidate, path)
     config = space.base if candidate.is_own else space.config(candidate)
-    value: Any = check_deepspeed(config, space.sizes_of(candidate), auto="warning").effective
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    return value_at(check_deepspeed(config, space.sizes_of(candidate), auto="warning").effective, path)
 
 
 def _changes(one: Measured, other: Measured) -> Iterator[tuple[str, float, float]]:

@@ -1,4 +1,6 @@
-"""What could be measured next: of every group of structures, what the predictions make the most of. Pure.
+"""Propose what could be measured next, of every group. Pure.
+
+Of each group it is what the predictions make the most of.
 
 Groups (stage, offload, what ``--space`` names) are few, and all are looked at. Within one, knobs are changed one after the other
 as long as the bound of its time falls (coordinate descent), so that many knobs may differ at once from what was measured, and a
@@ -76,12 +78,6 @@ class Proposals:
     def starts(self) -> list[Structure]:
         """Return where the next descents begin, besides what was measured; for a snapshot."""
         return [one for known in self._starts.values() for one in known]
-
-    def restore(self, starts: Sequence[Structure]) -> None:
-        """Go on from where ``starts`` was called."""
-        self._starts.clear()
-        for one in starts:
-            self._starts.setdefault(self._structures.group(one), {})[one] = None
 
     def find(
         self,

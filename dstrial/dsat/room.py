@@ -1,4 +1,7 @@
-"""A search whose disk is full: events wait until they can be written, trials until there is room for what they write."""
+"""What of a search waits while a disk is full.
+
+Events wait until they can be written, trials until there is room for what they write.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The files that a search leaves behind: results, best experiment and report. A disk that is full is told, and ends nothing."""
+"""The files that a search leaves: results, best experiment, report.
+
+That a disk is full is told, and ends nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from typing import Any
 import yaml
 
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.methods.method import Finish
+from dstrial.dsat.methods.method import Finish, ReportFacts
+from dstrial.dsat.outcome import Measured
 from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
-from dstrial.dsat.results import TrialResult, write_results
+from dstrial.dsat.results import TrialResult, best_of
 from dstrial.dsat.settings import SearchSettings
+from dstrial.dsat.space import Space
 from dstrial.dsat.trial_config import full_config
-from dstrial.local.json_files import write_text_atomically
+from dstrial.local.json_files import write_json_atomically, write_text_atomically
 
 
 class SearchFiles:
@@ -36,7 +41,7 @@ class SearchFiles:
         """Write the method's snapshot, the results so far, and the experiment of the best one."""
         try:
             self._record.write_snapshot(snapshot)
-            best = write_results(self._record, self._settings.space, trials, self._settings.args.metric)
+            best = write_results(self._record, self._settings.space, trials, self._settings.flags.metric)
             if best is not None:
                 config = full_config(self._settings, best.candidate)
                 text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
@@ -49,7 +54,7 @@ class SearchFiles:
     def write_report(
         self,
         end: Finish | signal.Signals,
-        snapshot: Mapping[str, Any],
+        predicted: ReportFacts,
         notes: Sequence[str],
         trials: Sequence[TrialResult],
     ) -> None:
@@ -57,18 +62,18 @@ class SearchFiles:
 
         Args:
             end: how the search ended, or what interrupted it.
-            snapshot: of the method.
+            predicted: what the method says beyond the measurements.
             notes: what the method and the measurements have told.
             trials: every trial so far.
         """
         facts = SearchFacts(
             name=self._settings.experiment.name or self._settings.output.name,
             method=self._settings.method,
-            metric=self._settings.args.metric,
+            metric=self._settings.flags.metric,
             reason=end.reason if isinstance(end, Finish) else f"interrupted by {end.name}",
             is_finished=isinstance(end, Finish),
             num_slots=self._settings.num_slots,
-            snapshot=snapshot,
+            predicted=predicted,
             notes=(*self._settings.warnings, *notes),
         )
         try:
@@ -86,3 +91,19 @@ class SearchFiles:
             *(self._record.path / name for name in REPORT_NAMES),
         )
         return {path.name: path.read_text() for path in kept if path.exists()}
+
+
+def write_results(
+    record: SearchRecord, space: Space, trials: Sequence[TrialResult], metric: str
+) -> TrialResult | None:
+    """Write the files of the results so far; returns the best trial.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    write_json_atomically(record.trials_path, [trial.to_json() for trial in trials], sync=False)
+    best = best_of(trials, metric)
+    if best is not None and isinstance(best.outcome, Measured):
+        write_json_atomically(record.best_config_path, space.config(best.candidate))
+        write_json_atomically(record.best_metrics_path, dict(best.outcome.metrics))
+    return best

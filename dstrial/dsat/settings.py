@@ -1,8 +1,10 @@
-"""What a search was asked for, read and checked: all problems of flags and files at once. Starts nothing."""
+"""What a search was asked for, read and checked. Starts nothing.
+
+All problems of flags and files come at once.
+"""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import hashlib
@@ -14,25 +16,20 @@ from typing import Any
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.documents import read_yaml
 from dstrial.config.entrypoint import trial_spec
+from dstrial.dsat.flags import SearchFlags
+from dstrial.dsat.methods import METHODS
 from dstrial.dsat.methods.method import MethodOptions
 from dstrial.dsat.outcome import smaller_is_better
 from dstrial.dsat.own_batch import with_batch_sizes
-from dstrial.dsat.settings_checks import accepted, experiment_problems, flag_problems, values_refused
-from dstrial.dsat.space import Space
-from dstrial.dsat.space_file import read_space
-from dstrial.errors import ConfigError
-
-_FLAGS_OF_A_RUN = (
-    "budget",
-    "output",
-    "fresh",
-    "local",
-    "run_full_experiment",
-    "given",
-    "command",
-    "trial_timeout",
-    "no_worker",
+from dstrial.dsat.settings_checks import (
+    accepted,
+    experiment_problems,
+    flag_problems,
+    read_space,
+    values_refused,
 )
+from dstrial.dsat.space import Space
+from dstrial.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class SearchSettings:
 
     Attributes:
         method: its name.
-        args: the parsed command line.
+        flags: of the command line.
         experiment: the user's experiment.
         written: the experiment config as it is written, YAML values.
         space: what is searched.
@@ -52,7 +49,7 @@ class SearchSettings:
     """
 
     method: str
-    args: argparse.Namespace
+    flags: SearchFlags
     experiment: ExperimentConfig
     written: dict[str, Any]
     space: Space
@@ -79,21 +76,21 @@ class SearchSettings:
     @property
     def smaller_is_better(self) -> bool:
         """Which way the metric is compared."""
-        return smaller_is_better(self.args.metric)
+        return smaller_is_better(self.flags.metric)
 
 
-def read_settings(args: argparse.Namespace) -> SearchSettings:
+def read_settings(flags: SearchFlags) -> SearchSettings:
     """Read and check everything that a command line names.
 
     Raises:
         ConfigError: with all problems.
     """
-    problems = flag_problems(args)
-    path, model_dir = Path(args.config_path), Path(args.model_dir)
+    problems = flag_problems(flags)
+    path, model_dir = Path(flags.config_path), Path(flags.model_dir)
     experiment: ExperimentConfig | None = None
-    overrides = [] if args.train_batch_size is None else _batch_overrides(args.train_batch_size)
-    if getattr(args, "slots", None) is not None:
-        overrides.append(f"resources.slots_per_trial={args.slots}")
+    overrides = [] if flags.train_batch_size is None else _batch_overrides(flags.train_batch_size)
+    if flags.slots is not None:
+        overrides.append(f"resources.slots_per_trial={flags.slots}")
     try:
         experiment = load_experiment(path, model_dir, overrides, require_entrypoint=True)
     except ConfigError as error:
@@ -103,14 +100,14 @@ def read_settings(args: argparse.Namespace) -> SearchSettings:
     assumed: tuple[str, ...] = ()
     doubtful: list[str] = []
     if experiment is not None:
-        problems += experiment_problems(args, experiment)
+        problems += experiment_problems(flags, experiment)
         try:
-            if args.space is not None:
-                extra = read_space(Path(args.space), experiment.hyperparameters)
+            if flags.space is not None:
+                extra = read_space(Path(flags.space), experiment.hyperparameters)
             if experiment.deepspeed is not None:
                 base, assumed = with_batch_sizes(experiment)
-                space = _space(args, base, experiment, extra)
-                refused, doubtful = values_refused(args, space)
+                space = _space(flags, base, experiment, extra)
+                refused, doubtful = values_refused(flags, space)
                 problems += refused
         except ConfigError as error:
             problems += error.problems
@@ -119,17 +116,17 @@ def read_settings(args: argparse.Namespace) -> SearchSettings:
     assert experiment is not None
     assert space is not None
     written: dict[str, Any] = copy.deepcopy(read_yaml(path, str(path)).value)
-    output = Path(args.output or f"dsat/{_slug(experiment.name)}-{args.search_method}").absolute()
+    output = Path(flags.output or f"dsat/{_slug(experiment.name)}-{flags.search_method}").absolute()
     return SearchSettings(
-        method=args.search_method,
-        args=args,
+        method=flags.search_method,
+        flags=flags,
         experiment=experiment,
         written=written,
         space=space,
-        options=_options(args),
+        options=_options(flags),
         output=output,
-        fingerprint=_fingerprint(args, experiment, extra),
-        warnings=(*experiment.warnings, *assumed, *accepted(args), *doubtful),
+        fingerprint=_fingerprint(flags, experiment, extra),
+        warnings=(*experiment.warnings, *assumed, *accepted(flags), *doubtful),
     )
 
 
@@ -141,7 +138,7 @@ def with_parallel(settings: SearchSettings, num_parallel: int) -> SearchSettings
 
 
 def _space(
-    args: argparse.Namespace,
+    flags: SearchFlags,
     base: Mapping[str, Any],
     experiment: ExperimentConfig,
     extra: Mapping[str, tuple[Any, ...]],
@@ -149,9 +146,9 @@ def _space(
     return Space(
         base,
         experiment.sizes,
-        stages=tuple(args.zero_stages),
-        train_batch_size=args.train_batch_size,
-        free_batch=args.free_batch,
+        stages=tuple(flags.zero_stages),
+        train_batch_size=flags.train_batch_size,
+        free_batch=flags.free_batch,
         extra=extra,
         hyperparameters=experiment.hyperparameters,
     )
@@ -162,25 +159,19 @@ def _batch_overrides(train_batch_size: int) -> list[str]:
     return [f"{above}.train_batch_size={train_batch_size}", f"{above}.gradient_accumulation_steps=null"]
 
 
-def _options(args: argparse.Namespace) -> MethodOptions:
-    names = {field.name for field in dataclasses.fields(MethodOptions)} - {
-        "num_parallel",
-        "seed",
-        "range_factor",
-    }
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return MethodOptions(
-        seed=args.random_seed, range_factor=getattr(args, "search_range_factor", 1.0), **given
-    )
+def _options(flags: SearchFlags) -> MethodOptions:
+    own = {flag.option: flags.own[flag.dest] for flag in METHODS[flags.search_method].flags}
+    options = MethodOptions(metric=flags.metric, max_trials=flags.max_trials, seed=flags.random_seed)
+    return dataclasses.replace(options, **own)
 
 
 def _fingerprint(
-    args: argparse.Namespace, experiment: ExperimentConfig, extra: Mapping[str, tuple[Any, ...]]
+    flags: SearchFlags, experiment: ExperimentConfig, extra: Mapping[str, tuple[Any, ...]]
 ) -> str:
-    flags = {name: value for name, value in vars(args).items() if name not in _FLAGS_OF_A_RUN}
-    flags["config_path"], flags["model_dir"] = experiment.path.name, experiment.context_dir.resolve().name
+    asked = flags.deciding()
+    asked["config_path"], asked["model_dir"] = experiment.path.name, experiment.context_dir.resolve().name
     content = [
-        flags,
+        asked,
         experiment.raw,
         experiment.deepspeed.merged if experiment.deepspeed else None,
         dict(extra),

@@ -1,4 +1,6 @@
-"""What is searched: structures (ZeRO stage and live knobs) and how the batch is divided. Pure.
+"""What is searched: structures, and how the batch is divided. Pure.
+
+A structure is a ZeRO stage and its live knobs.
 
 Whether a configuration is legal, and whether a key in it does anything, is decided by
 ``dstrial.config.check_deepspeed`` alone.
@@ -13,10 +15,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.config import ParallelSizes, check_deepspeed, merge_deepspeed
-from dstrial.dsat.candidate import HYPERPARAMETERS, BatchSplit, Candidate, changes_in_words, value_at
+from dstrial.config import ParallelDims, check_deepspeed, merge_deepspeed
+from dstrial.dsat.candidate import HYPERPARAMETERS, BatchSplit, Candidate, Ladder, changes_in_words, value_at
 from dstrial.dsat.knobs import ALL_STAGES, ZERO, Knob, legal_stages, live_knobs, useful_values
-from dstrial.dsat.ladder import Ladder
 from dstrial.dsat.live_config import drop_dead_keys, live_zero, refusal, width_of, with_neutral_values
 from dstrial.dsat.pipeline import (
     divided_anew,
@@ -64,7 +65,7 @@ class Space:
     def __init__(
         self,
         base: Mapping[str, Any],
-        sizes: ParallelSizes,
+        sizes: ParallelDims,
         *,
         stages: Sequence[int] = (1, 2, 3),
         train_batch_size: int | None = None,
@@ -92,7 +93,7 @@ class Space:
         self.ladder = Ladder(
             None if free_batch else batch.train_batch_size,
             batch.data_parallel_size,
-            max(batch.gradient_accumulation_steps, enough_accumulation(sizes.pipeline_stages)),
+            max(batch.gradient_accumulation_steps, enough_accumulation(sizes.pp)),
         )
         self.stages_path = stages_path(tuple(self.extra), self._hyperparameters, sizes)
         self.replicas = batch.data_parallel_size
@@ -198,7 +199,7 @@ class Space:
         """Say in one line what a candidate is: its batch, and what it changes in the user's own configuration."""
         batch = candidate.batch
         words = [f"stage {candidate.stage}, micro batch {batch.micro_batch_size} x {batch.accumulation}"]
-        num_stages = self.sizes_of(candidate).pipeline_stages
+        num_stages = self.sizes_of(candidate).pp
         if num_stages > 1:
             words.append(
                 f"{num_stages} pipeline stages ({1 - efficiency(batch.accumulation, num_stages):.0%} idle)"
@@ -219,7 +220,7 @@ class Space:
 
     def first_position(self, last: int) -> int:
         """Return where on the ladder a search begins, at most ``last``: pipelines first need enough micro batches in a step."""
-        num_stages = self.sizes.pipeline_stages
+        num_stages = self.sizes.pp
         if num_stages == 1 or self.ladder.is_free:
             return last
         return first_position([self.ladder.split(position) for position in range(last + 1)], num_stages)
@@ -228,12 +229,12 @@ class Space:
         """Return a structure with the micro batch at a position of the ladder."""
         batch = self.ladder.split(position)
         num_stages = self._num_stages(structure.settings)
-        if num_stages != self.sizes.pipeline_stages and not self.sizes_problem(structure.settings):
+        if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
             # Other numbers of stages have other numbers of replicas, between which the same batch is divided.
             batch = divided_anew(batch, self.sizes, num_stages, is_free=self.ladder.is_free)
         return Candidate(structure.stage, structure.settings, batch)
 
-    def sizes_of(self, candidate: Candidate) -> ParallelSizes:
+    def sizes_of(self, candidate: Candidate) -> ParallelDims:
         """Return how a candidate divides the ranks; as the user's own where it cannot."""
         if self.stages_path is None or self.sizes_problem(candidate.settings) is not None:
             return self.sizes
@@ -248,11 +249,11 @@ class Space:
             with_stages(self.sizes, num_stages)
         except ValueError as error:
             return str(error)
-        is_own = num_stages == self.sizes.pipeline_stages
+        is_own = num_stages == self.sizes.pp
         return None if is_own else uneven(num_stages, self._hyperparameters)
 
     def _num_stages(self, settings: Sequence[tuple[str, Any]]) -> Any:
-        return dict(settings).get(self.stages_path or "", self.sizes.pipeline_stages)
+        return dict(settings).get(self.stages_path or "", self.sizes.pp)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
         """Return the whole DeepSpeed config of a candidate, without keys that do nothing in it and for autotuning."""

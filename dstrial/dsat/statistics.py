@@ -1,4 +1,4 @@
-"""Steps that were timed: where warm-up ends, and how well their median is known. Pure."""
+"""Timed steps: where warm-up ends, how well their median is known. Pure."""
 
 from __future__ import annotations
 

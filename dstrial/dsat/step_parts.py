@@ -1,4 +1,7 @@
-"""Where the time of one optimizer step goes, from a dry run and what a machine can do. Pure."""
+"""Where the time of one optimizer step goes. Pure.
+
+From a dry run and what a machine can do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which structures a prediction considers, which of them need a dry run, and what follows for the others. Pure."""
+"""Which structures are considered, and which of them are dry-run. Pure.
+
+And what follows from these for the others.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.candidate import BatchSplit
+from dstrial.dsat.candidate import BatchSplit, value_at
 from dstrial.dsat.knobs import KNOBS, ZERO, Knob, useful_values
 from dstrial.dsat.live_config import width_of
 from dstrial.dsat.setup import Setup
@@ -163,7 +166,7 @@ class Structures:
         for knob in self.space.knobs(structure.stage):
             if knob.path in _OFFLOADS or knob.path == _RATIO or knob.path not in _KNOWN:
                 continue
-            now = own.get(knob.path, _walk(zero, knob.path))
+            now = own.get(knob.path, value_at(zero, knob.path))
             for value in useful_values(knob, num_params):
                 if value != now:
                     changed = tuple(sorted({**own, knob.path: value}.items()))
@@ -180,7 +183,7 @@ class Structures:
         return tuple(
             (path, value)
             for path, value in structure.settings
-            if path in _KNOWN and path not in _OFFLOADS and _walk(self._own_effective, path) != value
+            if path in _KNOWN and path not in _OFFLOADS and value_at(self._own_effective, path) != value
         )
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
@@ -250,9 +253,3 @@ def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
         for position in positions(space, largest)
         if space.ladder.split(position).micro_batch_size <= largest
     ]
-
-
-def _walk(value: Any, path: str) -> Any:
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

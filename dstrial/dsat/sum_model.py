@@ -1,4 +1,4 @@
-"""Sums of parts whose sizes are known up to factors, learned from measured sums. Pure.
+"""Sums of parts of uncertain size, learned from measured sums. Pure.
 
 The logarithm of a quantity (a step's time, a peak of memory) is that of the sum of its parts, each times a factor of its own,
 plus effects of what the parts know nothing of: those of a group of configurations, of a setting, of one structure. Factors and

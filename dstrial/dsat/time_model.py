@@ -1,4 +1,4 @@
-"""Step times from their parts, corrected by every measurement, with uncertainty. Pure.
+"""Step times from their parts, corrected by every measurement. Pure.
 
 A measurement tells the time of the whole step, and often those of forward, backward and optimizer step, from which the parts are
 known one by one. Micro batches of one structure share its factors, so that two or three of them give a curve.

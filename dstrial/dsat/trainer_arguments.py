@@ -1,6 +1,7 @@
-"""Make a Trainer script's command line and its DeepSpeed config agree. Pure: values in, values out.
+"""Make a Trainer's command line and its DeepSpeed config agree. Pure.
 
-Source of what has to agree: transformers 4.56 and 5.23 ``integrations/deepspeed.py``, which refuses to train otherwise.
+Source of what has to agree: transformers 4.56 and 5.23 ``integrations/deepspeed.py``, which refuses to train otherwise;
+``trainer_config_process``; accelerate 1.11 and 1.15 ``DeepSpeedPlugin.set_mixed_precision``.
 """
 
 from __future__ import annotations
@@ -10,24 +11,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial.config.batch import AUTO
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.findings import render
 from dstrial.config.saved_run import SavedRun
-from dstrial.dsat import trainer_numbers, trainer_precision
-from dstrial.dsat.decisions import Decision, Outcome
+from dstrial.dsat import trainer_numbers
 from dstrial.dsat.trainer_batch import MICRO_FLAG, STEPS_FLAG, reconcile_batch
-from dstrial.dsat.trainer_draft import Draft
+from dstrial.dsat.trainer_draft import Decision, Draft, Outcome, auto_hint
 from dstrial.errors import ConfigError
 
 CONFIG_FLAG = "deepspeed"
 """Argument of the Trainer with the path of its DeepSpeed config."""
 
+_PRECISIONS = ("fp16", "bf16")
+_PRECISION_ARGUMENTS = tuple(
+    name for precision in _PRECISIONS for name in (precision, f"{precision}_full_eval")
+)
 ARGUMENTS = (
     CONFIG_FLAG,
     MICRO_FLAG,
     STEPS_FLAG,
     *trainer_numbers.ARGUMENTS,
-    *trainer_precision.ARGUMENTS,
+    *_PRECISION_ARGUMENTS,
 )
 """Fields of ``TrainingArguments`` that are looked at."""
 
@@ -79,7 +85,7 @@ def reconcile(
     except ConfigError as error:
         draft.findings.problems.extend(error.problems)
     trainer_numbers.reconcile_numbers(draft)
-    trainer_precision.reconcile_precision(draft)
+    _reconcile_precision(draft)
     if draft.key_value("zero_optimization") is None:
         draft.set_key("zero_optimization.stage", 0)
         text = "zero_optimization is missing, which Accelerate refuses: it becomes {stage: 0}, which is DeepSpeed's default"
@@ -117,3 +123,89 @@ def _settle_path(draft: Draft) -> None:
             f"--{CONFIG_FLAG} is {given} and hyperparameters.deepspeed_config is {draft.source.label}: the hyperparameter wins. "
             f"For the argument to win, set hyperparameters.deepspeed_config: {given}.",
         )
+
+
+def _reconcile_precision(draft: Draft) -> None:
+    """Bring both precisions together. Changes the draft."""
+    said: dict[str, bool | None] = {}
+    for precision in _PRECISIONS:
+        key = f"{precision}.enabled"
+        value = draft.key_value(key)
+        if value is not None and value != AUTO and not isinstance(value, bool):
+            fix = "Write true or false, without quotes."
+            draft.findings.problem(key, render(value), f'true, false or "{AUTO}"', fix)
+            return
+        said[precision] = value if isinstance(value, bool) else None
+    _settle_both_precisions(draft, said)
+    on = next((precision for precision in _PRECISIONS if said[precision]), None)
+    for precision in _PRECISIONS:
+        other = said[precision]
+        if other is None and on is not None and on != precision:
+            other = False
+        _reconcile(draft, precision, other, on)
+
+
+def _settle_both_precisions(draft: Draft, said: dict[str, bool | None]) -> None:
+    """Let the overwrite win where the config has both precisions on; without one that is the user's to settle."""
+    if not all(said.values()):
+        return
+    keys = [f"{precision}.enabled" for precision in _PRECISIONS]
+    overwritten = [draft.is_overwritten(key) for key in keys]
+    if sum(overwritten) != 1:
+        fix = "Keep one of the two."
+        draft.findings.problem(keys[1], "true, and fp16.enabled is true too", "one precision", fix)
+        return
+    winner, loser = (_PRECISIONS[overwritten.index(flag)] for flag in (True, False))
+    said[loser] = False
+    draft.set_key(f"{loser}.enabled", False)
+    draft.decide(
+        loser,
+        f"{loser}.enabled",
+        Outcome.KEY_CHANGED,
+        f"{draft.place(f'{loser}.enabled')} is true and {draft.place(f'{winner}.enabled')} is true: the overwrite wins, "
+        f"{loser}.enabled becomes false. Say so in overwrite_deepspeed_args: {{{loser}: {{enabled: false}}}}.",
+    )
+
+
+def _reconcile(draft: Draft, precision: str, said: bool | None, on: str | None) -> None:
+    key, full = f"{precision}.enabled", f"{precision}_full_eval"
+    value = draft.key_value(key)
+    asked = [name for name in (precision, full) if draft.truth_of_flag(name)]
+    if said is None:
+        if value == AUTO:
+            who = " and ".join(f"--{name}" for name in asked) or f"the default of --{precision}"
+            draft.decide(precision, key, Outcome.TRAINER, f'{key} is "auto": the Trainer fills in {who}')
+        elif asked:
+            draft.set_key(key, AUTO)
+            draft.decide(
+                precision,
+                key,
+                Outcome.KEY_SET,
+                f'{key} is missing: it becomes "auto", so that --{asked[0]} has an effect',
+            )
+    elif said and asked:
+        draft.decide(precision, key, Outcome.EQUAL, f"--{asked[0]} and {key} are both true")
+    elif said:
+        draft.set_flag(precision, "True")
+        is_given = draft.is_given(precision)
+        outcome = Outcome.ARGUMENT_CHANGED if is_given else Outcome.ARGUMENT_SET
+        text = f"--{precision} True is added, as {draft.place(key)} has it"
+        if is_given:
+            text = (
+                f"{draft.place(key)} is true and --{precision} is false: {key} wins, --{precision} becomes True. "
+                f"{auto_hint(key)}"
+            )
+        draft.decide(precision, key, outcome, text)
+    else:
+        for name in asked:
+            draft.set_flag(name, "False")
+            winner = key if isinstance(value, bool) or on is None else f"{on}.enabled"
+            draft.decide(
+                name,
+                key,
+                Outcome.ARGUMENT_CHANGED,
+                f"{draft.place(winner)} is {render(draft.key_value(winner))} and --{name} is given: {winner} wins, "
+                f"--{name} becomes False. {auto_hint(winner)}",
+            )
+        if not asked and isinstance(value, bool):
+            draft.decide(precision, key, Outcome.EQUAL, f"--{precision} is not given and {key} is false")

@@ -1,4 +1,4 @@
-"""The batch sizes of a Trainer: solved over DeepSpeed's keys, the arguments and the number of ranks. Pure.
+"""The batch sizes of a Trainer: solved over keys, arguments and ranks. Pure.
 
 The Trainer counts ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` x ranks, whatever else DeepSpeed divides
 the ranks for, and demands the same of DeepSpeed's three keys.
@@ -16,8 +16,7 @@ from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.fillers import DEFAULT_MICRO_BATCH
 from dstrial.config.kept_batch import in_words, keep_batch
 from dstrial.config.saved_run import EngineRecord, SavedRun, given_sizes
-from dstrial.dsat.decisions import Outcome
-from dstrial.dsat.trainer_draft import COMMAND_LINE, Draft, auto_hint
+from dstrial.dsat.trainer_draft import COMMAND_LINE, Draft, Outcome, auto_hint
 from dstrial.errors import ConfigError
 
 MICRO_FLAG = "per_device_train_batch_size"

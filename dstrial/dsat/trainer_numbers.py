@@ -1,4 +1,6 @@
-"""The numbers that a Trainer and DeepSpeed both know: clipping, learning rate, the optimizer's, warm-up, length. Pure.
+"""Numbers that a Trainer and DeepSpeed both know. Pure.
+
+Clipping, learning rate, the optimizer's, warm-up, length.
 
 One rule: a number in the DeepSpeed config, with its overwrites, wins over the argument, ``"auto"`` lets the argument win, and a
 key that is missing is added as ``"auto"`` where DeepSpeed would otherwise take its own default instead of a given argument.
@@ -14,8 +16,7 @@ from collections.abc import Mapping
 from dstrial.config.batch import AUTO
 from dstrial.config.findings import render
 from dstrial.config.rules import deepspeed_rules
-from dstrial.dsat.decisions import Outcome
-from dstrial.dsat.trainer_draft import Draft, as_text, auto_hint
+from dstrial.dsat.trainer_draft import Draft, Outcome, as_text, auto_hint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The experiment config of a measuring trial, and of the full experiment with the best configuration. Pure."""
+"""Experiment configs of measuring trials, and of the full experiment. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dstrial.config.dotted_keys import nested
 from dstrial.dsat.candidate import Candidate, layered
-from dstrial.dsat.defaults import DEFAULT_SEARCH_RUNNER_CONFIG
+from dstrial.dsat.methods import METHODS
 from dstrial.dsat.settings import SearchSettings
+from dstrial.local.measuring import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
-_SETTINGS_KEY = "_dsat"
 _MEASURING_MODULE = "dstrial.dsat.trial"
 _SCRIPT_MODULE = "dstrial.dsat.trial.local_script"
 _WORKER_MODULE = "dstrial.dsat.worker"
@@ -24,8 +25,16 @@ _LAUNCH_MODULES = (
     "determined.launch.deepspeed",
     "determined.launch.torch_distributed",
 )
-_AROUND_FIT_KEY = "_around_fit"  # dstrial.trainer's, which is not imported for its torch
 _AROUND_FIT = "dstrial.dsat.trial.reporting:around_fit"
+RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
+    {
+        "searcher": {"name": "single", "max_length": {"batches": 1}},
+        "max_restarts": 0,
+        "resources": {"slots_per_trial": 0},
+        "entrypoint": "python3 -m dstrial.dsat.keep",
+    }
+)
+"""The experiment whose checkpoint holds the results of launched trials."""
 _LONGEST_STEPS = 1000
 _BENCHMARKED = 2  # the second one too, for the first may fail
 _OF_TRAINING = (
@@ -69,17 +78,17 @@ def measuring_spec(
     for key in _OF_TRAINING:
         config.pop(key, None)
     hparams = _hyperparameters(settings, candidate)
-    args = settings.args
-    hparams["_use_dsat_mode"] = True
-    hparams[_AROUND_FIT_KEY] = _AROUND_FIT
-    hparams[_SETTINGS_KEY] = {
-        "first_step": args.start_profile_step,
-        "min_steps": args.end_profile_step + 1,
-        "max_s": args.measure_seconds,
-        "num_batches": max(args.end_profile_step + 1, _LONGEST_STEPS),
+    flags = settings.flags
+    hparams[MEASURING_KEY] = True
+    hparams[AROUND_FIT_KEY] = _AROUND_FIT
+    hparams[SETTINGS_KEY] = {
+        "first_step": flags.start_profile_step,
+        "min_steps": flags.end_profile_step + 1,
+        "max_s": flags.measure_seconds,
+        "num_batches": max(flags.end_profile_step + 1, _LONGEST_STEPS),
     }
-    if settings.method == "predict" and trial_id <= _BENCHMARKED:
-        hparams[_SETTINGS_KEY]["benchmarks_machine"] = True
+    if METHODS[settings.method].predicts and trial_id <= _BENCHMARKED:
+        hparams[SETTINGS_KEY][BENCHMARK_KEY] = True
     label = f"dsat-{search_id}-{trial_id}"
     config |= {
         "name": f"{settings.experiment.name} (dsat trial {trial_id})",
@@ -89,9 +98,9 @@ def measuring_spec(
         "hyperparameters": hparams,
         "searcher": {
             "name": "single",
-            "metric": args.metric,
+            "metric": flags.metric,
             "smaller_is_better": settings.smaller_is_better,
-            "max_length": {"batches": hparams[_SETTINGS_KEY]["num_batches"]},
+            "max_length": {"batches": hparams[SETTINGS_KEY]["num_batches"]},
         },
         "max_restarts": 0,
     }
@@ -119,7 +128,7 @@ def worker_config(settings: SearchSettings, worker: int, search_id: str) -> Tria
         "entrypoint": f"python3 -m {_LAUNCHER} -m {_WORKER_MODULE} --trial {settings.trial}",
         "searcher": {
             "name": "single",
-            "metric": settings.args.metric,
+            "metric": settings.flags.metric,
             "smaller_is_better": settings.smaller_is_better,
             "max_length": {"batches": settings.options.max_trials},
         },
@@ -132,7 +141,7 @@ def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
     """Return what is submitted to keep the results of launched trials in a checkpoint: a ``single`` experiment without slots."""
     written = copy.deepcopy(settings.written)
     label = f"dsat-{search_id}-results"
-    runner = copy.deepcopy(dict(DEFAULT_SEARCH_RUNNER_CONFIG))
+    runner = copy.deepcopy(dict(RESULTS_EXPERIMENT))
     names = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
     config = {
         **{name: written[name] for name in names if name in written},
@@ -142,7 +151,7 @@ def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
         "labels": sorted({*(str(one) for one in written.get("labels") or []), "dsat", label}),
         "searcher": {
             **runner["searcher"],
-            "metric": settings.args.metric,
+            "metric": settings.flags.metric,
             "smaller_is_better": settings.smaller_is_better,
         },
     }
@@ -168,7 +177,7 @@ def _with_stages(config: dict[str, Any], settings: SearchSettings, candidate: Ca
     """Say a candidate's number of pipeline stages where the experiment says its own."""
     if settings.space.stages_path is None:
         return config
-    num_stages = settings.space.sizes_of(candidate).pipeline_stages
+    num_stages = settings.space.sizes_of(candidate).pp
     return layered(config, {"data": {"dstrial": {"pipeline_stages": num_stages}}})
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed import DeepSpeedEngine, PipelineEngine
 
 from dstrial.engine.adapter import EngineAdapter
 from dstrial.engine.data_parallel import DataParallelAdapter

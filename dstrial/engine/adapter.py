@@ -25,6 +25,14 @@ class EngineAdapter(Protocol):
         """The wrapped ``deepspeed.DeepSpeedEngine`` itself, the object the user holds."""
 
     @property
+    def topology(self) -> Any:
+        """How a pipeline's ranks are arranged, DeepSpeed's ``PipelineParallelGrid``; None for data parallel."""
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Stages of a pipeline; 1 for data parallel."""
+
+    @property
     def train_calls_per_batch(self) -> int:
         """How often the loop calls ``train_batch`` for one optimizer step.
 

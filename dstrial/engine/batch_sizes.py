@@ -1,21 +1,23 @@
-"""Give a running engine other batch sizes than its config came to, between two optimizer steps."""
+"""How an engine divides ranks and batches, and how its batch sizes are changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed import DeepSpeedEngine, PipelineEngine, comm
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.config import ParallelDims
+from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.errors import ConfigError, ConfigProblem
 
 
-def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
-    """Return the DeepSpeed config that an engine was made from, whether that was a dictionary or a file."""
-    config: Mapping[str, Any] = engine._config._param_dict
-    return config
+def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
+    """Return how an engine's groups divide the ranks. Ranks: any; no communication."""
+    is_pipeline = isinstance(engine, PipelineEngine)
+    pp = int(engine.grid.get_pipe_parallel_world_size()) if is_pipeline else 1
+    tp = max(int(engine.mp_world_size) // pp, 1)  # which counts the stages of a pipeline, too
+    world_size = comm.get_world_size()
+    sp = max(world_size // (int(engine.dp_world_size) * pp * tp), 1)
+    return ParallelDims(world_size, pp, tp, sp, is_pipeline=is_pipeline)
 
 
 def set_batch_sizes(
@@ -54,12 +56,10 @@ def set_batch_sizes(
     engine.set_train_micro_batch_size(micro_batch_size)
     engine.set_train_batch_size(micro_batch_size * micro_batches_per_batch * int(engine.dp_world_size))
     # Where ranks share a sequence, dp_world_size is not the number that the config's equation has.
-    engine._config.train_batch_size = micro_batch_size * micro_batches_per_batch * unit
-    engine.tput_timer.batch_size = engine.train_batch_size()
+    engines.set_train_batch_size(engine, micro_batch_size * micro_batches_per_batch * unit)
     if isinstance(engine, PipelineEngine):
         engine.micro_batch_size = micro_batch_size
-    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-        engine.optimizer.gradient_accumulation_steps = micro_batches_per_batch
+    optimizers.set_accumulation(engine.optimizer, micro_batches_per_batch)
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:

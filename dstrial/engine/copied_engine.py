@@ -11,11 +11,14 @@ import pathlib
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed import DeepSpeedEngine, PipelineEngine
 
+from dstrial.engine.deepspeed_internals import optimizers
+from dstrial.engine.deepspeed_internals.engines import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+    TorchCheckpointEngine,
+)
 from dstrial.engine.files import describe_rank, engine_files
 from dstrial.engine.state import save_engine
 from dstrial.engine.state_copy import StateCopies
@@ -66,9 +69,9 @@ def sizes_to_copy(engine: DeepSpeedEngine) -> list[int]:
 
     Ranks: any; no communication.
     """
-    base = getattr(engine.optimizer, "optimizer", None) or engine.optimizer
+    base = optimizers.base_optimizer(engine.optimizer)
     states = [value for state in getattr(base, "state", {}).values() for value in state.values()]
-    masters = [tensor for name in _MASTERS for tensor in getattr(engine.optimizer, name, ())]
+    masters = optimizers.replica_masters(engine.optimizer)
     has_own_file = bool(masters) and engine.save_zero_checkpoint
     written: list[Any] = [*masters, *states] if has_own_file else []
     sizes = []
@@ -86,13 +89,6 @@ def sizes_to_copy(engine: DeepSpeedEngine) -> list[int]:
     }
     return [size for size in [*sizes, *storages.values()] if size >= _WORTH_PREPARING_BYTES]
 
-
-_MASTERS = (
-    "single_partition_of_fp32_groups",
-    "fp32_partitioned_groups_flat",
-    "fp32_groups_flat_partition",
-)
-"""Where DeepSpeed's optimizers keep fp32 weights: ZeRO 1 and 2, ZeRO 3, and ``BF16_Optimizer``."""
 
 _WORTH_PREPARING_BYTES = 1 << 16
 

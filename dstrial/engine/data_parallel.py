@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from deepspeed import comm
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine, comm
 
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.parameter_table import collect_layout
@@ -47,6 +46,15 @@ class DataParallelAdapter:
     def engine(self) -> DeepSpeedEngine:
         """The wrapped engine itself."""
         return self._engine
+
+    @property
+    def topology(self) -> None:
+        """Every rank is a replica."""
+
+    @property
+    def pipeline_stages(self) -> int:
+        """The model is in one piece."""
+        return 1
 
     @property
     def train_calls_per_batch(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dstrial.checkpoint.safetensors_file import TensorSpec, header_bytes, in_file_order, shards_of
+from dstrial.checkpoint.model_files import TensorSpec, header_bytes, in_file_order, shards_of
 from dstrial.checkpoint.summary import own_places, tied_names
 from dstrial.engine.saved_engine import MASTER, SavedEngine
 from dstrial.errors import CheckpointLayoutError

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed import comm
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.values import is_equal
 from dstrial.errors import CheckpointLayoutError
 
@@ -33,7 +33,7 @@ def extra_state_for(
 
     Ranks: any; no communication.
     """
-    replica = comm.get_rank(group=engine.seq_data_parallel_group) % saved.data_parallel_size
+    replica = engines.replica(engine) % saved.data_parallel_size
     parts = [
         extras[part * saved.data_parallel_size + replica]
         for part in range(len(extras) // saved.data_parallel_size)

@@ -10,12 +10,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed import comm
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import partition_uniform
+from deepspeed import DeepSpeedEngine, PipelineEngine, comm
 
+from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.errors import CheckpointDamagedError
 
 
@@ -42,27 +39,22 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     the checkpoint like any other, but who reads them is not known.
 
     Ranks: any; no communication.
-    Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name``,
-        ``PipelineModule.ckpt_layer_path``.
+    Source: ``DeepSpeedEngine._save_checkpoint`` and ``_load_checkpoint``.
     """
-    own_model = [] if engine.has_moe_layers else [_relative(engine._get_ckpt_name("", tag))]
+    own_model = [] if engine.has_moe_layers else [engines.model_file(engine, tag)]
     written = list(own_model) if engine.save_non_zero_checkpoint else []
-    read = [_relative(engine._get_ckpt_name("", tag, mp_placeholder="00")), *own_model] if own_model else []
-    if engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer):
-        own = _relative(engine._get_zero_ckpt_name("", tag))
+    read = [engines.model_file(engine, tag, part="00"), *own_model] if own_model else []
+    if engine.zero_optimization() or optimizers.has_file_per_replica(engine.optimizer):
+        own = engines.zero_file(engine, tag)
         read.append(own)
         if engine.save_zero_checkpoint:
             written.append(own)
     if isinstance(engine, PipelineEngine):
-        layers = {
-            idx: _relative(engine.module.ckpt_layer_path(tag, idx))
-            for idx, layer in enumerate(engine.module.forward_funcs)
-            if hasattr(layer, "state_dict")
-        }
+        layers = engines.layer_files(engine, tag)
         model_part = f"model_{engine.grid.get_slice_parallel_rank():02d}"
         read += [path.replace(model_part, "model_00") for path in layers.values()]
         read += layers.values()
-        mine = _written_layers(engine)
+        mine = engines.written_layers(engine)
         written += [path for idx, path in layers.items() if idx in mine]
     return EngineFiles(written=tuple(dict.fromkeys(written)), read=tuple(dict.fromkeys(read)))
 
@@ -118,20 +110,6 @@ def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> s
 def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]:
     """Return those of ``paths`` that are no files under ``root``. Ranks: any; no communication."""
     return [path for path in paths if not (pathlib.Path(root) / path).is_file()]
-
-
-def _relative(path: str) -> str:
-    return pathlib.PurePath(path).as_posix()
-
-
-def _written_layers(engine: PipelineEngine) -> range:
-    """Return which of this stage's layers this replica writes."""
-    num_layers = len(engine.module.forward_funcs)
-    replica = engine.grid.get_data_parallel_id()
-    if not engine.module.checkpoint_parallel_write_pipeline:
-        return range(num_layers) if replica == 0 else range(0)
-    bounds = partition_uniform(num_layers, engine.grid.data_parallel_size)
-    return range(int(bounds[replica]), int(bounds[replica + 1]))
 
 
 def describe_rank(engine: DeepSpeedEngine) -> str:

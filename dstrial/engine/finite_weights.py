@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+
+from dstrial.engine.deepspeed_internals import optimizers
 
 _SMALLEST_ITEM_BYTES = 2
 """torch 2.13 finds no minimum of the 8-bit floating-point types."""
@@ -84,9 +85,9 @@ class FiniteWeights:
 def _here(parameter: Any) -> torch.Tensor | None:
     """Return what this rank holds of a parameter; None where that is nothing, on disk, or of a type without an order."""
     weights = parameter.detach()
-    if hasattr(parameter, "ds_id"):  # partitioned by ZeRO 3
-        weights = getattr(parameter, "ds_tensor", None)
-        if weights is None or getattr(weights, "status", None) is not PartitionedParamStatus.AVAILABLE:
+    if optimizers.is_cut(parameter):
+        weights = optimizers.held_part(parameter)
+        if weights is None:
             return None
     is_float = weights.is_floating_point() and weights.dtype.itemsize >= _SMALLEST_ITEM_BYTES
     return weights if is_float and weights.numel() and not weights.is_meta else None

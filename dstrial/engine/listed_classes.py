@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
+from dstrial.engine.deepspeed_internals.optimizers import (
+    DynamicLossScaler,
+    LossScaler,
+    ZeroStageEnum,
+    fragment_address,
+)
 
 
 def _zero_stage(value: Any) -> ZeroStageEnum:

@@ -8,18 +8,13 @@ import platform
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import torch
-from deepspeed import comm
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed import DeepSpeedEngine
 
 from dstrial import __version__
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
+from dstrial.engine.batch_sizes import dims_of
+from dstrial.engine.deepspeed_internals import engines, optimizers
+from dstrial.engine.deepspeed_internals.optimizers import FlatGroups, SubGroup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,45 +26,57 @@ class _Slot:
     offset: int | None
 
 
-def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]]) -> Layout:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stages:
+    """The stages of a pipeline.
+
+    Attributes:
+        count: how many.
+        own_idx: that of this rank, 0-based.
+    """
+
+    count: int
+    own_idx: int
+
+
+def collect_layout(
+    engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]], stages: Stages | None = None
+) -> Layout:
     """Describe how ``engine``'s state lies over all ranks.
 
     Args:
         engine: a data-parallel or pipeline engine.
         allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
+        stages: of a pipeline; None for data parallel.
 
     Returns:
         The same layout on every rank.
 
     Ranks: all, collectively (one ``allgather``).
-    Source: flat groups of DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py``, ``runtime/bf16_optimizer.py``
-        and ``runtime/fp16/fused_optimizer.py``; sub groups of ``runtime/zero/stage3.py``.
+    Source: ``deepspeed_internals.optimizers``.
     """
-    part = int(engine.checkpoint_mp_rank)
+    part = engines.checkpoint_part(engine)
     slots, buffers = _slots(engine, part)
-    places = _places(engine, part, slots)
-    replica = comm.get_rank(group=engine.seq_data_parallel_group)
+    places = _places(engine, part, slots, 0 if stages is None else stages.own_idx)
+    replica = engines.replica(engine)
     tables: dict[int, tuple[list[ParameterPlace], list[FlatBuffer]]] = {}
     for its_part, its_replica, its_places, its_buffers in allgather((part, replica, places, buffers)):
         if its_replica == 0:
             tables.setdefault(its_part, (its_places, its_buffers))
     ordered = [tables[its_part] for its_part in sorted(tables)]
 
-    is_pipeline = isinstance(engine, PipelineEngine)
-    stages = engine.grid.get_pipe_parallel_world_size() if is_pipeline else 1
+    dims = dims_of(engine)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     if engine.fp16_enabled():
         precision = "fp16"
     elif engine.bfloat16_enabled():
         precision = "bf16"
-    optimizer = getattr(engine, "basic_optimizer", None)
+    optimizer = engines.basic_optimizer(engine)
     is_wrapped = optimizer is not None and optimizer is not engine.optimizer
     return Layout(
-        engine_kind="pipeline" if is_pipeline else "data_parallel",
-        world_size=comm.get_world_size(),
-        data_parallel_size=int(engine.seq_dp_world_size),
-        pipeline_stages=stages,
-        model_parallel_size=max(int(engine.mp_world_size) // stages, 1),
+        engine_kind="pipeline" if dims.is_pipeline else "data_parallel",
+        # Ranks that share a sequence share the optimizer's state, too, where an mpu puts both into one group.
+        **{**dims.to_layout(), "data_parallel_size": int(engine.seq_dp_world_size)},
         zero_stage=int(engine.zero_optimization_stage()),
         offload_optimizer=_offload_device(engine.zero_offload_optimizer()),
         offload_parameters=_offload_device(engine.zero_offload_param()),
@@ -96,35 +103,14 @@ def _offload_device(offload: Any) -> str:
 
 def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
     """Return the slot of each parameter that the optimizer owns, by ``id``, and the optimizer's buffers."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return _slots_of_sub_groups(optimizer, part)
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return _slots_of_flat_groups(
-            part,
-            optimizer.round_robin_bit16_groups,
-            optimizer.round_robin_bit16_offsets,
-            [flat.numel() for flat in optimizer.bit16_groups_flat],
-            optimizer.partition_count,
-        )
-    if isinstance(optimizer, BF16_Optimizer):
-        return _slots_of_flat_groups(
-            part,
-            optimizer.bf16_groups,
-            None,
-            [flat.numel() for flat in optimizer.bf16_groups_flat],
-            optimizer.partition_count,
-        )
-    if isinstance(optimizer, FP16_Optimizer):
-        groups = optimizer.fp16_groups
-        numels = [flat.numel() for flat in optimizer.fp16_groups_flat]
-        return _slots_of_flat_groups(part, groups, None, numels, [1] * len(groups))
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        groups = optimizer.fp16_groups
-    else:
-        groups = [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
+    sub_groups = optimizers.sub_groups(engine.optimizer)
+    if sub_groups is not None:
+        return _slots_of_sub_groups(sub_groups, part)
+    flat = optimizers.flat_groups(engine.optimizer)
+    if flat is not None:
+        return _slots_of_flat_groups(flat, part)
     slots = {}
-    for idx, group in enumerate(groups):
+    for idx, group in enumerate(optimizers.plain_groups(engine.optimizer)):
         end = 0
         for param in group:
             slots[id(param)] = _Slot(group_idx=idx, buffer_idx=None, offset=end)
@@ -132,19 +118,13 @@ def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[F
     return slots, []
 
 
-def _slots_of_flat_groups(
-    part: int,
-    groups: list[list[torch.nn.Parameter]],
-    offsets: list[list[int]] | None,
-    numels: list[int],
-    num_partitions: list[int],
-) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
+def _slots_of_flat_groups(flat: FlatGroups, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
     slots: dict[int, _Slot] = {}
     buffers = []
-    for idx, group in enumerate(groups):
+    for idx, group in enumerate(flat.groups):
         end = 0
         for position, param in enumerate(group):
-            offset = end if offsets is None else offsets[idx][position]
+            offset = end if flat.offsets is None else flat.offsets[idx][position]
             slots[id(param)] = _Slot(group_idx=idx, buffer_idx=idx, offset=offset)
             end = offset + param.numel()
         buffers.append(
@@ -152,52 +132,47 @@ def _slots_of_flat_groups(
                 model_part=part,
                 index=idx,
                 group_idx=idx,
-                numel=numels[idx],
-                partition_numel=numels[idx] // num_partitions[idx],
-                num_partitions=num_partitions[idx],
+                numel=flat.numels[idx],
+                partition_numel=flat.numels[idx] // flat.num_partitions[idx],
+                num_partitions=flat.num_partitions[idx],
             )
         )
     return slots, buffers
 
 
-def _slots_of_sub_groups(
-    optimizer: DeepSpeedZeroOptimizer_Stage3, part: int
-) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
+def _slots_of_sub_groups(sub_groups: list[SubGroup], part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
     slots: dict[int, _Slot] = {}
     buffers = []
-    for idx, sub_group in enumerate(optimizer.fp16_groups):
-        group_idx = int(optimizer.sub_group_to_group_id[idx])
+    for idx, sub_group in enumerate(sub_groups):
         end = 0
-        for param in sub_group:
-            slots[id(param)] = _Slot(group_idx=group_idx, buffer_idx=idx, offset=end)
-            end += param.partition_numel()
-        num_partitions = int(optimizer.sub_group_partition_counts[idx])
+        for param in sub_group.parameters:
+            slots[id(param)] = _Slot(group_idx=sub_group.group_idx, buffer_idx=idx, offset=end)
+            end += optimizers.cut_numel(param)
         buffers.append(
             FlatBuffer(
                 model_part=part,
                 index=idx,
-                group_idx=group_idx,
-                numel=end * num_partitions,
+                group_idx=sub_group.group_idx,
+                numel=end * sub_group.num_partitions,
                 partition_numel=end,
-                num_partitions=num_partitions,
+                num_partitions=sub_group.num_partitions,
             )
         )
     return slots, buffers
 
 
-def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot]) -> list[ParameterPlace]:
+def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
     """Return this rank's parameters in the order of the module, every name of a shared one included."""
-    stage = engine.stage_id if isinstance(engine, PipelineEngine) else 0
     first_names: dict[int, str] = {}
     places = []
     for name, param in engine.module.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(param), name)
         slot = slots.get(id(param))
-        is_cut = hasattr(param, "ds_id")
+        is_cut = optimizers.is_cut(param)
         places.append(
             ParameterPlace(
                 name=name,
-                shape=tuple(param.ds_shape if is_cut else param.shape),
+                shape=optimizers.full_shape(param),
                 dtype=str(param.dtype).removeprefix("torch."),
                 trainable=param.requires_grad,
                 group_idx=None if slot is None else slot.group_idx,
@@ -207,7 +182,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot]) -> list
                 is_cut=is_cut,
                 buffer_idx=None if slot is None else slot.buffer_idx,
                 offset=None if slot is None else slot.offset,
-                partition_numel=int(param.partition_numel()) if is_cut else None,
+                partition_numel=optimizers.cut_numel(param) if is_cut else None,
             )
         )
     return places

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from deepspeed import comm
+from deepspeed import PipelineEngine, comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank
-from dstrial.engine.parameter_table import collect_layout
+from dstrial.engine.parameter_table import Stages, collect_layout
 from dstrial.engine.state import bind_load_checkpoint
 from dstrial.engine.validation_plan import ValidationRound, plan_pipeline
 from dstrial.errors import DataError, TrialContractError
@@ -66,6 +66,16 @@ class PipelineAdapter:
     def engine(self) -> PipelineEngine:
         """The wrapped engine itself."""
         return self._engine
+
+    @property
+    def topology(self) -> Any:
+        """The engine's grid."""
+        return self._engine.mpu
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Stages of the grid."""
+        return int(self._engine.grid.get_pipe_parallel_world_size())
 
     @property
     def train_calls_per_batch(self) -> int:
@@ -158,7 +168,8 @@ class PipelineAdapter:
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
         """Describe the engine's state for the manifest. Ranks: all, collectively (one ``allgather``)."""
-        return collect_layout(self._engine, allgather)
+        stages = Stages(self.pipeline_stages, int(self._engine.stage_id))
+        return collect_layout(self._engine, allgather, stages)
 
 
 @dataclasses.dataclass(slots=True)
@@ -185,7 +196,7 @@ class _Binding:
         """Put the bound functions on the engine instance, over the methods of its class."""
         self.engine.train_batch = self.train_batch
         self.engine.eval_batch = self.eval_batch
-        self.engine._reduce_outputs = self.reduce_outputs
+        engines.bind_output_reduction(self.engine, self.reduce_outputs)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on one batch, from ``data_iter`` or from the bound training loader.
@@ -253,9 +264,7 @@ class _Binding:
             self.weights = served.micro_batch_records if served.records else (0,) * num_micro_batches
             self._hold_shape(None if served.is_ragged else _VALIDATION_SHAPE)
         kept = _Kept.of(self.engine)
-        # DeepSpeed 0.19.8 sums the losses of evaluations here too, on top of one another, whatever their shape.
-        self.engine.total_loss = None
-        self.engine.total_additional_losses = None
+        engines.forget_losses(self.engine)
         try:
             output = type(self.engine).eval_batch(
                 self.engine,
@@ -285,7 +294,7 @@ class _Binding:
         Ranks: the last stage of every replica, collectively (one all-reduce of two numbers).
         """
         if self.weights is None:
-            return type(self.engine)._reduce_outputs(self.engine, outputs, reduce, reduce_dp, micro_batches)
+            return engines.reduce_outputs(self.engine, outputs, reduce, reduce_dp, micro_batches)
         for loss in outputs:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

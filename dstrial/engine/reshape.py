@@ -4,8 +4,7 @@ Every rank copies what it owns straight from the mapped files into the tensors t
 and never takes more memory than one piece of a parameter. Afterwards everything is read again and compared bit
 by bit, before the first step is made with it.
 
-Source: which tensors DeepSpeed 0.19.8 trains with, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
-``runtime/bf16_optimizer.py``, ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py``.
+Which tensors DeepSpeed trains with is known to ``deepspeed_internals.optimizers``.
 """
 
 from __future__ import annotations
@@ -16,17 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from deepspeed import comm
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed import DeepSpeedEngine
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.checkpoint.pieces import Piece, Pieces, own_piece, positions_in_groups
 from dstrial.checkpoint.reshape_rules import reshape_problems
+from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.extra_state import describe_untied
 from dstrial.engine.files import describe_rank
 from dstrial.engine.saved_engine import MASTER, SavedEngine
@@ -98,7 +92,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
             )
         _load_base_state(engine, saved, targets)
         _load_module(saved, live)
-        _gather_persistent(engine)
+        optimizers.gather_persistent(engine.optimizer)
     groups = _base_groups(engine)
     for group_idx, values in settings.items():
         groups[group_idx].update(copy.deepcopy(values))
@@ -114,14 +108,14 @@ class _Live:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._pieces = Pieces(now)
-        part = int(engine.checkpoint_mp_rank)
+        part = engines.checkpoint_part(engine)
         self.places = {place.name: place for place in now.parameters if place.model_part == part}
-        self.replica = comm.get_rank(group=engine.seq_data_parallel_group)
+        self.replica = engines.replica(engine)
         self.parameters = dict(engine.module.named_parameters(remove_duplicate=False))
 
     def targets(self) -> Iterator[_Target]:
         """Yield what this rank's optimizer updates; every element once."""
-        masters = _flat_masters(self._optimizer)
+        masters = optimizers.flat_masters(self._optimizer)
         own_masters = _own_masters(self._optimizer, self.places)
         for name, place in self.places.items():
             if place.group_idx is None or (place.tied_to is not None and place.tied_to in self.places
@@ -145,49 +139,29 @@ class _Live:
             if place.is_cut:
                 piece = own_piece(place, self.replica)
                 if piece is not None:
-                    yield name, parameter.ds_tensor.data.view(-1), piece
+                    yield name, optimizers.cut_part(parameter).data.view(-1), piece
             else:
                 yield name, parameter.data.view(-1), Piece(self.replica, 0, 0, parameter.numel())
 
 
-def _flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
-    """Return this rank's flat buffers of master weights by ``FlatBuffer.index``; None where there are none."""
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        masters: list[torch.Tensor] = optimizer.fp32_partitioned_groups_flat
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        masters = optimizer.single_partition_of_fp32_groups
-    elif isinstance(optimizer, BF16_Optimizer):
-        masters = optimizer.fp32_groups_flat_partition
-    elif isinstance(optimizer, FP16_Optimizer):
-        masters = optimizer.fp32_groups_flat
-    else:
-        return None
-    return masters
-
-
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
     """Return the master weights that a wrapper keeps one by one, by name of the parameter; none for other wrappers."""
-    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+    masters = optimizers.own_masters(optimizer)
+    if masters is None:
         return {}
     return {
-        name: optimizer.fp32_groups[group_idx][position]
+        name: masters[group_idx][position]
         for name, (group_idx, position) in positions_in_groups(places.values()).items()
     }
 
 
-def _base_optimizer(engine: DeepSpeedEngine) -> Any:
-    optimizer = engine.optimizer
-    is_wrapper = isinstance(optimizer, FP16_UnfusedOptimizer) or _flat_masters(optimizer) is not None
-    return optimizer.optimizer if is_wrapper else optimizer
-
-
 def _base_groups(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    optimizer = _base_optimizer(engine)
+    optimizer = optimizers.base_optimizer(engine.optimizer)
     return [] if optimizer is None else list(optimizer.param_groups)
 
 
 def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
-    return type(_base_optimizer(engine)).__name__ == saved.layout.optimizer
+    return type(optimizers.base_optimizer(engine.optimizer)).__name__ == saved.layout.optimizer
 
 
 def _settings_by_group(
@@ -216,14 +190,14 @@ def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict
     values = saved.scalars(name)
     if "step" not in values or _is_same_class(engine, saved):
         return values
-    is_torch = type(_base_optimizer(engine)).__module__.startswith("torch.")
+    is_torch = type(optimizers.base_optimizer(engine.optimizer)).__module__.startswith("torch.")
     num_steps = float(values["step"])
     return {**values, "step": torch.tensor(num_steps) if is_torch else int(num_steps)}
 
 
 def _load_base_state(engine: DeepSpeedEngine, saved: SavedEngine, targets: list[_Target]) -> None:
     """Put the optimizer's own state in: values by element into tensors, and the scalars of the parameters."""
-    optimizer = _base_optimizer(engine)
+    optimizer = optimizers.base_optimizer(engine.optimizer)
     if optimizer is None:
         return
     scalars: dict[int, tuple[str, dict[str, Any]]] = {}
@@ -264,18 +238,6 @@ def _load_module(saved: SavedEngine, live: _Live) -> None:
         saved.copy(name, MASTER, piece.parameter_begin, tensor[piece.begin : piece.begin + piece.numel])
 
 
-def _gather_persistent(engine: DeepSpeedEngine) -> None:
-    """Let ZeRO 3 put its small parameters, which it keeps whole, together again from the pieces. Ranks: all."""
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return
-    # The second copy within a machine (hpZ) is of the weights before.
-    optimizer.invalidate_secondary_tensor()
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-
-
 def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
     state = saved.engine_state()
     engine.global_steps = int(state["global_steps"])
@@ -285,7 +247,7 @@ def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
     if engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if engine.random_ltd_enabled() and state["random_ltd"] is not None:
-        engine.random_ltd_scheduler.load_state_dict(state["random_ltd"])
+        engines.random_ltd_scheduler(engine).load_state_dict(state["random_ltd"])
     if (
         engine.training_dataloader is not None
         and engine.curriculum_learning_enabled()
@@ -297,10 +259,8 @@ def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
 def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
     """Let a dynamic loss scale go on where it was; how it moves is the configuration's, as is a static one."""
     state = saved.loss_scale_state()
-    optimizer = engine.optimizer
-    holder = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-    is_dynamic = getattr(holder, "dynamic", False) or getattr(holder, "dynamic_loss_scale", False)
-    if not (is_dynamic and state.get("dynamic_loss_scale")):
+    holder = optimizers.loss_scale_holder(engine.optimizer)
+    if holder is None or not state.get("dynamic_loss_scale"):
         return
     for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
         if key in state and hasattr(holder, key):
@@ -316,7 +276,7 @@ def _verify(
 ) -> None:
     """Read everything again and compare it bit by bit with what the engine now holds."""
     wrong = []
-    optimizer = _base_optimizer(engine)
+    optimizer = optimizers.base_optimizer(engine.optimizer)
     for target in targets:
         held: list[tuple[str, torch.Tensor]] = [(MASTER, target.master)]
         if optimizer is not None:

@@ -12,12 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, checkpointing
 
+from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files
 from dstrial.errors import CheckpointError
 
@@ -101,7 +98,9 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
         "micro_steps": int(engine.micro_steps),
         "global_grad_norm": _plain(engine.get_global_grad_norm()),
         "buffers": {name: _on_cpu(buffer) for name, buffer in engine.module.named_buffers()},
-        "rng_tracker": {name: _on_cpu(value) for name, value in get_cuda_rng_tracker().get_states().items()},
+        "rng_tracker": {
+            name: _on_cpu(value) for name, value in checkpointing.get_cuda_rng_tracker().get_states().items()
+        },
         "grad_scalers": {name: scaler.state_dict() for name, scaler in _grad_scalers(engine).items()},
     }
     if isinstance(engine, PipelineEngine):
@@ -128,10 +127,10 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
     Ranks: all, collectively (a broadcast per tied layer that DeepSpeed does not save; else none).
     """
     engine.micro_steps = state["micro_steps"]
-    engine._global_grad_norm = state["global_grad_norm"]
+    engines.set_global_grad_norm(engine, state["global_grad_norm"])
     _restore_buffers(engine, state["buffers"])
     if state["rng_tracker"]:
-        get_cuda_rng_tracker().set_states(dict(state["rng_tracker"]))
+        checkpointing.get_cuda_rng_tracker().set_states(dict(state["rng_tracker"]))
     for name, scaler in _grad_scalers(engine).items():
         if name in state["grad_scalers"]:
             scaler.load_state_dict(state["grad_scalers"][name])
@@ -152,7 +151,7 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
 
     Ranks: any; no communication.
     """
-    if not isinstance(engine.optimizer, BF16_Optimizer) or engine.zero_optimization():
+    if not optimizers.has_file_per_replica(engine.optimizer) or engine.zero_optimization():
         return
 
     def load_checkpoint(
@@ -178,9 +177,9 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
             custom_load_fn=custom_load_fn,
         )
         if loaded is not None and load_optimizer_states and not load_module_only:
-            engine._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
+            engines.load_zero_states(engine, load_dir, tag)
         elif loaded is not None:
-            engine.optimizer._restore_from_bit16_weights()
+            optimizers.restore_masters_from_weights(engine.optimizer)
         return loaded, client_state
 
     engine.load_checkpoint = load_checkpoint
@@ -188,11 +187,7 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
 
 def _tied_without_file(module: PipelineModule) -> list[str]:
     """Return the tied layers of this stage that DeepSpeed writes no file for, in an order all ranks share."""
-    with_file = {
-        spec.key
-        for spec in module._layer_specs
-        if isinstance(spec, TiedLayerSpec) and spec.forward_fn is None
-    }
+    with_file = engines.tied_layers_with_file(module)
     return sorted(key for key in module.tied_modules if key not in with_file)
 
 
@@ -218,8 +213,8 @@ def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
 
 def _grad_scalers(engine: DeepSpeedEngine) -> dict[str, Any]:
     found = {
-        "engine": getattr(engine, "torch_autocast_z0_gradscaler", None),
-        "optimizer": getattr(engine.optimizer, "torch_autocast_gradscaler", None),
+        "engine": engines.gradient_scaler(engine),
+        "optimizer": optimizers.gradient_scaler(engine.optimizer),
     }
     return {name: scaler for name, scaler in found.items() if scaler is not None}
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
+from dstrial.engine.deepspeed_internals.engines import clone_tensors_for_torch_save
 from dstrial.engine.host_memory import available_bytes
 from dstrial.engine.pinned_memory import HostMemory, PageableMemory
 

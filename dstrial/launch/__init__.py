@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dstrial.launch.agent import Placement, run_ranks
-    from dstrial.launch.failures import RankFailure
-    from dstrial.launch.outcome import LaunchOutcome
+    from dstrial.launch.failures import LaunchOutcome, RankFailure
     from dstrial.launch.rank_main import script_command, trial_command
     from dstrial.launch.slots import num_slots
     from dstrial.launch.trial_import import import_trial

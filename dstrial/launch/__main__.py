@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrial import determined_imports
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.arguments import slots_argument
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from determined import ClusterInfo
 
     from dstrial.config import ExperimentConfig
-    from dstrial.launch.outcome import LaunchOutcome
+    from dstrial.launch.failures import LaunchOutcome
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
                                 (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""
@@ -135,15 +136,10 @@ def _script_variables(
         directory=directory,
         environ={**os.environ, **env},
         context_dir=experiment.context_dir,
-        extents=_extents(experiment.raw),
+        extents=dstrial_section(experiment.raw),
         resumed=saved_run_to_resume(),
     )
     return {EXPERIMENT_VARIABLE: str(path), **accelerate}
-
-
-def _extents(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = (config.get("data") or {}).get("dstrial")
-    return section if isinstance(section, Mapping) else {}
 
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
@@ -171,7 +167,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
                 num_ranks=max(sum(info.container_slot_counts), 1),
                 directory=directory,
                 environ=os.environ,
-                extents=_extents(info.trial._config),
+                extents=dstrial_section(info.trial._config),
                 resumed=saved_run_of_trial(
                     info.trial._config,
                     trial_id=int(info.trial.trial_id),

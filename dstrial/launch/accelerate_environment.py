@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config import ParallelSizes, SavedRun, solve_batch
+from dstrial.config import ParallelDims, SavedRun, solve_batch
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
 from dstrial.config.findings import Findings
@@ -85,7 +85,7 @@ def accelerate_variables(
 
 
 def effective_config(
-    source: DeepSpeedSource, sizes: ParallelSizes, resumed: SavedRun | None
+    source: DeepSpeedSource, sizes: ParallelDims, resumed: SavedRun | None
 ) -> dict[str, Any]:
     """Return a DeepSpeed config as Accelerate can take it for these ranks.
 
@@ -106,21 +106,17 @@ def effective_config(
         merged = with_kept_batch(source, resumed, sizes, [], is_main=True)
     total, micro, steps = given_sizes(merged)
     if total is not None:
-        solution = solve_batch(total, micro, steps, sizes.data_parallel_size)
+        solution = solve_batch(total, micro, steps, sizes.dp)
         merged = {**merged, **{key: getattr(solution, key) for key in BATCH_KEYS}}
     return {"zero_optimization": {"stage": 0}, **merged}
 
 
-def _sizes(num_ranks: int, extents: Mapping[str, Any] | None) -> ParallelSizes:
-    stages, model = (
-        value if isinstance(value := (extents or {}).get(key), int) else 1
-        for key in ("pipeline_stages", "model_parallel_size")
-    )
+def _sizes(num_ranks: int, extents: Mapping[str, Any] | None) -> ParallelDims:
     try:
-        return ParallelSizes(num_ranks, stages, model)
+        return ParallelDims(1).with_section(extents).on(num_ranks)
     except ValueError:
         # Said with the key's place by whoever checks the experiment config.
-        return ParallelSizes(num_ranks)
+        return ParallelDims(num_ranks)
 
 
 def _is_enabled(section: Any) -> bool:

@@ -20,8 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from dstrial.errors import LaunchError
 from dstrial.launch.abandoned_locks import remove_abandoned_locks
-from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE
-from dstrial.launch.outcome import LaunchOutcome
+from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE, LaunchOutcome, RankFailure
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.start_watch import watched_start
@@ -110,14 +109,7 @@ def run_ranks(
         LaunchError: the ranks could not be started.
         RankError: another program has taken the port of a job on several machines.
     """
-    if num_ranks < 1:
-        raise LaunchError(
-            f"the number of ranks is {num_ranks}; expected at least 1. Ask for one or more slots."
-        )
-    if shutil.which(command[0]) is None:
-        raise LaunchError(
-            f"the command is {command[0]!r}; expected a program that can be run. Check its path and permissions."
-        )
+    _check_command(command, num_ranks)
     remove_abandoned_locks()
     where = placement or Placement()
     supervisor = Supervisor(
@@ -146,6 +138,11 @@ def run_ranks(
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
         _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
         failure = supervisor.first_failure()
+    return _outcome(supervisor, failure)
+
+
+def _outcome(supervisor: Supervisor, failure: RankFailure | None) -> LaunchOutcome:
+    """Say how the launch ended, once all ranks have."""
     exit_codes = supervisor.exit_codes()
     if supervisor.was_killed_by_user:
         exit_code = 130
@@ -161,6 +158,17 @@ def run_ranks(
         killed_ranks=supervisor.killed_ranks(),
         ended_at_once=supervisor.was_killed_by_user,
     )
+
+
+def _check_command(command: Sequence[str], num_ranks: int) -> None:
+    if num_ranks < 1:
+        raise LaunchError(
+            f"the number of ranks is {num_ranks}; expected at least 1. Ask for one or more slots."
+        )
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            f"the command is {command[0]!r}; expected a program that can be run. Check its path and permissions."
+        )
 
 
 def _rank_variables(

@@ -1,4 +1,4 @@
-"""What a failed rank leaves behind, and which of several failed first.
+"""What a failed rank leaves behind, which of several failed first, and how a launch ended.
 
 A rank writes an error record, in the format of torchrun's error files, so that records are also
 understood under a foreign torchrun and those of ``torch.distributed.elastic...record`` are here.
@@ -13,8 +13,9 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dstrial.local.run_directory import shown_path
 from dstrial.ranks.peer_loss import is_peer_loss
@@ -229,3 +230,42 @@ def signal_name(status: int) -> str | None:
 def shell_exit_code(status: int) -> int:
     """Turn a return code of ``subprocess`` into what a shell would report."""
     return 128 - status if status < 0 else status
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchOutcome:
+    """How the ranks of one launch ended.
+
+    Attributes:
+        exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else that of the first failing
+            rank, or of one that had to be ended (128 + n for signal n).
+        first_failure: the failure that caused the others; None if no rank failed by itself.
+        exit_codes: by local rank, as a shell sees them.
+        stopped_by: name of the signal that asked for a stop, None if none did.
+        killed_ranks: global ranks that did not end by themselves in time and were killed.
+        ended_at_once: whether a second Ctrl-C ended the ranks.
+    """
+
+    exit_code: int
+    first_failure: RankFailure | None
+    exit_codes: tuple[int, ...]
+    stopped_by: str | None
+    killed_ranks: tuple[int, ...]
+    ended_at_once: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> LaunchOutcome:
+        """Return what ``to_json`` was called on."""
+        failure = fields["first_failure"]
+        return cls(
+            exit_code=fields["exit_code"],
+            first_failure=None if failure is None else RankFailure(**failure),
+            exit_codes=tuple(fields["exit_codes"]),
+            stopped_by=fields["stopped_by"],
+            killed_ranks=tuple(fields["killed_ranks"]),
+            ended_at_once=fields["ended_at_once"],
+        )

@@ -201,10 +201,10 @@ def _states(optimizer: Any, torch: Any) -> list[Any]:
 
 def _engine() -> Any:
     """Return a DeepSpeed engine of this process; None if there is none."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    if module is None:
+    engine_class = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    if engine_class is None:
         return None
-    return next((one for one in gc.get_objects() if issubclass(type(one), module.DeepSpeedEngine)), None)
+    return next((one for one in gc.get_objects() if issubclass(type(one), engine_class)), None)
 
 
 def _number(path: Path, name: str) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config import SavedRun, resume_problems
 from dstrial.config.deepspeed_source import deepspeed_configs
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import CheckpointError, ConfigProblem
 from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE
@@ -39,11 +40,10 @@ def resumption_problems(
     saved = saved_run_of_trial(config, trial_id=trial_id, latest_checkpoint=latest_checkpoint)
     if saved is None:
         return []
-    section = (config.get("data") or {}).get("dstrial")
     return resume_problems(
         saved,
         num_slots=num_slots,
-        extents=section if isinstance(section, Mapping) else None,
+        extents=dstrial_section(config),
         configs=deepspeed_configs(hyperparameters, context_dir or Path()),
         slots_key="the number of ranks",
     )

@@ -1,19 +1,173 @@
-"""Put Determined's core context together from a run directory, for training off any cluster."""
+"""Determined's core context on a run directory, for training off any cluster."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from determined import core
 
+from dstrial.errors import RankError
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
-from dstrial.local.preempt import LocalPreemptContext
 from dstrial.local.retention import KeepPolicy
 from dstrial.local.run_directory import RunDirectory
-from dstrial.local.searcher import LocalSearcherContext
 from dstrial.local.train_context import LocalTrainContext, open_train_context
+
+
+class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy does not follow determined
+    """Ask a function whether to stop, with the calling conventions of ``determined.core``.
+
+    Args:
+        dist: the ranks of the job.
+        stop_requested: returns why the job should stop, or None to go on; called without
+            communication, on the chief only unless the mode is ``WorkersAskMaster``.
+        preempt_mode: who calls ``should_preempt`` and whether the answer is broadcast.
+    """
+
+    def __init__(
+        self,
+        dist: core.DistributedContext,
+        stop_requested: Callable[[], str | None],
+        preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
+    ) -> None:
+        self._dist = dist
+        self._stop_requested = stop_requested
+        self._preempt_mode = core.PreemptMode(preempt_mode)
+        self._started = False
+
+    def start(self) -> LocalPreemptContext:
+        """Allow ``should_preempt``.
+
+        Raises:
+            RankError: it was started before.
+        """
+        if self._started:
+            raise RankError(
+                "PreemptContext.start() is called a second time; expected one call per context. "
+                "Remove the second call."
+            )
+        self._started = True
+        return self
+
+    def close(self) -> None:
+        """Do nothing: no thread waits for anything."""
+
+    def should_preempt(self, auto_ack: bool = True) -> bool:  # noqa: ARG002 - nobody awaits an acknowledgement
+        """Say whether the job should save a checkpoint and exit.
+
+        Args:
+            auto_ack: accepted for Determined's signature; there is no master to acknowledge to.
+
+        Raises:
+            RankError: called before ``start()``, or on a worker in mode ``ChiefOnly``.
+
+        Ranks: all, in step, in mode ``WorkersAskChief`` (one broadcast); rank 0 in mode ``ChiefOnly``;
+        any in mode ``WorkersAskMaster``.
+        """
+        if not self._started:
+            raise RankError(
+                "PreemptContext.should_preempt() is called before start(); expected a started context. "
+                "Use the core context inside its with block."
+            )
+        if self._preempt_mode is core.PreemptMode.WorkersAskMaster:
+            return self._stop_requested() is not None
+        if self._preempt_mode is core.PreemptMode.ChiefOnly:
+            if self._dist.rank != 0:
+                raise RankError(
+                    f"PreemptContext.should_preempt() is called on rank {self._dist.rank} in mode ChiefOnly; "
+                    "expected rank 0. Broadcast the chief's answer to the workers."
+                )
+            return self._stop_requested() is not None
+        answer = self._stop_requested() is not None if self._dist.rank == 0 else None
+        return bool(self._dist.broadcast(answer))
+
+    def acknowledge_preemption_signal(self) -> None:
+        """Do nothing: there is no master that would wait for it."""
+
+
+class LocalSearcherOperation(core.SearcherOperation):  # type: ignore[misc]  # mypy does not follow determined
+    """The one operation of a run off any cluster: train to the configured length.
+
+    Args:
+        length: what to train to, in the unit of ``searcher.max_length``.
+        is_chief: whether this process is rank 0.
+        train: where progress is kept.
+    """
+
+    def __init__(self, length: int, is_chief: bool, train: LocalTrainContext) -> None:
+        self._length = length
+        self._is_chief = is_chief
+        self._train = train
+        self._completed = False
+
+    def report_progress(self, length: float) -> None:
+        """Keep how much of ``length`` is trained.
+
+        Raises:
+            RankError: called on a worker, or for another length after ``report_completed``.
+
+        Ranks: 0.
+        """
+        if not self._is_chief:
+            raise RankError(
+                "op.report_progress() is called on a worker; expected rank 0. Call it only where "
+                "distributed.rank is 0."
+            )
+        if self._completed and length != self._length:
+            raise RankError(
+                "op.report_progress() is called after op.report_completed(); expected no more progress. "
+                "Report progress before completion."
+            )
+        self._train.report_progress(min(1.0, max(0.0, length / self._length)))
+
+
+class LocalSearcherContext(core.SearcherContext):  # type: ignore[misc]  # mypy does not follow determined
+    """Yield one operation of the configured length, with Determined's synchronisation.
+
+    Args:
+        dist: the ranks of the job.
+        train: where progress is kept.
+        max_length: ``searcher.max_length``, at least 1.
+        unit: the unit of ``max_length``; None if it was given as a bare number.
+    """
+
+    def __init__(
+        self,
+        dist: core.DistributedContext,
+        train: LocalTrainContext,
+        max_length: int,
+        unit: core.Unit | None = None,
+    ) -> None:
+        self._dist = dist
+        self._train = train
+        self._length = max_length
+        self._units = unit
+
+    def _operations(
+        self, searcher_mode: core.SearcherMode = core.SearcherMode.WorkersAskChief
+    ) -> Iterator[core.SearcherOperation]:
+        asks_chief = core.SearcherMode(searcher_mode) is core.SearcherMode.WorkersAskChief
+        if self._dist.rank != 0:
+            if not asks_chief:
+                raise RankError(
+                    f"searcher.operations(ChiefOnly) is called on rank {self._dist.rank}; expected rank 0. "
+                    "Use SearcherMode.WorkersAskChief, or call it on the chief only."
+                )
+            while (length := self._dist.broadcast(None)) is not None:
+                yield LocalSearcherOperation(length, False, self._train)
+            return
+        operation = LocalSearcherOperation(self._length, True, self._train)
+        if asks_chief:
+            self._dist.broadcast(operation.length)
+        yield operation
+        if not operation._completed:
+            raise RankError(
+                "a searcher operation was left without op.report_completed(); expected one call for each "
+                "operation. Call it with the searcher metric after the last validation."
+            )
+        if asks_chief:
+            self._dist.broadcast(None)
 
 
 class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow determined

@@ -176,7 +176,7 @@ class RunDirectory:
 
     @property
     def outcome_path(self) -> Path:
-        """How the ranks of the last attempt ended (``dstrial.launch.outcome.LaunchOutcome``), JSON."""
+        """How the ranks of the last attempt ended (``dstrial.launch.failures.LaunchOutcome``), JSON."""
         return self.path / "outcome.json"
 
     @property

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Container, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from determined import pytorch
+
+from dstrial.config import Length
 
 
 class Boundary(enum.Enum):
@@ -152,3 +155,40 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
             "Use Batch(n), or give the loader a __len__."
         )
     return length.value * epoch_length
+
+
+def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
+    """Return a configured length as Determined's ``Batch`` or ``Epoch``; records become whole batches, at least 1."""
+    if length.unit == "epochs":
+        return pytorch.Epoch(length.value)
+    if length.unit == "records":
+        return pytorch.Batch(max(length.value // global_batch_size, 1))
+    return pytorch.Batch(length.value)
+
+
+def searcher_length(searcher: Mapping[str, Any], global_batch_size: int) -> pytorch.TrainUnit | None:
+    """Return how long a searcher's config says to train; None if it does not say."""
+    if searcher.get("max_length") is not None:
+        return train_unit(Length.from_config(searcher["max_length"]), global_batch_size)
+    if searcher.get("max_time") is not None and searcher.get("time_metric") in ("batches", "epochs"):
+        return train_unit(Length(int(searcher["max_time"]), searcher["time_metric"]), global_batch_size)
+    return None
+
+
+def asks_for_checkpoint(policy: str, now: Any, best_before: float | None, *, smaller_is_better: bool) -> bool:
+    """Say whether a validation is followed by a checkpoint.
+
+    Args:
+        policy: ``best``, ``all`` or ``none``.
+        now: the searcher's metric of this validation; of no interest unless the policy is ``best``.
+        best_before: the best one of the experiment so far; None if there is none.
+        smaller_is_better: its direction.
+    """
+    if policy != "best":
+        return policy == "all"
+    value = float(now)
+    if math.isnan(value):
+        return False
+    if best_before is None or math.isnan(best_before):
+        return True
+    return bool(value < best_before if smaller_is_better else value > best_before)

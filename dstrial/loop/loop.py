@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,20 +20,21 @@ from dstrial.errors import (
 )
 from dstrial.loop import early_check, rescue
 from dstrial.loop.agreement import AgreementPoints, StopReason
-from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
+from dstrial.loop.boundaries import Boundary, Period, asks_for_checkpoint, due, next_due, total_batches
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.checkpointing import Checkpointing
-from dstrial.loop.events import EventFiles
+from dstrial.loop.checkpoint_loader import CheckpointLoader
+from dstrial.loop.checkpoint_saver import CheckpointSaver
+from dstrial.loop.metric_sinks import MetricSink, MetricSinks
 from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping, combine
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
 from dstrial.loop.progress import Progress
-from dstrial.loop.saving import Saving
+from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.validation import Validation
 from dstrial.loop.validation_data import ValidationStream
 from dstrial.ranks.phases import begin_phase, end_phases
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.det_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
 
@@ -55,6 +55,7 @@ class TrainingLoop:
             there are any and at the end.
         looks_for_metric: whether the searcher's metric may be looked for before training; not where somebody else counts what
             engines do.
+        metric_sinks: where reported metrics go besides the places of every run.
 
     Raises:
         TrialContractError: no engine is wrapped.
@@ -71,15 +72,17 @@ class TrainingLoop:
         on_steps: Callable[[int, int], None] = lambda _steps, _skipped: None,
         *,
         looks_for_metric: bool = True,
+        metric_sinks: Sequence[MetricSink] = (),
     ) -> None:
         require_engine(trial, context)
         self._trial = trial
         self._context = context
+        self._runtime = runtime_of(context)
         self._settings = settings
-        self._core = context._core
+        self._core = self._runtime.core
         self._distributed = context.distributed
         self._is_chief = context.distributed.rank == 0
-        self._adapter = context._adapters[0]
+        self._adapter = self._runtime.adapter
         self._callbacks = Callbacks(trial.build_callbacks())
         keep_batches = self._callbacks.overrides("on_training_workload_end")
         self._window = MetricWindow(
@@ -88,7 +91,7 @@ class TrainingLoop:
         self._window_seconds = 0.0
         self._window_start = 0
         self._mark_s = 0.0
-        self._events = EventFiles(context)
+        self._sinks = MetricSinks(context, metric_sinks)
         self._progress = Progress(epoch_length=None)
         self._agreements = AgreementPoints(context.distributed, wish_to_stop)
         self._on_start = on_start
@@ -104,25 +107,15 @@ class TrainingLoop:
             Boundary.VALIDATE: _optional_period(settings.validation_period),
             Boundary.CHECKPOINT: _optional_period(settings.checkpoint_period),
         }
-        self._checkpointing = Checkpointing(
-            trial, context, self._callbacks, self._progress, self._window, settings.trial_id
-        )
-        self._saving = Saving(
-            trial,
-            context,
-            self._callbacks,
-            self._progress,
-            self._window,
-            settings.trial_id,
-            self._checkpointing.current_layouts,
-            in_background=settings.saves_in_background,
-        )
+        state = RunState(trial, context, self._callbacks, self._progress, self._window, settings.trial_id)
+        self._loader = CheckpointLoader(state)
+        self._saver = CheckpointSaver(state, in_background=settings.saves_in_background)
         self._stream: TrainingStream | None = None
         self._validation: Validation | None = None
         self._iterator: CountingIterator | None = None
         self._batches_total = 0
         self._checkpoint_uuid: str | None = None
-        self._reports_metrics = context._mpu.should_report_metrics
+        self._reports_metrics = self._runtime.mpu.should_report_metrics
         self._is_first_batch = True
 
     # ---- the run -------------------------------------------------------------------------------------
@@ -137,7 +130,7 @@ class TrainingLoop:
         with contextlib.ExitStack() as stack:
             callbacks.call("on_trial_startup", self._context.get_initial_batch(), settings.latest_checkpoint)
             stack.callback(callbacks.call, "on_trial_shutdown")
-            stack.callback(self._saving.close)
+            stack.callback(self._saver.close)
             stack.callback(self._close_iterator)
             self._build_loaders()
             self._batches_total = total_batches(settings.max_length, progress.epoch_length)
@@ -151,21 +144,22 @@ class TrainingLoop:
             self._iterator = self._stream.open(drawn)
             if settings.is_rewrite:
                 return self._rewrite()
-            for adapter in self._context._adapters:
-                adapter.bind_training_iterator(self._iterator)
-                adapter.set_training(True)
+            stack.callback(self._sinks.close)
+            self._sinks.open()
+            self._runtime.bind_training_iterator(self._iterator)
+            self._runtime.set_training(True)
             callbacks.call("on_training_start")
             if self._context.profiler is not None:
                 stack.enter_context(self._context.profiler)
-            self._checkpointing.restore_random_states()
+            self._loader.restore_random_states()
             is_fresh = progress.batches_trained == 0 and progress.last_validation is None
             if settings.step_zero_validation and is_fresh:
                 begin_phase("validating before the first batch")
                 self._validate()
             stack.callback(self._tell_steps)
             stopped = self._train()
-            self._saving.finish()
-            self._events.upload()
+            self._saver.finish()
+            self._sinks.upload()
         skipped = sum(counts.num_skipped for counts in self._step_counts())
         return FitResult(
             progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid, skipped
@@ -186,11 +180,10 @@ class TrainingLoop:
         self._first_batch = self._progress.batches_trained
         if checks.non_finite == "fail":
             self._weights = FiniteWeights(self._context.models)
-        calls = 1 if self._context._manual_grad_accumulation else self._adapter.train_calls_per_batch
         self._guard = NonFiniteGuard(
             checks.non_finite,
             checks.non_finite_patience,
-            calls,
+            self._runtime.train_calls_per_batch,
             is_chief=self._is_chief,
             counts=self._step_counts(),
             is_resumed=self._progress.batches_trained > 0,
@@ -216,9 +209,9 @@ class TrainingLoop:
 
     def _rewrite(self) -> FitResult:
         """Save what was restored, in the layout that runs, and nothing else. Ranks: all, collectively."""
-        self._checkpointing.restore_random_states()
+        self._loader.restore_random_states()
         self._checkpoint(is_last=True)
-        self._saving.finish()
+        self._saver.finish()
         return FitResult(self._progress.batches_trained, self._batches_total, None, self._checkpoint_uuid)
 
     def _require_epoch_length(self) -> None:
@@ -243,7 +236,7 @@ class TrainingLoop:
         if latest is None:
             return {}
         records = self._stream.records_per_batch if self._stream is not None else None
-        loop_state, continues = self._checkpointing.restore(latest, self._progress.epoch_length, records)
+        loop_state, continues = self._loader.restore(latest, self._progress.epoch_length, records)
         if continues and self._is_chief:
             logger.info("resumed from checkpoint %s at batch %d", latest, self._progress.batches_trained)
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
@@ -251,8 +244,7 @@ class TrainingLoop:
         return loop_state
 
     def _close_iterator(self) -> None:
-        for adapter in self._context._adapters:
-            adapter.bind_training_iterator(None)
+        self._runtime.bind_training_iterator(None)
         self._iterator = None
 
     def _train(self) -> StopReason | None:
@@ -270,7 +262,7 @@ class TrainingLoop:
             self._core.train.set_status("training")
             self._on_progress(progress.batches_trained, self._batches_total)
         stepped_before = self._adapter.micro_batches_stepped
-        is_unproven = self._context._manual_grad_accumulation
+        is_unproven = self._runtime.accumulates_itself
         begin_phase("training the first batch")
         while progress.batches_trained < self._batches_total:
             self._train_until(progress.batches_trained + 1 if is_unproven else self._next_event())
@@ -336,7 +328,7 @@ class TrainingLoop:
 
         This is the hot path: no communication, no synchronisation, no decision.
         """
-        context, progress, window = self._context, self._progress, self._window
+        context, runtime, progress, window = self._context, self._runtime, self._progress, self._window
         train_batch, iterator, reports_metrics = (
             self._trial.train_batch,
             self._iterator,
@@ -345,11 +337,11 @@ class TrainingLoop:
         is_alone, is_wished = self._agreements.is_alone, self._agreements.is_wished
         epoch_idx = progress.epoch_idx
         is_first, self._is_first_batch = self._is_first_batch, False
-        calls = range(1 if context._manual_grad_accumulation else self._adapter.train_calls_per_batch)
+        calls = range(runtime.train_calls_per_batch)
         if progress.is_epoch_start:
             self._callbacks.epoch_start(epoch_idx)
         for batch_idx in range(progress.batches_trained, end_batch):
-            context._current_batch_idx = batch_idx
+            runtime.current_batch_idx = batch_idx
             for _ in calls:
                 returned = train_batch(iterator, epoch_idx, batch_idx)
                 if reports_metrics:
@@ -400,9 +392,9 @@ class TrainingLoop:
         share = self._window.totals() if reports and self._reports_metrics else None
         counts = self._step_counts() if reports else []
         self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._agreements.agree(batches, (share, counts, self._saving.status()))
-        self._saving.settle([status for _, _, status in agreement.shares])
-        self._saving.prepare()
+        agreement = self._agreements.agree(batches, (share, counts, self._saver.status()))
+        self._saver.settle([status for _, _, status in agreement.shares])
+        self._saver.prepare()
         if reports:
             shares = [share for share, _, _ in agreement.shares]
             averages, start = combine(shares, "train_batch"), self._window_start
@@ -433,9 +425,9 @@ class TrainingLoop:
         )
 
     def _report(self, averages: dict[str, Any]) -> None:
-        context, batches = self._context, self._progress.batches_trained
-        if any(wrapped.for_training for wrapped in context._wrapped_reducers):
-            reduced = context.reduce_metrics(for_training=True)
+        runtime, batches = self._runtime, self._progress.batches_trained
+        if any(wrapped.for_training for wrapped in runtime.wrapped_reducers):
+            reduced = self._context.reduce_metrics(for_training=True)
             averages.update(pytorch._convert_metrics_to_numpy(reduced))
         self._callbacks.call(
             "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=self._window.batches()
@@ -450,13 +442,13 @@ class TrainingLoop:
             metrics.setdefault("samples_per_second", num_records / seconds)
             self._core.train.report_training_metrics(steps_completed=batches, metrics=metrics)
             self._core.train.report_progress(min(batches / self._batches_total, 1.0))
-            self._events.write("", batches, metrics)
-        self._events.upload(at_once=False)
+            self._sinks.report("training", batches, metrics)
+        self._sinks.upload(at_once=False)
         self._window.reset()
-        for wrapped in context._wrapped_reducers:
+        for wrapped in runtime.wrapped_reducers:
             if wrapped.for_training:
                 wrapped.reset()
-        context._reductions_of_absent_ranks.clear()
+        runtime.reductions_of_absent_ranks.clear()
         self._window_seconds = 0.0
         self._window_start = batches
 
@@ -490,7 +482,7 @@ class TrainingLoop:
                 saves = self._report_validation(metrics)
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
-        self._events.upload()
+        self._sinks.upload()
         saves, failure = self._distributed.broadcast((saves, rescue.described(error)))
         if error is not None:
             raise error
@@ -531,7 +523,7 @@ class TrainingLoop:
             return
         try:
             self._checkpoint(is_last=True)
-            self._saving.finish()
+            self._saver.finish()
         except Exception:
             logger.exception(
                 "the state of batch %d could not be saved before the error that ends training", batches
@@ -564,19 +556,13 @@ class TrainingLoop:
         progress, settings = self._progress, self._settings
         policy = settings.checkpoint_policy
         best_before = self._core.train.get_experiment_best_validation() if policy == "best" else None
-        self._events.write("val", progress.batches_trained, metrics)
+        self._sinks.report("validation", progress.batches_trained, metrics)
         metrics = dict(metrics)
         metrics.setdefault("batches", progress.batches_trained)
         metrics.setdefault("epochs", progress.epochs_trained)
         self._core.train.report_validation_metrics(steps_completed=progress.batches_trained, metrics=metrics)
-        if policy != "best":
-            return policy == "all"
-        now = float(metrics[str(settings.searcher_metric)])
-        if math.isnan(now):
-            return False
-        if best_before is None or math.isnan(best_before):
-            return True
-        return bool(now < best_before if settings.smaller_is_better else now > best_before)
+        now = metrics.get(str(settings.searcher_metric))
+        return asks_for_checkpoint(policy, now, best_before, smaller_is_better=settings.smaller_is_better)
 
     def _state_evidence(self) -> list[StateEvidence]:
         """Look at the weights and the newest losses of all ranks. Ranks: all, collectively (one all-gather)."""
@@ -616,7 +602,7 @@ class TrainingLoop:
         }
         if self._stream is not None and self._stream.records_per_batch is not None:
             loop_state["records_per_batch"] = self._stream.records_per_batch
-        self._checkpoint_uuid = self._saving.save(loop_state)
+        self._checkpoint_uuid = self._saver.save(loop_state)
         self._mark_s = time.monotonic()
         if self._is_chief:
             self._core.train.set_status("training")
@@ -625,11 +611,11 @@ class TrainingLoop:
 
     def _build_loaders(self) -> None:
         """Build this rank's loaders and compare their lengths. Ranks: all, collectively."""
-        context, settings = self._context, self._settings
-        checks_disabled = context._data_repro_checks_disabled
+        context, runtime, settings = self._context, self._runtime, self._settings
+        checks_disabled = runtime.repro_checks_disabled
         training = validation = None
         error: Exception | None = None
-        if context._mpu.should_build_data_loader:
+        if runtime.mpu.should_build_data_loader:
             training = self._trial.build_training_data_loader()
             validation = self._trial.build_validation_data_loader()
         try:
@@ -638,13 +624,13 @@ class TrainingLoop:
             )
         except DataError as caught:
             error = caught
-        must_read = context._mpu.should_build_data_loader
+        must_read = runtime.mpu.should_build_data_loader
         length = self._stream.epoch_length if self._stream else None
         gathered = self._distributed.allgather(
             (must_read, training is not None, length, str(error) if error else None)
         )
         self._progress.epoch_length = agreed_epoch_length(gathered)
-        context._epoch_len = self._progress.epoch_length
+        runtime.epoch_length = self._progress.epoch_length
         assert self._stream is not None
         if self._is_chief:
             for note in self._stream.notes:
@@ -652,7 +638,7 @@ class TrainingLoop:
         stream = ValidationStream(
             validation,
             self._adapter,
-            any(adapter.forward_is_collective for adapter in context._adapters),
+            runtime.forward_is_collective,
             settings.data_seed,
             checks_disabled,
             self._trial.get_batch_length,

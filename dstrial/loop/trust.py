@@ -25,6 +25,7 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     share_of,
 )
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.safe_load import may_be_unpickled, unlisted_in, untrusted
 
 logger = logging.getLogger("dstrial.loop")
@@ -100,8 +101,7 @@ def _voucher(
     context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
 ) -> str | None:
     """Return who vouches for the files, for the log; None if nobody does."""
-    section = ((exp_conf or {}).get("data") or {}).get("dstrial") or {}
-    if isinstance(section, Mapping) and section.get(TRUST_KEY) == digest:
+    if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
         return f"data.dstrial.{TRUST_KEY} says so"
     if not (root / MANIFEST_NAME).is_file():
         return None

@@ -15,9 +15,9 @@ from dstrial.errors import DataError, TrialContractError
 from dstrial.loop import metrics as loop_metrics
 from dstrial.loop import rescue
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.reducers import Snapshot
+from dstrial.loop.run_state import Snapshot
 from dstrial.loop.validation_data import Extent, ValidationStream
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.det_errors import FullDatasetError, InvalidTrialError
 from dstrial.trial.trial import DeepSpeedTrial
 
@@ -48,11 +48,12 @@ class Validation:
     ) -> None:
         self._trial = trial
         self._context = context
+        self._runtime = runtime_of(context)
         self._callbacks = callbacks
         self._stream = stream
         self._max_rounds = max_rounds
         self._extent = Extent()
-        self._is_collective = any(adapter.forward_is_collective for adapter in context._adapters)
+        self._is_collective = self._runtime.forward_is_collective
         self._on_chief_only = util.is_overridden(trial.evaluate_full_dataset, DeepSpeedTrial)
         self._num_runs = 0
         self.is_agreed = True
@@ -74,7 +75,9 @@ class Validation:
             TrialContractError: the trial overrides no evaluation, or one that cannot work with its engines.
         """
         context = self._context
-        gathered = context.distributed.allgather((context._mpu.should_build_data_loader, self._stream.extent))
+        gathered = context.distributed.allgather(
+            (self._runtime.mpu.should_build_data_loader, self._stream.extent)
+        )
         readers = [(rank, extent) for rank, (_, extent) in enumerate(gathered) if extent is not None]
         if not readers:
             return False
@@ -121,13 +124,14 @@ class Validation:
         """
         context = self._context
         start_s = time.monotonic()
-        training_reducers = [wrapped.reducer for wrapped in context._wrapped_reducers if wrapped.for_training]
+        training_reducers = [
+            wrapped.reducer for wrapped in self._runtime.wrapped_reducers if wrapped.for_training
+        ]
         open_window = Snapshot(training_reducers)
-        for wrapped in context._wrapped_reducers:
+        for wrapped in self._runtime.wrapped_reducers:
             if wrapped.for_validation:
                 wrapped.reset()
-        for adapter in context._adapters:
-            adapter.set_training(False)
+        self._runtime.set_training(False)
         self._callbacks.call("on_validation_start")
         try:
             with torch.no_grad():
@@ -139,7 +143,7 @@ class Validation:
                     }
                 )
         finally:
-            for adapter in context._adapters:
+            for adapter in self._runtime.adapters:
                 adapter.bind_validation_round(None, None)
                 adapter.set_training(True)
             open_window.restore()
@@ -186,8 +190,8 @@ class Validation:
             self._callbacks.call("on_validation_epoch_end", window.batches())
         except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
             error = caught
-        share = window.totals() if self._context._mpu.should_report_metrics and len(window) else None
-        counted = num_records if self._context._mpu.should_report_metrics else 0
+        share = window.totals() if self._runtime.mpu.should_report_metrics and len(window) else None
+        counted = num_records if self._runtime.mpu.should_report_metrics else 0
         gathered = self._agreed((share, counted), error)
         values = loop_metrics.combine([part for part, _ in gathered], "evaluate_batch", reducer_of)
         _require_numbers(values)
@@ -245,8 +249,7 @@ class Validation:
             return None
         window = loop_metrics.MetricWindow("evaluate_batch", self._reducer_of())
         error: Exception | None = None
-        for adapter in context._adapters:
-            adapter.set_training(False)
+        self._runtime.set_training(False)
         try:
             with torch.no_grad():
                 validation_round, items = self._stream.first_round(self._extent)
@@ -254,13 +257,13 @@ class Validation:
         except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
             error = caught
         finally:
-            for adapter in context._adapters:
+            for adapter in self._runtime.adapters:
                 adapter.bind_validation_round(None, None)
                 adapter.set_training(True)
-        share = window.totals() if context._mpu.should_report_metrics and len(window) else None
+        share = window.totals() if self._runtime.mpu.should_report_metrics and len(window) else None
         values = loop_metrics.combine(self._agreed(share, error), "evaluate_batch", self._reducer_of())
         _require_numbers(values)
-        reducers = [wrapped for wrapped in context._wrapped_reducers if wrapped.for_validation]
+        reducers = [wrapped for wrapped in self._runtime.wrapped_reducers if wrapped.for_validation]
         is_open = any(wrapped.name is None for wrapped in reducers) or any(
             self._callbacks.overrides(name) for name in ("on_validation_end", "on_validation_epoch_end")
         )
@@ -276,17 +279,17 @@ class Validation:
         """Call the user once; returns the records of this replica that counted."""
         if validation_round.num_micro_batches == 0:
             return 0
-        for adapter in self._context._adapters:
+        for adapter in self._runtime.adapters:
             adapter.bind_validation_round(validation_round, items)
         is_filler = validation_round.records == 0
         before = (
-            Snapshot(wrapped.reducer for wrapped in self._context._wrapped_reducers) if is_filler else None
+            Snapshot(wrapped.reducer for wrapped in self._runtime.wrapped_reducers) if is_filler else None
         )
         arguments = (items, batch_idx) if self._takes_batch_idx else (items,)
         returned: Any = self._trial.evaluate_batch(*arguments)
         if before is not None:
             before.restore()
-        if self._context._mpu.should_report_metrics and not is_filler:
+        if self._runtime.mpu.should_report_metrics and not is_filler:
             if not isinstance(returned, Mapping):
                 raise InvalidTrialError(
                     f"evaluate_batch returned {returned!r} of type {type(returned).__name__}; expected a dict from metric "

@@ -2,77 +2,20 @@
 
 from __future__ import annotations
 
-from dstrial.master import web
-from dstrial.master.api import (
-    absent_tasks,
-    access_tokens,
-    agents,
-    allocations,
-    auth,
-    checkpoints,
-    commands,
-    detached,
-    experiment_actions,
-    experiment_checkpoints,
-    experiments,
-    generic_tasks,
-    jobs,
-    logs,
-    master,
-    metrics,
-    models,
-    preview,
-    projects,
-    resources,
-    runs,
-    tasks,
-    templates,
-    tensorboards,
-    trials,
-    users,
-    webhooks,
-    workspaces,
-)
+import importlib
+import pkgutil
+
+from dstrial.master import api, web
 from dstrial.master.api.frame import Api, Route
 from dstrial.master.proxy import Front
 from dstrial.master.services import Services
 
-_MODULES = (
-    absent_tasks,
-    access_tokens,
-    agents,
-    allocations,
-    auth,
-    checkpoints,
-    commands,
-    detached,
-    experiment_actions,
-    experiment_checkpoints,
-    experiments,
-    generic_tasks,
-    jobs,
-    logs,
-    master,
-    metrics,
-    models,
-    preview,
-    projects,
-    resources,
-    runs,
-    tasks,
-    templates,
-    tensorboards,
-    trials,
-    users,
-    webhooks,
-    workspaces,
-    web,
-)
-
 
 def all_routes() -> list[Route]:
-    """Return every route that the master answers."""
-    return [route for module in _MODULES for route in module.routes]
+    """Return the routes of every module of ``api``, and of the page."""
+    names = sorted(module.name for module in pkgutil.iter_modules(api.__path__, f"{api.__name__}."))
+    modules = [importlib.import_module(name) for name in names]
+    return [route for module in (*modules, web) for route in getattr(module, "routes", ())]
 
 
 def create_app(services: Services) -> Front:

@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 from dstrial.errors import MasterError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+from dstrial.master.store.observe import supervisors
 
 HOST = "127.0.0.1"
 """The only address a master listens on."""
@@ -64,21 +64,6 @@ class MasterOptions:
     def from_arguments(cls, words: list[str]) -> MasterOptions:
         """Read the words that ``to_arguments`` returned."""
         return cls(**json.loads(words[0]))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Usage:
-    """What the database says about a master, running or not.
-
-    Attributes:
-        num_slots_used: slots that allocations hold.
-        experiments: state -> number of experiments.
-        trials: state -> number of trials.
-    """
-
-    num_slots_used: int
-    experiments: dict[str, int]
-    trials: dict[str, int]
 
 
 def start(
@@ -215,50 +200,12 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
 def living_allocations(state: StateDirectory) -> list[str]:
     """Return the ids of the allocations whose supervisor lives, whether or not a master runs."""
-    rows = _query(
-        state,
-        "SELECT id, supervisor_pid, supervisor_start FROM allocations "
-        "WHERE state != 'TERMINATED' AND supervisor_pid IS NOT NULL ORDER BY start_us",
-    )
-    if not rows:
+    found = supervisors(state)
+    if not found:
         return []
     from dstrial.master.launcher import SupervisorHandle, is_alive
 
-    return [str(row[0]) for row in rows if is_alive(SupervisorHandle(int(row[1]), str(row[2])))]
-
-
-def usage(state: StateDirectory) -> Usage:
-    """Count slots in use, experiments and trials."""
-    used = _query(
-        state,
-        "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'",
-    )
-    counts = [
-        dict(_query(state, f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY state"))  # noqa: S608 - ours
-        for table in ("experiments", "trials")
-    ]
-    return Usage(int(used[0][0]) if used else 0, counts[0], counts[1])
-
-
-def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
-    """Read the database beside the master; nothing where there is none yet."""
-    if not state.database_path.is_file():
-        return []
-    with contextlib.closing(sqlite3.connect(state.database_path, timeout=10.0)) as connection:
-        try:
-            return connection.execute(sql).fetchall()
-        except sqlite3.OperationalError as error:
-            if "no such table" in str(error):
-                return []
-            raise _unusable(state, error) from error
-        except sqlite3.DatabaseError as error:
-            raise _unusable(state, error) from error
-
-
-def _unusable(state: StateDirectory, error: sqlite3.DatabaseError) -> MasterError:
-    from dstrial.master.store.database import unusable
-
-    return unusable(state.database_path, error)
+    return [one.allocation_id for one in found if is_alive(SupervisorHandle(one.pid, one.start_time))]
 
 
 def request_stop(record: MasterRecord, *, is_kill: bool) -> None:

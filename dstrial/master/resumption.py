@@ -7,17 +7,20 @@ A trial whose checkpoint is ours keeps its batch on any number of slots that sha
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config import SavedRun, fitting_slots, resume_problems
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.entrypoint import trial_spec
 from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import CheckpointError
 from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store.checkpoints import Checkpoint
+from dstrial.master.store.database import Connection
+from dstrial.master.store.trials import Trial
 
 # The launchers that start as many ranks as there are slots; another command may start any number.
 _LAUNCHERS = ("dstrial.launch", "determined.launch.")
@@ -25,22 +28,22 @@ _LAUNCHERS = ("dstrial.launch", "determined.launch.")
 _LOCAL_ID = 0
 
 
-def of_trial(connection: sqlite3.Connection, trial: sqlite3.Row) -> SavedRun | None:
+def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
     """Return what the checkpoint of the store says from which a trial starts next; None without one of ours."""
-    latest = checkpoint_rows.latest_completed(connection, trial["id"])
+    latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
         return _read(latest)
-    return of_warm_start(connection, trial["warm_start_uuid"])
+    return of_warm_start(connection, trial.warm_start_uuid)
 
 
-def of_warm_start(connection: sqlite3.Connection, uuid: str | None) -> SavedRun | None:
+def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
     """Return what a checkpoint of another trial says, of which only the weights are taken over."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
 
 
-def of_submission(connection: sqlite3.Connection, config: Mapping[str, Any]) -> SavedRun | None:
+def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
     """Return what the checkpoint says from which the first trial of a config starts; None without one.
 
     Args:
@@ -57,7 +60,7 @@ def of_submission(connection: sqlite3.Connection, config: Mapping[str, Any]) -> 
     source = searcher.get("source_trial_id")
     if isinstance(source, int):
         latest = checkpoint_rows.latest_completed(connection, source)
-        uuid = None if latest is None else latest["uuid"]
+        uuid = None if latest is None else latest.uuid
     return of_warm_start(connection, None if uuid is None else str(uuid))
 
 
@@ -79,12 +82,12 @@ def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
         return None
 
 
-def _read(row: sqlite3.Row) -> SavedRun | None:
-    return SavedRun.from_metadata(str(row["uuid"]), json.loads(row["metadata"]))
+def _read(row: Checkpoint) -> SavedRun | None:
+    return SavedRun.from_metadata(str(row.uuid), json.loads(row.metadata))
 
 
 def slots_to_go_on_with(
-    connection: sqlite3.Connection, trial: sqlite3.Row, config: Mapping[str, Any], num_available: int
+    connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> int | None:
     """Return the most slots, of those a trial can have, on which its own checkpoint goes on; None if there are none.
 
@@ -97,41 +100,36 @@ def slots_to_go_on_with(
     saved = _own(connection, trial, config)
     if saved is None:
         return None
-    at_least = _section(config).get("min_slots")
+    at_least = dstrial_section(config).get("min_slots")
     return fitting_slots(
         saved,
         num_available=num_available,
         at_least=at_least if isinstance(at_least, int) else 1,
-        extents=_section(config),
+        extents=dstrial_section(config),
     )
 
 
 def why_it_waits(
-    connection: sqlite3.Connection, trial: sqlite3.Row, config: Mapping[str, Any], num_available: int
+    connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> str | None:
     """Say what keeps a trial's own checkpoint from the slots that there are; None if it has none of ours."""
     saved = _own(connection, trial, config)
     if saved is None or num_available < 1:
         return None
-    at_least = _section(config).get("min_slots")
+    at_least = dstrial_section(config).get("min_slots")
     if isinstance(at_least, int) and at_least > num_available:
         return f"data.dstrial.min_slots is {at_least}"
     problems = resume_problems(
-        saved, num_slots=num_available, extents=_section(config), slots_key="the number of slots"
+        saved, num_slots=num_available, extents=dstrial_section(config), slots_key="the number of slots"
     )
     return str(problems[0]) if problems else None
 
 
-def _own(connection: sqlite3.Connection, trial: sqlite3.Row, config: Mapping[str, Any]) -> SavedRun | None:
+def _own(connection: Connection, trial: Trial, config: Mapping[str, Any]) -> SavedRun | None:
     if not follows_slots(config.get("entrypoint")):
         return None
     saved = of_trial(connection, trial) or _of_run_directory(config)
     return saved if saved is not None and saved.keeps_batch and saved.engines else None
-
-
-def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = (config.get("data") or {}).get("dstrial")
-    return section if isinstance(section, Mapping) else {}
 
 
 def follows_slots(entrypoint: Any) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.cuda
 
+from dstrial.engine.deepspeed_internals import process
+
 
 def ask_torch_for_free_memory() -> None:
     """Have DeepSpeed's CUDA accelerator ask torch for free memory if ``CUDA_VISIBLE_DEVICES`` holds UUIDs.
@@ -19,9 +21,7 @@ def ask_torch_for_free_memory() -> None:
     words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if all(word.strip().isdecimal() for word in words) or words == [""]:
         return
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-
-    CUDA_Accelerator.available_memory = _available_memory
+    process.replace_available_memory(_available_memory)
 
 
 def _available_memory(_accelerator: Any, device_index: int | None = None) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
+from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
 from dstrial.ranks.device_memory import ask_torch_for_free_memory
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
@@ -219,8 +220,7 @@ def _share_device(
             own_device,
         )
     torch.distributed.init_process_group("gloo", init_method=init_method, timeout=timeout)
-    # Not `import deepspeed.comm.torch as`, which finds the `torch` that deepspeed.comm imports.
-    backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
+    backend = process.torch_backend()
     replaced = tuple((backend, name, getattr(backend, name)) for name in ("send", "recv"))
     backend.send, backend.recv = _send_from_host, _receive_on_host
     return replaced
@@ -325,18 +325,5 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
 
     Ranks: any; no communication.
     """
-    from deepspeed import ops
-
-    if not is_cpu:
+    with process.no_compatible_ops() if is_cpu else contextlib.nullcontext():
         yield
-        return
-    name = "__compatible_ops__"
-    probed = vars(ops).get(name)
-    vars(ops)[name] = {}
-    try:
-        yield
-    finally:
-        # Where nothing was probed yet, the attribute is DeepSpeed's lazy one again.
-        del vars(ops)[name]
-        if probed is not None:
-            vars(ops)[name] = probed

@@ -5,7 +5,8 @@ and nothing here reads a clock, a file or a network. The semantics are those of 
 """
 
 from dstrial.search.actions import Action, Create, ExitReason, Shutdown, Stop
-from dstrial.search.preview import PreviewedTrials, SearchSummary, preview
+from dstrial.search.method import PreviewedTrials
+from dstrial.search.methods import SearchSummary, preview
 from dstrial.search.searcher import Searcher
 from dstrial.search.simulation import SimulatedTrial, SimulationResult, simulate
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from dstrial.errors import SearchError
 from dstrial.search.actions import Create, ExitReason, Stop
-from dstrial.search.async_halving import AsyncHalving, power
+from dstrial.search.async_halving import AsyncHalving, power, previewed_brackets
+from dstrial.search.method import PreviewedTrials
 from dstrial.search.random_state import SearchRandom
 
 
@@ -97,6 +98,17 @@ class AdaptiveAsha:
             )
             for bracket in brackets(searcher)
         ]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> AdaptiveAsha:
+        """Make the method of an experiment config with defaults."""
+        return cls(config["hyperparameters"], config["searcher"])
+
+    @classmethod
+    def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
+        """Return the trials that end at each rung of all brackets."""
+        searcher = config["searcher"]
+        return previewed_brackets(searcher, [(one.num_rungs, one.max_trials) for one in brackets(searcher)])
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Start the trials of the first bracket, then of the next."""

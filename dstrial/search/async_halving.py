@@ -10,12 +10,13 @@ from __future__ import annotations
 import bisect
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dstrial.errors import SearchError
 from dstrial.search.actions import Create, ExitReason, Stop
-from dstrial.search.method import create, max_replaced
+from dstrial.search.method import PreviewedTrials, create, max_replaced
 from dstrial.search.random_state import SearchRandom
 
 _WORST = sys.float_info.max
@@ -113,6 +114,28 @@ class AsyncHalving:
         """Say whether this bracket created the trial."""
         return request_id in self._rung_of
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> AsyncHalving:
+        """Make the method of an experiment config with defaults."""
+        searcher = config["searcher"]
+        return cls(
+            config["hyperparameters"],
+            metric=searcher["metric"],
+            smaller_is_better=searcher["smaller_is_better"],
+            time_metric=searcher["time_metric"],
+            max_time=searcher["max_time"],
+            num_rungs=searcher["num_rungs"],
+            divisor=searcher["divisor"],
+            max_trials=searcher["max_trials"],
+            max_concurrent_trials=searcher["max_concurrent_trials"],
+        )
+
+    @classmethod
+    def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
+        """Return the trials that end at each rung."""
+        searcher = config["searcher"]
+        return previewed_brackets(searcher, [(searcher["num_rungs"], searcher["max_trials"])])
+
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Start as many trials as may run at once."""
         return [self._create(random) for _ in range(self._num_initial)]
@@ -198,3 +221,33 @@ class AsyncHalving:
         action = create(self._hyperparameters, random)
         self._rung_of[action.request_id] = 0
         return action
+
+
+def previewed_brackets(
+    searcher: Mapping[str, Any], geometry: Iterable[tuple[int, int]]
+) -> tuple[PreviewedTrials, ...]:
+    """Return the trials of brackets by how long they train, shortest first.
+
+    Args:
+        searcher: the section of the experiment config.
+        geometry: number of rungs and of trials of each bracket.
+    """
+    stops: Counter[int] = Counter()
+    for num_rungs, max_trials in geometry:
+        stops.update(bracket_stops(num_rungs, max_trials, float(searcher["divisor"]), searcher["max_time"]))
+    return tuple(
+        PreviewedTrials(count, searcher["time_metric"], units)
+        for units, count in sorted(stops.items())
+        if count
+    )
+
+
+def bracket_stops(num_rungs: int, max_trials: int, divisor: float, max_time: int) -> dict[int, int]:
+    """Return how many trials of one bracket end at each rung's time."""
+    stops: Counter[int] = Counter()
+    left = max_trials
+    for rung, units in enumerate(rung_units(num_rungs, divisor, max_time)):
+        going_on = 0 if rung == num_rungs - 1 or not left else max(int(left / divisor), 1)
+        stops[units] += left - going_on
+        left = going_on
+    return dict(stops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -11,8 +12,31 @@ from dstrial.search.hyperparameters import sample
 from dstrial.search.random_state import SearchRandom
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreviewedTrials:
+    """Trials that train equally long.
+
+    Attributes:
+        count: how many.
+        unit: the time metric; None for trials that train to their own end.
+        value: how long, in that unit; None for trials that train to their own end.
+    """
+
+    count: int
+    unit: str | None = None
+    value: int | None = None
+
+
 class SearchMethod(Protocol):
     """One kind of search. Every method returns what to do now; the order of actions matters."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> SearchMethod:
+        """Make the method of an experiment config with defaults."""
+
+    @classmethod
+    def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
+        """Return the trials by how long they train, shortest first, if no validations are equal and none fails."""
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Start the search."""

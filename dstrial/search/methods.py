@@ -1,15 +1,38 @@
-"""Make the search method that an experiment config names."""
+"""The searchers by name: make the one that an experiment config names, or preview it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from dstrial.errors import SearchError
 from dstrial.search.adaptive_asha import AdaptiveAsha
 from dstrial.search.async_halving import AsyncHalving
-from dstrial.search.method import SearchMethod
-from dstrial.search.random_search import GridSearch, RandomSearch
+from dstrial.search.method import PreviewedTrials, SearchMethod
+from dstrial.search.random_search import GridSearch, RandomSearch, SingleSearch
+
+METHODS: dict[str, type[SearchMethod]] = {
+    "single": SingleSearch,
+    "random": RandomSearch,
+    "grid": GridSearch,
+    "adaptive_asha": AdaptiveAsha,
+    "async_halving": AsyncHalving,
+}
+"""Name -> what runs it; ``dstrial.config.experiment_rules.SEARCHERS`` says what its config may have."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchSummary:
+    """A search before it runs.
+
+    Attributes:
+        config: the searcher's section of the experiment config.
+        trials: trials by how long they train, shortest first, if no validations are equal and none fails.
+    """
+
+    config: dict[str, Any]
+    trials: tuple[PreviewedTrials, ...]
 
 
 def search_method(config: Mapping[str, Any]) -> SearchMethod:
@@ -18,30 +41,25 @@ def search_method(config: Mapping[str, Any]) -> SearchMethod:
     Raises:
         SearchError: the config names no searcher that exists, which its validation excludes.
     """
-    hyperparameters, searcher = config["hyperparameters"], config["searcher"]
-    name = searcher["name"]
-    if name == "single":
-        return RandomSearch(hyperparameters, max_trials=1, max_concurrent_trials=1)
-    if name == "random":
-        return RandomSearch(
-            hyperparameters,
-            max_trials=searcher["max_trials"],
-            max_concurrent_trials=searcher["max_concurrent_trials"],
+    return _named(config).from_config(config)
+
+
+def preview(config: Mapping[str, Any]) -> SearchSummary:
+    """Preview the search of an experiment config with defaults.
+
+    Raises:
+        SearchError: the config names no searcher that exists, which its validation excludes.
+
+    Source: Determined 0.38.1, ``preview-hp-search``, which refuses ``async_halving``; here its rungs are shown.
+    """
+    trials = _named(config).previewed(config)
+    return SearchSummary(dict(config["searcher"]), trials)
+
+
+def _named(config: Mapping[str, Any]) -> type[SearchMethod]:
+    name = config["searcher"]["name"]
+    if name not in METHODS:
+        raise SearchError(
+            f"searcher.name is {name!r}; expected a searcher that exists. Set it to adaptive_asha."
         )
-    if name == "grid":
-        return GridSearch(hyperparameters, max_concurrent_trials=searcher["max_concurrent_trials"])
-    if name == "adaptive_asha":
-        return AdaptiveAsha(hyperparameters, searcher)
-    if name == "async_halving":
-        return AsyncHalving(
-            hyperparameters,
-            metric=searcher["metric"],
-            smaller_is_better=searcher["smaller_is_better"],
-            time_metric=searcher["time_metric"],
-            max_time=searcher["max_time"],
-            num_rungs=searcher["num_rungs"],
-            divisor=searcher["divisor"],
-            max_trials=searcher["max_trials"],
-            max_concurrent_trials=searcher["max_concurrent_trials"],
-        )
-    raise SearchError(f"searcher.name is {name!r}; expected a searcher that exists. Set it to adaptive_asha.")
+    return METHODS[name]

@@ -7,12 +7,12 @@ from typing import Any
 
 from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.hyperparameters import Grid
-from dstrial.search.method import complete, create, max_replaced
+from dstrial.search.method import PreviewedTrials, complete, create, max_replaced
 from dstrial.search.random_state import SearchRandom
 
 
 class RandomSearch:
-    """``max_trials`` random points, at most ``max_concurrent_trials`` at once (0 for all); also ``single``.
+    """``max_trials`` random points, at most ``max_concurrent_trials`` at once (0 for all).
 
     A failed trial counts; one with invalid hyperparameters is replaced, unless too many were.
     """
@@ -26,6 +26,21 @@ class RandomSearch:
         self._max_replaced = max_replaced(hyperparameters, max_trials)
         self._num_created = 0
         self._num_invalid = 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RandomSearch:
+        """Make the method of an experiment config with defaults."""
+        searcher = config["searcher"]
+        return cls(
+            config["hyperparameters"],
+            max_trials=searcher["max_trials"],
+            max_concurrent_trials=searcher["max_concurrent_trials"],
+        )
+
+    @classmethod
+    def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
+        """Return all trials: each trains to its own end."""
+        return (PreviewedTrials(config["searcher"]["max_trials"]),)
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Start as many trials as may run at once."""
@@ -71,6 +86,21 @@ class RandomSearch:
         return create(self._hyperparameters, random)
 
 
+class SingleSearch(RandomSearch):
+    """One trial."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> SingleSearch:
+        """Make the method of an experiment config with defaults."""
+        return cls(config["hyperparameters"], max_trials=1, max_concurrent_trials=1)
+
+    @classmethod
+    def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
+        """Return the trial: it trains to its own end."""
+        del config
+        return (PreviewedTrials(1),)
+
+
 class GridSearch:
     """Every point of the grid once, the last ones first; nothing is replaced."""
 
@@ -78,6 +108,18 @@ class GridSearch:
         self._grid = Grid(hyperparameters)
         self._max_concurrent_trials = max_concurrent_trials
         self._num_left = self._grid.num_points
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> GridSearch:
+        """Make the method of an experiment config with defaults."""
+        return cls(
+            config["hyperparameters"], max_concurrent_trials=config["searcher"]["max_concurrent_trials"]
+        )
+
+    @classmethod
+    def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
+        """Return the points: each trains to its own end."""
+        return (PreviewedTrials(Grid(config["hyperparameters"]).num_points),)
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Start as many trials as may run at once."""

@@ -7,33 +7,52 @@ import logging
 import math
 import pathlib
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from determined import core, pytorch, util
 
 from dstrial.config import (
-    EngineRecord,
-    ParallelSizes,
+    ParallelDims,
     SavedRun,
     check_deepspeed,
     overwrite_deepspeed_config,
     resolve_batch,
 )
-from dstrial.config.replicas import replicas_of
-from dstrial.config.saved_run import given_settings, run_metadata
+from dstrial.config.parallel_dims import replicas_of
+from dstrial.config.saved_run import given_settings
 from dstrial.engine.adapt import adapt, require_engine
 from dstrial.engine.adapter import EngineAdapter
-from dstrial.engine.batch_sizes import config_of
+from dstrial.engine.batch_sizes import dims_of
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.errors import ConfigError
 from dstrial.trial.data import to_device
 from dstrial.trial.det_errors import InvalidTrialError, NoSeedError, NotTrainingError
 from dstrial.trial.kept_batch import ResumedRun
 from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
+from dstrial.trial.runtime import TrialRuntime
 
 logger = logging.getLogger("dstrial.trial")
+
+
+class _RuntimeAttribute:
+    """A private attribute of Determined's context that lives in the runtime.
+
+    User code reads and sets such attributes all the same.
+
+    Args:
+        name: of the runtime's attribute.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, context: DeepSpeedTrialContext, owner: type) -> Any:
+        return getattr(context._runtime, self._name)
+
+    def __set__(self, context: DeepSpeedTrialContext, value: Any) -> None:
+        setattr(context._runtime, self._name, value)
 
 
 class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[misc]  # wrap_reducer lives there
@@ -60,8 +79,21 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         ConfigError: the hyperparameters ask for another batch than the checkpoint's, or the replicas that there are
             cannot share it evenly.
 
-    Source: the public surface of ``determined.pytorch.deepspeed.DeepSpeedTrialContext`` 0.38.1.
+    Source: the public surface of ``determined.pytorch.deepspeed.DeepSpeedTrialContext`` 0.38.1, and its private attributes.
     """
+
+    _core = _RuntimeAttribute("core")
+    _exp_conf = _RuntimeAttribute("exp_conf")
+    _hparams = _RuntimeAttribute("hparams")
+    _trial_seed = _RuntimeAttribute("trial_seed")
+    _steps_completed = _RuntimeAttribute("steps_completed")
+    _mpu = _RuntimeAttribute("mpu")
+    _current_batch_idx = _RuntimeAttribute("current_batch_idx")
+    _epoch_len = _RuntimeAttribute("epoch_length")
+    _manual_grad_accumulation = _RuntimeAttribute("accumulates_itself")
+    _data_repro_checks_disabled = _RuntimeAttribute("repro_checks_disabled")
+    _enable_tensorboard_logging = _RuntimeAttribute("writes_tensorboard")
+    _stop_requested = _RuntimeAttribute("is_stop_requested")
 
     def __init__(
         self,
@@ -76,46 +108,39 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         device: torch.device | None = None,
         resumed: SavedRun | None = None,
     ) -> None:
-        self._core = core_context
         self.distributed = core_context.distributed
         super().__init__(self.distributed.allgather)
-        self._hparams = self._given_hparams = copy.deepcopy(hparams)
-        self._exp_conf = copy.deepcopy(exp_conf)
-        self._resumed: ResumedRun | None = None
+        given = copy.deepcopy(hparams)
+        resumed_run: ResumedRun | None = None
         if resumed is not None and resumed.engines:
-            data_config = (exp_conf or {}).get("data") or {}
-            self._resumed = ResumedRun(resumed, self.distributed.size, data_config)
-            if self._hparams is not None:
-                self._hparams = self._resumed.hyperparameters(self._hparams)
-        self._num_gpus = num_gpus
-        self._trial_seed = trial_seed
-        self._steps_completed = steps_completed
-        self._enable_tensorboard_logging = enable_tensorboard_logging
-        self._per_slot_batch_size: int | None = None
-        self._global_batch_size: int | None = None
-        if self._hparams and self._hparams.get("global_batch_size"):
-            self._per_slot_batch_size, self._global_batch_size = util.calculate_batch_sizes(
-                hparams=self._hparams, slots_per_trial=slots_per_trial, trialname="DeepSpeedTrial"
-            )
+            resumed_run = ResumedRun(resumed, self.distributed.size, (exp_conf or {}).get("data") or {})
+        own = given if resumed_run is None or given is None else resumed_run.hyperparameters(given)
         self.device = device if device is not None else _default_device()
         self.models: list[Any] = []
         self.profiler: Any = None
-        self._adapters: list[EngineAdapter] = []
-        # Of each rank that wrote the checkpoint and is no more: what its training reducers had collected for the next report.
-        self._reductions_of_absent_ranks: list[list[Any]] = []
-        self._given_settings: list[dict[str, Any]] = []
-        self._mpu = make_data_parallel_mpu(self.distributed)
+        self._runtime = TrialRuntime(
+            core=core_context,
+            engines=self.models,
+            wrapped_reducers=self._wrapped_reducers,
+            exp_conf=copy.deepcopy(exp_conf),
+            given_hparams=given,
+            hparams=own,
+            trial_seed=trial_seed,
+            steps_completed=steps_completed,
+            resumed=resumed_run,
+            mpu=make_data_parallel_mpu(self.distributed),
+            writes_tensorboard=enable_tensorboard_logging,
+        )
+        self._num_gpus = num_gpus
+        self._per_slot_batch_size: int | None = None
+        self._global_batch_size: int | None = None
+        if self._runtime.hparams and self._runtime.hparams.get("global_batch_size"):
+            self._per_slot_batch_size, self._global_batch_size = util.calculate_batch_sizes(
+                hparams=self._runtime.hparams, slots_per_trial=slots_per_trial, trialname="DeepSpeedTrial"
+            )
         self._called_set_mpu = False
         self._use_pipeline_parallel = False
-        self._data_repro_checks_disabled = False
-        self._manual_grad_accumulation = False
-        self._stop_requested = False
-        self._epoch_len: int | None = None
-        self._current_batch_idx: int | None = None
-        self._tensorboard_writer: Any = None
         self._to_device_warned_types: set[type] = set()
-        self._stop_signals: Any = None
-        self._own_run: Any = None
 
     # ---- metrics -------------------------------------------------------------------------------------
 
@@ -141,7 +166,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             return {}
         mine = [[wrapped.per_slot_reduce() for wrapped in reducers]]
         if for_training:
-            mine += self._reductions_of_absent_ranks
+            mine += self._runtime.reductions_of_absent_ranks
         gathered = [reductions for of_rank in self.distributed.allgather(mine) for reductions in of_rank]
         metrics: dict[str, Any] = self.run_cross_slot_reduction(reducers, gathered)
         return metrics
@@ -172,69 +197,41 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         bind_checkpoint_engine(model)
         given = self._fit_to_checkpoint(model)
         adapter = adapt(model)
-        is_pipeline = _is_pipeline(model)
-        self._check_config(model, adapter, is_pipeline)
-        self._use_pipeline_parallel = self._use_pipeline_parallel or is_pipeline
+        dims = dims_of(model)
+        self._check_config(model, dims)
+        self._use_pipeline_parallel = self._use_pipeline_parallel or dims.is_pipeline
         if not self.models:
-            if is_pipeline:
-                self._mpu = make_deepspeed_mpu(model.mpu)
+            if dims.is_pipeline:
+                self._runtime.mpu = make_deepspeed_mpu(adapter.topology)
             else:
-                self._mpu = ModelParallelUnit(
+                self._runtime.mpu = ModelParallelUnit(
                     adapter.data_parallel_rank, adapter.data_parallel_world_size, True, True
                 )
-        elif adapter.micro_batch_size != self._adapters[0].micro_batch_size and self.distributed.rank == 0:
+        elif (
+            adapter.micro_batch_size != self._runtime.adapters[0].micro_batch_size
+            and self.distributed.rank == 0
+        ):
             logger.warning(
                 "engine %d has train_micro_batch_size_per_gpu %d and engine 0 has %d; samples per second count engine 0",
                 len(self.models),
                 adapter.micro_batch_size,
-                self._adapters[0].micro_batch_size,
+                self._runtime.adapters[0].micro_batch_size,
             )
         self.models.append(model)
-        self._adapters.append(adapter)
-        self._given_settings.append(given)
+        self._runtime.adapters.append(adapter)
+        self._runtime.given_settings.append(given)
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
         """Let an engine keep the batch of the run that goes on; returns what its config said when the run began."""
-        if self._resumed is None:
-            return given_settings(config_of(engine))
-        return self._resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
+        if self._runtime.resumed is None:
+            return given_settings(engines.config_of(engine))
+        return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
 
-    def _checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
-        """Return the metadata of a checkpoint, with which a config is compared before a run goes on from it.
-
-        Args:
-            layouts: of the engines, as JSON values.
-            trial_id: number of the trial.
-
-        Ranks: any; no communication.
-        """
-        saved = self._resumed.saved.engines if self._resumed is not None else ()
-        engines = []
-        for idx, (layout, given) in enumerate(zip(layouts, self._given_settings, strict=True)):
-            limit = given.get("train_micro_batch_size_per_gpu")
-            if limit is None and idx < len(saved):
-                limit = saved[idx].micro_batch_limit
-            more = {
-                "has_experts": bool(self.models[idx].has_moe_layers),
-                "given": given,
-                "micro_batch_limit": limit,
-            }
-            engines.append(EngineRecord.from_layout(layout, more))
-        return run_metadata(engines, trial_id)
-
-    def _check_config(self, engine: Any, adapter: EngineAdapter, is_pipeline: bool) -> None:
-        world_size = self.distributed.size
-        pipeline_stages = engine.grid.get_pipe_parallel_world_size() if is_pipeline else 1
-        sizes = ParallelSizes(
-            world_size=world_size,
-            pipeline_stages=pipeline_stages,
-            model_parallel_size=max(world_size // (pipeline_stages * adapter.data_parallel_world_size), 1),
-            is_pipeline=is_pipeline,
-        )
+    def _check_config(self, engine: Any, dims: ParallelDims) -> None:
         # Accelerate 1.15 lets DeepSpeed print its progress every infinity steps.
         config = {key: value for key, value in engine.config.items() if value != math.inf}
-        result = check_deepspeed(config, sizes, where=f"DeepSpeed config of engine {len(self.models)}")
+        result = check_deepspeed(config, dims, where=f"DeepSpeed config of engine {len(self.models)}")
         if result.problems:
             raise ConfigError(result.problems)
         if self.distributed.rank == 0:
@@ -256,8 +253,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 "set_mpu is called a second time; expected once per trial. Remove one call."
             )
         self._called_set_mpu = True
-        self._mpu = mpu
-        self._adapters[0] = adapt(
+        self._runtime.mpu = mpu
+        self._runtime.adapters[0] = adapt(
             self.models[0],
             data_parallel_rank=mpu.data_parallel_rank,
             data_parallel_world_size=mpu.data_parallel_world_size,
@@ -270,18 +267,18 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def disable_auto_grad_accumulation(self) -> None:
         """Call ``train_batch`` once per batch; it then draws and trains the batch's micro batches itself."""
-        self._manual_grad_accumulation = True
+        self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
         """Allow loaders that are not ``dstrial.DataLoader``; order, sharding and resuming are then yours."""
-        self._data_repro_checks_disabled = True
+        self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
-        if not self._adapters:
+        if not self._runtime.adapters:
             raise InvalidTrialError(
                 f"{asked} is asked for before an engine is wrapped; expected one. Call wrap_model_engine first."
             )
-        return self._adapters[0]
+        return self._runtime.adapters[0]
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
         """Return the records in one forward pass of one replica, from the first engine.
@@ -302,12 +299,12 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     @property
     def _train_micro_batch_size_per_gpu(self) -> int | None:
         """Determined's attribute, which trials read though it is private; None before an engine is wrapped."""
-        return self._adapters[0].micro_batch_size if self._adapters else None
+        return self._runtime.adapters[0].micro_batch_size if self._runtime.adapters else None
 
     @property
     def _num_micro_batches_per_slot(self) -> int | None:
         """Likewise, the micro batches of one replica in one batch."""
-        return self._adapters[0].micro_batches_per_batch if self._adapters else None
+        return self._runtime.adapters[0].micro_batches_per_batch if self._runtime.adapters else None
 
     @property
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -343,15 +340,15 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- position ------------------------------------------------------------------------------------
 
     def _position(self) -> tuple[int, int]:
-        if self._current_batch_idx is None:
+        if self._runtime.current_batch_idx is None:
             raise NotTrainingError(
                 "the position is asked for before training; expected during train_batch. Ask there."
             )
-        if self._epoch_len is None:
+        if self._runtime.epoch_length is None:
             raise NotTrainingError(
                 "the epoch is asked for, but the training loader has no length. Give it a __len__."
             )
-        return self._current_batch_idx, self._epoch_len
+        return self._runtime.current_batch_idx, self._runtime.epoch_length
 
     def is_epoch_start(self) -> bool:
         """Return whether the current batch is the first of its epoch."""
@@ -370,15 +367,15 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def current_train_batch(self) -> int:
         """Return the current batch, from 0, over the whole run."""
-        if self._current_batch_idx is None:
+        if self._runtime.current_batch_idx is None:
             raise NotTrainingError(
                 "the position is asked for before training; expected during train_batch. Ask there."
             )
-        return self._current_batch_idx
+        return self._runtime.current_batch_idx
 
     def get_initial_batch(self) -> int:
         """Return how many batches were trained before this allocation."""
-        return self._steps_completed
+        return self._runtime.steps_completed
 
     # ---- configuration -------------------------------------------------------------------------------
 
@@ -388,9 +385,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Raises:
             ValueError: none was given to ``init``.
         """
-        if self._exp_conf is None:
+        if self._runtime.exp_conf is None:
             raise ValueError("there is no experiment config; pass exp_conf to dstrial.init().")
-        return self._exp_conf
+        return self._runtime.exp_conf
 
     def get_data_config(self) -> dict[str, Any]:
         """Return the ``data`` section of the experiment config."""
@@ -402,9 +399,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Raises:
             ValueError: none were given to ``init``.
         """
-        if self._hparams is None:
+        if self._runtime.hparams is None:
             raise ValueError("there are no hyperparameters; pass hparams to dstrial.init().")
-        return self._hparams
+        return self._runtime.hparams
 
     def get_hparam(self, name: str) -> Any:
         """Return one hyperparameter.
@@ -449,15 +446,19 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Ranks: any; no communication. Not in Determined.
         """
         merged = overwrite_deepspeed_config(self.get_hparam(name), self.get_hparams().get(overwrite) or {})
-        data_config = (self._exp_conf or {}).get("data") or {}
-        engines = () if self._resumed is None else self._resumed.saved.engines
+        data_config = (self._runtime.exp_conf or {}).get("data") or {}
+        engines = () if self._runtime.resumed is None else self._runtime.resumed.saved.engines
         data_parallel_size = replicas_of(
             data_config,
             self.distributed.size,
             model_parallel_size,
-            otherwise=engines[0].ranks_per_replica if engines else 1,
+            otherwise=engines[0].replica.ranks_per_replica if engines else 1,
         )
-        kept = None if self._resumed is None else self._resumed.resolve(merged, data_parallel_size)
+        kept = (
+            None
+            if self._runtime.resumed is None
+            else self._runtime.resumed.resolve(merged, data_parallel_size)
+        )
         return resolve_batch(merged, data_parallel_size) if kept is None else kept
 
     def get_global_batch_size(self) -> int:
@@ -486,11 +487,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def get_experiment_id(self) -> int:
         """Return the experiment's number; 0 off a cluster."""
-        return int(self._core.train._exp_id)  # Determined offers no public name for it
+        return int(self._runtime.core.train._exp_id)  # Determined offers no public name for it
 
     def get_trial_id(self) -> int:
         """Return the trial's number; 0 off a cluster."""
-        return int(self._core.train._trial_id)
+        return int(self._runtime.core.train._trial_id)
 
     def get_trial_seed(self) -> int:
         """Return the trial's seed.
@@ -498,40 +499,35 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Raises:
             ValueError: none is configured.
         """
-        if self._trial_seed is None:
+        if self._runtime.trial_seed is None:
             raise NoSeedError(
                 "there is no trial seed; set reproducibility.experiment_seed in the experiment config."
             )
-        return self._trial_seed
+        return self._runtime.trial_seed
 
     # ---- TensorBoard, profiling ----------------------------------------------------------------------
 
     def get_tensorboard_path(self) -> pathlib.Path:
         """Return the directory whose files are shown by TensorBoard."""
-        return pathlib.Path(self._core.train.get_tensorboard_path())
+        return pathlib.Path(self._runtime.core.train.get_tensorboard_path())
 
     def get_tensorboard_writer(self) -> Any:
         """Return this rank's ``torch.utils.tensorboard.SummaryWriter``, made at the first call."""
-        if self._tensorboard_writer is None:
+        if self._runtime.tensorboard_writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard_writer = SummaryWriter(self.get_tensorboard_path())
-        return self._tensorboard_writer
-
-    def _close_tensorboard_writer(self) -> None:
-        if self._tensorboard_writer is not None:
-            self._tensorboard_writer.close()
-            self._tensorboard_writer = None
+            self._runtime.tensorboard_writer = SummaryWriter(self.get_tensorboard_path())
+        return self._runtime.tensorboard_writer
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
         """Switch the writing of reported metrics for TensorBoard on or off."""
         if not isinstance(enable_tensorboard_logging, bool):
             raise AssertionError("enable_tensorboard_logging must be a boolean")
-        self._enable_tensorboard_logging = enable_tensorboard_logging
+        self._runtime.writes_tensorboard = enable_tensorboard_logging
 
     def get_enable_tensorboard_logging(self) -> bool:
         """Return whether reported metrics are written for TensorBoard."""
-        return self._enable_tensorboard_logging
+        return self._runtime.writes_tensorboard
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
         """Profile training with ``torch.profiler.profile``; the loop steps it after every batch.
@@ -545,7 +541,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def get_stop_requested(self) -> bool:
         """Return whether this rank has asked for training to stop."""
-        return self._stop_requested
+        return self._runtime.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
         """Ask for training to stop; any rank may. All ranks then stop after the same batch, with a checkpoint."""
@@ -553,13 +549,12 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             raise AssertionError("stop_requested must be a boolean")
         if stop_requested:
             logger.info("a stop is requested; training stops at the next point at which all ranks agree")
-        self._stop_requested = stop_requested
+        self._runtime.is_stop_requested = stop_requested
 
 
-def _is_pipeline(engine: Any) -> bool:
-    import deepspeed
-
-    return isinstance(engine, deepspeed.PipelineEngine)
+def runtime_of(context: DeepSpeedTrialContext) -> TrialRuntime:
+    """Return what whoever trains needs of a context. Ranks: any; no communication."""
+    return context._runtime
 
 
 def _default_device() -> torch.device:

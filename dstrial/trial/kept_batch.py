@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_source import MAIN_KEY, other_configs
 from dstrial.config.kept_batch import engine_of, in_words, keep_batch
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
-from dstrial.config.resume_rules import extents_of
 from dstrial.config.saved_run import EngineRecord, SavedRun, given_settings, given_sizes
-from dstrial.engine.batch_sizes import config_of, set_batch_sizes
+from dstrial.engine.batch_sizes import set_batch_sizes
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
 
 logger = logging.getLogger("dstrial.trial")
@@ -40,8 +40,7 @@ class ResumedRun:
     def __init__(self, saved: SavedRun, world_size: int, data_config: Mapping[str, Any]) -> None:
         self.saved = saved
         self._world_size = world_size
-        section = data_config.get("dstrial")
-        self._extents: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
+        self._section = data_config.get("dstrial")
         # By solved sizes what they stand in for; engines that began with different sizes may have come to the same ones.
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
@@ -105,7 +104,7 @@ class ResumedRun:
 
         Ranks: all; no communication.
         """
-        config = config_of(engine)
+        config = engines.config_of(engine)
         if engine_idx >= len(self.saved.engines):
             return self._as_given(given_settings(config), None)
         saved = self.saved.engines[engine_idx]
@@ -136,7 +135,7 @@ class ResumedRun:
                                              "Micro batch size per gpu: 0")):  # fmt: skip
             return None
         saved = self.saved.engines[min(num_wrapped, len(self.saved.engines) - 1)]
-        replicas = max(self._world_size // self._ranks_per_replica(saved), 1)
+        replicas = saved.replica.with_section(self._section).replicas_on(self._world_size)
         if saved.train_batch_size % replicas:
             sizes = f"train_batch_size {saved.train_batch_size}"
         else:
@@ -160,15 +159,11 @@ class ResumedRun:
             ]
         )
 
-    def _ranks_per_replica(self, saved: EngineRecord) -> int:
-        stages, model = extents_of(saved, self._extents)
-        return stages * model
-
     def _solve(self, merged: Mapping[str, Any], *, is_main: bool) -> BatchSolution | None:
         engine = engine_of(merged, self.saved, is_main=is_main)
         if engine is None:
             return None
-        unit = self._ranks_per_replica(engine)
+        unit = engine.replica.with_section(self._section).ranks_per_replica
         if self._world_size % unit:
             return None
         return keep_batch(

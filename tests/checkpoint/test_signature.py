@@ -15,8 +15,7 @@ from dstrial.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from dstrial.checkpoint.seal import SEAL_KEY, sealed
-from dstrial.checkpoint.signature import key_path
+from dstrial.checkpoint.signature import SEAL_KEY, key_path, sealed
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 
 from dstrial.checkpoint.manifest import Manifest, hash_files, write_manifest
 from dstrial.checkpoint.mark import write_mark
-from dstrial.checkpoint.wholeness import bytes_to_read, examine
+from dstrial.checkpoint.verify import bytes_to_read, examine
 from dstrial.errors import CheckpointNotFoundError
 
 FILES = {"model0/a.pt": b"a" * 4000, "model0/b.pt": b"b" * 5000, "dstrial_rank1.pt": b"state"}

@@ -7,12 +7,11 @@ import pytest
 
 from dstrial.cli.run_follow import Followed
 from dstrial.cli.run_outcome import Verdict, judge, judge_experiment, outcome_of, summary
-from dstrial.launch.failures import RankFailure
-from dstrial.launch.outcome import LaunchOutcome
+from dstrial.launch.failures import LaunchOutcome, RankFailure
 from dstrial.local.json_files import append_json_line, write_json_atomically
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.local.run_monitor import RunView
-from dstrial.master.observe import ExperimentView, TrialView
+from dstrial.master.store.observe import ExperimentView, TrialView
 
 UNKNOWN = RunView()
 

@@ -35,6 +35,18 @@ class MyTrial:
 DEEPSPEED = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 
 
+NOT_IN_0_19_0 = frozenset(
+    {
+        "unknown top-level key",
+        "removed section, switched off",
+        "removed ZeRO key",
+        "bucket size of zero",
+        "no gradient norm with the default clipping",
+    }
+)
+"""Mistakes that are none in DeepSpeed 0.19.0, or are told with other words."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BadConfig:
     """One mistake and fragments of the sentence about it."""

@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import ParallelSizes, check_deepspeed, explain
+from dstrial.config import ParallelDims, check_deepspeed, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.rules import deepspeed_rules
 
 BASE = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
-ONE = ParallelSizes(1)
+ONE = ParallelDims(1)
+RELEASE = "0.19.8"
 JSON_VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -35,14 +36,14 @@ def section_configs(section):
 @given(section_configs(deepspeed_rules().root))
 def test_no_config_with_legal_keys_makes_the_check_itself_fail_or_changes_its_argument(config):
     before = copy.deepcopy(config)
-    result = check_deepspeed(config, ParallelSizes(4, pipeline_stages=2))
+    result = check_deepspeed(config, ParallelDims(4, pp=2))
 
     assert config == before or str(config) == str(before)
     assert all(str(problem) for problem in result.problems)
 
 
 def warnings(sizes=ONE, **keys):
-    result = check_deepspeed({**BASE, **keys}, sizes)
+    result = check_deepspeed({**BASE, **keys}, sizes, installed=RELEASE)
     assert result.problems == ()
     return result.warnings
 
@@ -83,16 +84,14 @@ def test_a_setting_without_effect_is_a_warning(keys, fragment):
 
 def test_tensor_parallel_ranks_count_as_replicas_as_they_do_in_deepspeed():
     config = {**BASE, "tensor_parallel": {"autotp_size": 2}}
-    result = check_deepspeed(config, ParallelSizes(4, model_parallel_size=2))
+    result = check_deepspeed(config, ParallelDims(4, tp=2))
 
     assert result.batch.train_batch_size == 16
     assert any("counts each record 2 times" in warning for warning in result.warnings)
 
 
 def test_sequence_parallel_ranks_do_not_count_as_replicas():
-    assert (
-        check_deepspeed({**BASE, "sequence_parallel_size": 2}, ParallelSizes(4)).batch.train_batch_size == 8
-    )
+    assert check_deepspeed({**BASE, "sequence_parallel_size": 2}, ParallelDims(4)).batch.train_batch_size == 8
 
 
 def test_under_another_release_one_warning_is_given_and_unknown_keys_are_warnings():
@@ -104,6 +103,33 @@ def test_under_another_release_one_warning_is_given_and_unknown_keys_are_warning
     assert "new_feature is not a key of DeepSpeed 0.19.8" in result.warnings[1]
 
 
+@pytest.mark.parametrize(
+    ("keys", "told_0_19_0", "told_0_19_8"),
+    [
+        ({"elasticity": {"enabled": False}}, "", "a setting that DeepSpeed 0.19.8 has removed"),
+        ({"gradient_allreduce_op": "mean"}, "gradient_allreduce_op is not a key of DeepSpeed 0.19.0", ""),
+        ({"zero_optimization": {"stage": 1, "mics_shard_size": 8}}, "", "mics_shard_size is 8, a setting"),
+        ({"zero_optimization": {"stage": 1, "compute_grad_norm": True}}, "compute_grad_norm is not a key", ""),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, "", "expected adam, adamw, adagrad"),
+    ],
+)  # fmt: skip
+def test_each_release_is_checked_by_its_own_table(keys, told_0_19_0, told_0_19_8):
+    for release, told in (("0.19.0", told_0_19_0), ("0.19.8+cpu", told_0_19_8)):
+        result = check_deepspeed({**BASE, **keys}, ONE, installed=release)
+        assert told in " ".join(map(str, result.problems))
+        assert bool(result.problems) == bool(told), (release, result.problems)
+        assert not any("is checked by the rules of" in warning for warning in result.warnings)
+
+
+def test_defaults_are_those_of_the_release():
+    clipping = [
+        check_deepspeed(BASE, ONE, installed=one).effective["gradient_clipping"]
+        for one in ("0.19.0", "0.19.8")
+    ]
+
+    assert clipping == [0.0, 1.0]
+
+
 def test_at_run_time_a_problem_names_the_engine():
     result = check_deepspeed({**BASE, "zero_optimisation": {}}, ONE, "deepspeed config of engine 0")
 
@@ -111,7 +137,8 @@ def test_at_run_time_a_problem_names_the_engine():
 
 
 def test_the_effective_config_holds_given_solved_and_default_values():
-    effective = check_deepspeed({**BASE, "zero_optimization": {"stage": 3}}, ParallelSizes(2)).effective
+    config = {**BASE, "zero_optimization": {"stage": 3}}
+    effective = check_deepspeed(config, ParallelDims(2), installed=RELEASE).effective
 
     assert effective["train_batch_size"] == 8
     assert effective["gradient_accumulation_steps"] == 1
@@ -133,7 +160,10 @@ def test_every_value_of_the_effective_config_has_an_origin():
         {("train_micro_batch_size_per_gpu",): "ds.json:2", ("zero_optimization",): "ds.json:5", stage: "exp.yaml:6"},
         frozenset({stage}),
     )  # fmt: skip
-    rows = {row.key: (row.value, row.origin) for row in explain(source, check_deepspeed(merged, ONE))}
+    rows = {
+        row.key: (row.value, row.origin)
+        for row in explain(source, check_deepspeed(merged, ONE, installed=RELEASE))
+    }
 
     assert rows["train_batch_size"] == ("4", "solved")
     assert rows["train_micro_batch_size_per_gpu"] == ("4", "ds.json:2")
@@ -146,17 +176,21 @@ def test_every_value_of_the_effective_config_has_an_origin():
 @pytest.mark.parametrize("sizes", [(3, 2, 1), (4, 2, 4), (0, 1, 1), (2, 0, 1)])
 def test_ranks_that_cannot_be_divided_are_refused(sizes):
     with pytest.raises(ValueError, match="expected"):
-        ParallelSizes(*sizes)
+        ParallelDims(*sizes)
 
 
 def test_clipping_by_the_norm_of_one_stage_is_told():
     clipped = {**BASE, "gradient_clipping": 0.5}
-    two_stages = ParallelSizes(4, pipeline_stages=2)
-    assert "gradients of its first stage alone" in " ".join(check_deepspeed(clipped, two_stages).warnings)
-    assert "gradients of its first stage alone" in " ".join(check_deepspeed(BASE, two_stages).warnings)
+    two_stages = ParallelDims(4, pp=2)
+    assert "gradients of its first stage alone" in " ".join(
+        check_deepspeed(clipped, two_stages, installed=RELEASE).warnings
+    )
+    assert "gradients of its first stage alone" in " ".join(
+        check_deepspeed(BASE, two_stages, installed=RELEASE).warnings
+    )
     for config, sizes in (
         ({**BASE, "gradient_clipping": 0.0}, two_stages),
-        (clipped, ParallelSizes(4)),
+        (clipped, ParallelDims(4)),
         ({**clipped, "zero_optimization": {"stage": 1}}, two_stages),
         ({**clipped, "bf16": {"enabled": True}}, two_stages),
     ):
@@ -164,7 +198,7 @@ def test_clipping_by_the_norm_of_one_stage_is_told():
 
 
 def test_a_stage_0_pipeline_of_one_stage_is_still_a_pipeline():
-    sizes = ParallelSizes(2, is_pipeline=True)
+    sizes = ParallelDims(2, is_pipeline=True)
     result = check_deepspeed({**BASE, "zero_optimization": {"stage": 2}}, sizes)
 
     assert "expected 0 or 1 with a PipelineModule" in str(result.problems[0])

@@ -120,7 +120,7 @@ def test_a_missing_length_is_an_error_that_names_both_ways_to_give_it(load):
 def test_the_replicas_are_slots_over_stages(load):
     config = load(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\nresources: {slots_per_trial: 4}\n")
 
-    assert config.sizes.data_parallel_size == 2
+    assert config.sizes.dp == 2
     assert config.deepspeed_check.batch.train_batch_size == 8
     assert config.notes == ()
 
@@ -128,7 +128,7 @@ def test_the_replicas_are_slots_over_stages(load):
 def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load, tmp_path):
     config = load(slots=4)
 
-    assert config.sizes.data_parallel_size == 4
+    assert config.sizes.dp == 4
     assert config.notes == (
         "data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so 4 data-parallel replicas",
     )
@@ -153,9 +153,9 @@ def test_a_pipeline_whose_stages_nobody_names_is_refused_on_several_slots(load, 
         ConfigError, match=r"data\.dstrial\.pipeline_stages is not given, while model_def:MyTrial"
     ):
         load_experiment(path, context_dir, slots=2)
-    assert load_experiment(path, context_dir, slots=1).sizes.data_parallel_size == 1
+    assert load_experiment(path, context_dir, slots=1).sizes.dp == 1
     path.write_text(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\n")
-    assert load_experiment(path, context_dir, slots=2).sizes.data_parallel_size == 1
+    assert load_experiment(path, context_dir, slots=2).sizes.dp == 1
 
 
 def test_a_pipeline_elsewhere_in_the_module_says_nothing_of_an_ordinary_trial(load, tmp_path):
@@ -164,7 +164,7 @@ def test_a_pipeline_elsewhere_in_the_module_says_nothing_of_an_ordinary_trial(lo
     )
     (tmp_path / "model_def.py").write_text(PIPELINE_SOURCE)
 
-    assert load_experiment(path, context_dir, slots=2).sizes.data_parallel_size == 2
+    assert load_experiment(path, context_dir, slots=2).sizes.dp == 2
 
 
 def test_the_model_definition_is_read_but_never_run(load, tmp_path):

@@ -105,6 +105,7 @@ def test_operators_that_no_optimizer_needs_are_no_matter():
         assert compilers.judge_operators(libraries(deepspeed=build))[0].status == "ok"
 
 
+@pytest.mark.process
 def test_a_lock_of_a_killed_build_is_told_and_left_for_the_launcher(tmp_path, monkeypatch):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
@@ -125,12 +126,14 @@ def test_a_lock_of_a_killed_build_is_told_and_left_for_the_launcher(tmp_path, mo
     assert not lock.exists()
 
 
+@pytest.mark.process
 def test_compilers_of_this_machine_are_found():
     measured = compilers.measure()
     assert measured.cxx_version
     assert measured.headers_dir
 
 
+@pytest.mark.process
 def test_a_compiler_that_cannot_be_run_counts_as_missing(monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")

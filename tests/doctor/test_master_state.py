@@ -50,6 +50,7 @@ def test_slots_of_another_kind_than_the_machine_now_has_are_told():
     assert judged(RUNNING, accelerator="cuda")["master slots"].status == "note"
 
 
+@pytest.mark.process
 def test_no_master_is_ok(tmp_path):
     measured = master_state.measure(StateDirectory(tmp_path / "none"))
     assert measured.record is None

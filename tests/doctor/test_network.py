@@ -89,6 +89,7 @@ def test_infiniband_ports_are_told_with_their_state():
     assert by_name(network.judge(down, CUDA, {}))["InfiniBand"].status == "note"
 
 
+@pytest.mark.process
 def test_this_machine_is_measured():
     measured = network.measure()
     assert measured.hostname == socket.gethostname()

@@ -6,10 +6,9 @@ import types
 
 import torch
 
-from dstrial.doctor.training.programs.gpt import batch, model
+from dstrial.doctor.training.programs.gpt import VOCABULARY_SIZE, batch, blocks, model
 from dstrial.doctor.training.programs.precision import loss_scale
 from dstrial.doctor.training.programs.save import _equal, _leaves
-from dstrial.doctor.training.programs.text import VOCABULARY_SIZE, blocks
 
 
 def test_one_flipped_bit_of_a_saved_tensor_is_seen_and_equal_bits_are_equal() -> None:

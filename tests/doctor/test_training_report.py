@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import dstrial.doctor.training as training
-from dstrial.doctor.training.catalogue import CHECKS, chosen
-from dstrial.doctor.training.check import Check, Status
+from dstrial.doctor.training.check import CHECKS, Check, Status, chosen
 from dstrial.doctor.training.checks.precision import problem_of
 from dstrial.doctor.training.processes import Ended
 from dstrial.doctor.training.report import markdown

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from dstrial.config import ParallelSizes
+from dstrial.config import ParallelDims
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, measures
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_from_json, outcome_to_json
 from dstrial.dsat.space import Space
 from dstrial.search.random_state import SearchRandom
 
@@ -26,7 +26,7 @@ PARAMS = 1.3e9
 DEVICE_BYTES = 40e9
 ACTIVATION_BYTES = 1.1e9
 CONTEXT_BYTES = 1.2e9
-SIZES = ParallelSizes(8)
+SIZES = ParallelDims(8)
 
 
 def space(base: dict[str, Any] | None = None, **arguments: Any) -> Space:
@@ -90,7 +90,7 @@ def play(
     no_gates: bool = False,
     **options: Any,
 ) -> Played:
-    """Play a method; with ``restart`` it is restored from its snapshot before every result."""
+    """Play a method; with ``restart`` a new one replays the results before every result, as a resumed search does."""
     searched = searched or space()
     settings = MethodOptions(**{"metric": "throughput", **options})
     method = search_method(name, searched, settings, Gates(searched, is_open=no_gates))
@@ -108,7 +108,10 @@ def play(
         outcome = outcome_of(done.candidate)
         played.outcomes[done.trial_id] = (done, outcome)
         if restart:
-            snapshot = json.loads(json.dumps(method.snapshot()))
+            before = json.dumps(method.snapshot())
             method = search_method(name, searched, settings, Gates(searched, is_open=no_gates))
-            method.restore(snapshot)
+            method.start()
+            for trial_id, (_, known) in list(played.outcomes.items())[:-1]:
+                method.on_result(trial_id, outcome_from_json(json.loads(json.dumps(outcome_to_json(known)))))
+            assert json.dumps(method.snapshot()) == before
         actions = method.on_result(done.trial_id, outcome)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.arguments import build_parser, flags_of
 from dstrial.dsat.description import describe, script_request, trial_request
 from dstrial.dsat.prepare import request_maker
 from dstrial.dsat.settings import read_settings
@@ -112,6 +112,15 @@ def test_a_script_is_described_by_its_model_and_first_batch_or_by_one_of_a_file(
     assert any("loss is not part of its model" in note for note in result.notes)
 
 
+def test_a_script_may_name_the_file_of_its_config(tmp_path: Path) -> None:
+    hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
+    words = ["-m", "core_api_script", "--records", "40", "--config-file", str(HERE / "ds_config.json")]
+
+    result = describe(script_request(words, HERE, hparams, CONFIG, world_size=4), may_be_real=False)
+
+    assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
+
+
 def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_and_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:
@@ -120,7 +129,7 @@ def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_an
     before = sorted(path.name for path in folder.iterdir())
     config = MODEL_DEFS.parent / "experiment_configs" / "dsat_hf.yaml"
     args = build_parser("dsat").parse_args(["predict", str(config), str(folder)])
-    settings = read_settings(args)
+    settings = read_settings(flags_of(args))
     assert settings.space.base["optimizer"]["params"]["lr"] == "auto"
 
     asked = request_maker(settings, target="cpu")(Structure(settings.space.own_stage, ()), True)

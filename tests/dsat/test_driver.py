@@ -13,16 +13,16 @@ import pytest
 import yaml
 from surfaces import BASE, surface
 
-from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.arguments import build_parser, flags_of
 from dstrial.dsat.backends.backend import Ended
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.driver import Driver
-from dstrial.dsat.endings import SearchEnd
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.outcome import Failure, FailureKind, Measured
-from dstrial.dsat.record import SearchRecord
-from dstrial.dsat.results import TrialResult, best_of, summary
+from dstrial.dsat.record import SearchEnd, SearchRecord
+from dstrial.dsat.report.live import summary
+from dstrial.dsat.results import TrialResult, best_of
 from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
 from dstrial.dsat.trial_config import TrialSpec, full_config
 from dstrial.errors import ConfigError, LaunchError
@@ -136,7 +136,7 @@ def experiment(tmp_path: Path) -> Path:
 def _settings(experiment: Path, *flags: str, method: str = "asha") -> SearchSettings:
     output = [] if "--output" in flags else ["--output", str(experiment.parent / "out")]
     words = [method, str(experiment), str(experiment.parent / "model"), "-m", "throughput", *flags, *output]
-    return with_parallel(read_settings(build_parser("dsat").parse_args(words)), 2)
+    return with_parallel(read_settings(flags_of(build_parser("dsat").parse_args(words))), 2)
 
 
 def _run(

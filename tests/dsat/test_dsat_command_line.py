@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dstrial import dsat
 from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import defaults
-from dstrial.dsat.arguments import build_parser, with_method
+from dstrial.dsat.arguments import build_parser, flags_of, with_method
 from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.dsat.settings import read_settings
 from dstrial.dsat.space import Space
@@ -181,7 +182,7 @@ def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> N
     )
 
     with pytest.raises(ConfigError) as error:
-        read_settings(args)
+        read_settings(flags_of(args))
 
     places = [problem.where for problem in error.value.problems]
     for flag in ("--max-trials", "--max-slots", "--divisor", "--start-profile-step", "--include", "--space"):
@@ -195,19 +196,19 @@ def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> N
 def test_a_bare_or_equal_deepspeed_flag_in_the_entrypoint_is_right(experiment: Path, flag: str) -> None:
     path = _write(experiment.parent, entrypoint=f"python3 -m dstrial.launch train.py {flag}")
 
-    assert read_settings(_parse("asha", str(path), str(experiment.parent / "model"))).trial is None
+    assert read_settings(flags_of(_parse("asha", str(path), str(experiment.parent / "model")))).trial is None
 
 
 def test_an_experiment_without_a_deepspeed_config_is_refused(experiment: Path) -> None:
     path = _write(experiment.parent, hyperparameters={"lr": 1})
 
     with pytest.raises(ConfigError, match=r"hyperparameters\.deepspeed_config is not given"):
-        read_settings(_parse("asha", str(path), str(experiment.parent / "model")))
+        read_settings(flags_of(_parse("asha", str(path), str(experiment.parent / "model"))))
 
 
 def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restarted(experiment: Path) -> None:
     settings = read_settings(
-        _parse("asha", str(experiment), str(experiment.parent / "model"), "-m", "latency")
+        flags_of(_parse("asha", str(experiment), str(experiment.parent / "model"), "-m", "latency"))
     )
     candidate = settings.space.smallest()
 
@@ -246,7 +247,7 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
 )
 def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, entrypoint: str) -> None:
     path = _write(experiment.parent, entrypoint=entrypoint)
-    settings = read_settings(_parse("asha", str(path), str(experiment.parent / "model")))
+    settings = read_settings(flags_of(_parse("asha", str(path), str(experiment.parent / "model"))))
 
     command = local_command(settings, "gen.yaml", "python")
 
@@ -255,9 +256,75 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
     assert command == [*launch, *script]
 
 
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (["predict"], {"sample_batch": None, "trust_code": False, "zero_stages": [0, 1, 2, 3]}),
+        (["binary"], {"search_range_factor": 1.0}),
+        (["random", "--early-stopping", "3"], {"trials_per_random_config": 5, "early_stopping": 3}),
+        (
+            ["asha", "--divisor", "4"],
+            {
+                "search_range_factor": 1.0,
+                "max_rungs": 5,
+                "min_binary_search_trials": 3,
+                "divisor": 4,
+                "asha_early_stopping": 0,
+            },
+        ),
+    ],
+)
+def test_a_search_is_known_again_by_the_flags_that_decide_it_and_by_no_others(
+    experiment: Path, words: list[str], own: dict[str, object]
+) -> None:
+    of_the_run = [
+        "--budget",
+        "1h",
+        "--output",
+        "x",
+        "--local",
+        "--fresh",
+        "--no-worker",
+        "--trial-timeout",
+        "5m",
+    ]
+    settings = read_settings(
+        flags_of(_parse(words[0], str(experiment), str(experiment.parent / "model"), *words[1:], *of_the_run))
+    )
+    deciding = {
+        "search_method": words[0],
+        "config_path": "exp.yaml",
+        "model_dir": "model",
+        "include": [],
+        "max_trials": 64,
+        "max_slots": None,
+        "max_concurrent_trials": 16,
+        "metric": "FLOPS_per_gpu",
+        "zero_stages": [1, 2, 3],
+        "start_profile_step": 3,
+        "end_profile_step": 5,
+        "random_seed": 42,
+        "search_runner_config": None,
+        "max_search_runner_restarts": 5,
+        "train_batch_size": None,
+        "free_batch": False,
+        "space": None,
+        "no_gates": False,
+        "measure_seconds": 60.0,
+        **own,
+    }
+
+    assert settings.experiment.deepspeed is not None
+    content = [deciding, settings.experiment.raw, settings.experiment.deepspeed.merged, {}]
+    expected = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    assert settings.fingerprint == expected
+
+
 def test_the_global_batch_that_is_asked_for_replaces_accumulation(experiment: Path) -> None:
     settings = read_settings(
-        _parse("asha", str(experiment), str(experiment.parent / "model"), "--train-batch-size", "64")
+        flags_of(
+            _parse("asha", str(experiment), str(experiment.parent / "model"), "--train-batch-size", "64")
+        )
     )
 
     assert isinstance(settings.space, Space)
@@ -300,12 +367,12 @@ def test_a_typo_in_a_space_file_is_an_error_and_a_value_that_no_stage_takes_is_t
     path.write_text("zero_optimization.sub_grup_size: [1e8]\noptimiser.params.lr: [0.1, 0.2]\n")
 
     with pytest.raises(ConfigError) as error:
-        read_settings(_parse(*words))
+        read_settings(flags_of(_parse(*words)))
 
     places = [problem.where.removeprefix(f"{path}: ") for problem in error.value.problems]
     assert places == ["zero_optimization.sub_grup_size", "optimiser.params.lr"]
     path.write_text("zero_optimization.offload_optimizer.device: [cpu, cpuu]\n")
-    told = [line for line in read_settings(_parse(*words)).warnings if "is never tried" in line]
+    told = [line for line in read_settings(flags_of(_parse(*words))).warnings if "is never tried" in line]
     assert len(told) == 1
     assert "'cpuu'" in told[0]
 
@@ -348,6 +415,18 @@ def test_the_constants_of_the_old_tool_are_there_under_their_names() -> None:
     assert defaults.DEFAULT_SEARCH_RUNNER_CONFIG["resources"] == {"slots_per_trial": 0}
 
 
+@pytest.mark.process
+def test_importing_the_constants_of_the_old_tool_builds_no_parser_and_knows_no_method() -> None:
+    program = (
+        "import sys; from dstrial.dsat.defaults import CONFIG_KEY; from dstrial.dsat import get_ds_config_from_hparams; "
+        "print([name for name in ('dstrial.dsat.arguments', 'dstrial.dsat.methods', 'numpy') if name in sys.modules])"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert ended.stdout.strip() == "[]"
+
+
 def test_only_agents_of_the_experiments_pool_count_unless_none_says_to_be_in_it() -> None:
     from determined.common.api import bindings
 
@@ -374,4 +453,6 @@ def test_a_sample_batch_that_cannot_be_had_is_refused(
     path = _write(experiment.parent, entrypoint=entrypoint)
 
     with pytest.raises(ConfigError, match=f"--sample-batch is .*{problem}"):
-        read_settings(_parse("predict", str(path), str(experiment.parent / "model"), "--sample-batch", value))
+        read_settings(
+            flags_of(_parse("predict", str(path), str(experiment.parent / "model"), "--sample-batch", value))
+        )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.dsat.durations import format_duration, parse_duration
+from dstrial.dsat.report.numbers import format_duration, parse_duration
 from dstrial.dsat.statistics import Sampling, SamplingLimits, median_interval, warm_from
 
 

@@ -236,6 +236,7 @@ def test_processes_that_write_the_same_copy_at_once_leave_one_whole_file(tmp_pat
     assert path == write_effective_config({"key": ["value"] * 5000}, tmp_path)
 
 
+@pytest.mark.process
 def test_importing_it_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys; from dstrial.dsat import get_hf_args_with_overwrites as given; given([], {})\n"

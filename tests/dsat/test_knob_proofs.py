@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from surfaces import play, space, surface
 
-from dstrial.config import ParallelSizes
+from dstrial.config import ParallelDims
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.methods.method import Note
 from dstrial.dsat.outcome import Failure, Measured, Outcome
@@ -108,7 +108,7 @@ def test_a_pipeline_gets_more_micro_batches_before_larger_ones() -> None:
     def stages(own: int, num_layers: int = 8, **more: Any) -> Space:
         return Space(
             PIPELINE,
-            ParallelSizes(4, pipeline_stages=own, is_pipeline=True),
+            ParallelDims(4, pp=own, is_pipeline=True),
             extra={"hyperparameters.num_stages": [1, 2, 3, 4]},
             hyperparameters={"num_stages": own, "num_layers": num_layers},
             **more,
@@ -129,7 +129,7 @@ def test_a_pipeline_gets_more_micro_batches_before_larger_ones() -> None:
     assert reasons[2] is not None
     assert "world_size is 4; expected a multiple of 3" in reasons[2]
     assert "2 pipeline stages (6% idle)" in searched.describe(candidates[1])
-    assert {searched.sizes_of(one).data_parallel_size for one in candidates[:2]} == {4, 2}
+    assert {searched.sizes_of(one).dp for one in candidates[:2]} == {4, 2}
     uneven = stages(2, 6)
     reason = "6 layers cannot be divided evenly between 4 pipeline stages"
     assert uneven.illegal(uneven.candidate(Structure(1, ((stage, 4),)), 0)) == reason

@@ -13,7 +13,7 @@ from dstrial.config import check_deepspeed
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.asha import AshaSearch
+from dstrial.dsat.methods.binary import AshaSearch
 from dstrial.dsat.methods.lineages import LineageMethod
 from dstrial.dsat.methods.method import MethodOptions, Note, Skip
 from dstrial.dsat.methods.random import RandomSearch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.arguments import build_parser, flags_of
 from dstrial.dsat.backends.local import LocalBackend
 from dstrial.dsat.backends.processes import launch
 from dstrial.dsat.outcome import Failure, FailureKind, failure_line
@@ -75,7 +75,7 @@ def _age(directory: Path) -> None:
 def _backend(directory: Path) -> tuple[LocalBackend, SearchRecord]:
     path = _experiment(directory, entrypoint="python3 -m dstrial.launch train.py")
     words = ["asha", str(path), str(directory / "model"), "--local", "--output", str(directory / "out")]
-    settings = read_settings(build_parser("dsat").parse_args(words))
+    settings = read_settings(flags_of(build_parser("dsat").parse_args(words)))
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     return LocalBackend(settings, record), record
 

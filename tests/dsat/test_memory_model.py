@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.dsat.buckets import Buckets
 from dstrial.dsat.memory_learning import MemoryLearner, MemoryPoint
-from dstrial.dsat.memory_model import DeviceMemory, unmeasured_peak
-from dstrial.dsat.memory_parts import MEMORY_PARTS, PeakParts, peak_parts
-from dstrial.dsat.setup import Setup
+from dstrial.dsat.memory_model import MEMORY_PARTS, DeviceMemory, PeakParts, peak_parts, unmeasured_peak
+from dstrial.dsat.setup import Buckets, Setup
 from dstrial.engine.dryrun.values import DryRunResult, Flops, Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrial.dsat.arguments import build_parser
+from dstrial.dsat.arguments import build_parser, flags_of
 from dstrial.dsat.settings import SearchSettings, read_settings
 from dstrial.errors import ConfigError
 
@@ -67,7 +67,9 @@ def _settings(
     }
     path = directory / "exp.yaml"
     path.write_text(yaml.safe_dump(config))
-    return read_settings(build_parser("dsat").parse_args(["predict", str(path), str(model_dir), *flags]))
+    return read_settings(
+        flags_of(build_parser("dsat").parse_args(["predict", str(path), str(model_dir), *flags]))
+    )
 
 
 def _own(settings: SearchSettings) -> tuple[int, ...]:

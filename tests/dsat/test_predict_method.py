@@ -8,7 +8,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surfaces import BASE, DEVICE_BYTES, SIZES, play, space, surface
+from surfaces import BASE, DEVICE_BYTES, SIZES, Played, play, space, surface
 
 from dstrial.config import check_deepspeed
 from dstrial.dsat.candidate import Candidate
@@ -82,8 +82,14 @@ def test_it_comes_within_three_percent_in_a_few_trials_and_never_runs_out_of_mem
     assert len(rates) < 20
 
 
-def test_a_search_restored_before_every_result_asks_for_the_same() -> None:
-    assert play("predict", max_trials=6).actions == play("predict", max_trials=6, restart=True).actions
+@pytest.fixture(scope="module")
+def six_trials() -> Played:
+    """A search of six trials, played once."""
+    return play("predict", max_trials=6)
+
+
+def test_a_search_restored_before_every_result_asks_for_the_same(six_trials: Played) -> None:
+    assert six_trials.actions == play("predict", max_trials=6, restart=True).actions
 
 
 def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> None:
@@ -234,10 +240,8 @@ def test_inputs_survive_json() -> None:
     assert PredictInputs.from_json(json.loads(json.dumps(given_inputs.to_json()))) == given_inputs
 
 
-def test_a_measurement_is_awaited_for_as_long_as_it_is_predicted_to_take() -> None:
-    played = play("predict", max_trials=3)
-
-    first, second = played.measured[:2]
+def test_a_measurement_is_awaited_for_as_long_as_it_is_predicted_to_take(six_trials: Played) -> None:
+    first, second = six_trials.measured[:2]
     assert first.predicted_s is None
     assert second.predicted_s is not None
     assert 30 < second.predicted_s < 300

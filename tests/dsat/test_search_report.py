@@ -16,7 +16,7 @@ from rich.console import Console
 from surfaces import play, space, surface
 
 from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.methods.method import Measure
+from dstrial.dsat.methods.method import Measure, ReportFacts
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.report import SearchFacts, numbers, report_document, write_report
 from dstrial.dsat.report.live import LiveTable
@@ -120,11 +120,10 @@ def test_shares_of_a_step_add_up_to_it_and_idle_time_is_what_no_prediction_expla
         "host_copies": 0.0,
     }
     trials = _played()
-    forecasts = {str(trial.trial_id): {"median_s": 1.0, "parts": {}} for trial in trials}
-    forecasts["1"]["is_guess"] = True
-    explained = {str(trial.trial_id): parts for trial in trials}
-    snapshot = {"forecasts": forecasts, "explained": explained}
-    document = report_document(_facts(snapshot=snapshot), space(), trials)
+    forecasts = {trial.trial_id: {"median_s": 1.0, "parts": {}} for trial in trials}
+    forecasts[1]["is_guess"] = True
+    predicted = ReportFacts(forecasts, {trial.trial_id: parts for trial in trials})
+    document = report_document(_facts(predicted=predicted), space(), trials)
 
     rows = {row["trial_id"]: row for row in document["trials"]}
     assert [rows[trial_id]["predicted"]["step_s"] for trial_id in (1, 2)] == [None, 1.0]
@@ -169,7 +168,7 @@ def test_what_the_method_predicts_is_missing_is_told_also_of_an_own_configuratio
         {"trial_id": 99, "micro_batch_size": 4, "missing_bytes": 1, "phase": "step"},
     ]
 
-    write_report(tmp_path, _facts(snapshot={"margins": margins}), space(), _played(too_large))
+    write_report(tmp_path, _facts(predicted=ReportFacts(margins=margins)), space(), _played(too_large))
 
     sentence = "your own configuration needs 11 GiB more for micro batch 4, at the peak of its backward phase"
     for name in ("report.html", "report.md"):

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from surfaces import BASE, play, space
 
-from dstrial.config import ParallelSizes, zero_keys_without_effect
-from dstrial.dsat.candidate import BatchSplit, Candidate, layered
-from dstrial.dsat.ladder import Ladder
+from dstrial.config import ParallelDims, zero_keys_without_effect
+from dstrial.dsat.candidate import BatchSplit, Candidate, Ladder, layered
+from dstrial.dsat.settings_checks import read_space
 from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.space_file import read_space
 from dstrial.dsat.structures import Structures
 from dstrial.errors import ConfigError
 from dstrial.search.random_state import SearchRandom
@@ -101,7 +100,7 @@ def test_candidates_that_write_defaults_down_are_the_same_as_those_that_do_not()
 
 
 def test_a_pipeline_tries_stages_0_and_1_and_no_overlap() -> None:
-    searched = Space(BASE, ParallelSizes(8, pipeline_stages=2, is_pipeline=True), stages=(0, 1, 2, 3))
+    searched = Space(BASE, ParallelDims(8, pp=2, is_pipeline=True), stages=(0, 1, 2, 3))
 
     assert searched.stages == (0, 1)
     assert f"{ZERO}.overlap_comm" not in {knob.path for knob in searched.knobs(1)}

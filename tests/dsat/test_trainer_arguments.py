@@ -9,8 +9,8 @@ import pytest
 from dstrial.config.deepspeed_source import read_deepspeed
 from dstrial.config.findings import Findings
 from dstrial.config.saved_run import EngineRecord, SavedRun
-from dstrial.dsat.decisions import Outcome
 from dstrial.dsat.trainer_arguments import ReconciledArguments, reconcile
+from dstrial.dsat.trainer_draft import Outcome
 from dstrial.errors import ConfigError
 
 AUTO_BATCH = dict.fromkeys(

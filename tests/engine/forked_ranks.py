@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,7 @@ def _write(path: pathlib.Path, value: Any) -> None:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("error", module=r"dstrial(\.|$)")  # as pyproject.toml has it for tests
     for ahead in IMPORTED_AHEAD:
         importlib.import_module(ahead)
     program = importlib.import_module(sys.argv[1])

@@ -19,6 +19,7 @@ from torch import nn
 
 from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.engine.adapt import adapt
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import engine_files, expected_files
 from dstrial.engine.state import load_engine, save_engine
 
@@ -73,7 +74,7 @@ def master_partitions(engine: Any, buffer_idx: int) -> torch.Tensor:
 
 def rebuilt(engine: Any, layout: Layout) -> dict[str, bool]:
     """Put every parameter of this rank's part together from the partitions, by the table alone, and compare."""
-    part = engine.checkpoint_mp_rank
+    part = engines.checkpoint_part(engine)
     group = engine.seq_data_parallel_group
     partitions: dict[int, list[torch.Tensor]] = {}
     for buffer in (buffer for buffer in layout.buffers if buffer.model_part == part):

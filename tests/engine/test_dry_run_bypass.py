@@ -45,6 +45,7 @@ def test_the_shared_memory_op_is_not_built() -> None:
     assert backend.build_shm_op is before
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("optimizer_class", [DeepSpeedCPUAdam, FusedAdam])
 def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimizer_class: type) -> None:
     with bypass.without_compiled_ops(), FakeTensorMode():
@@ -145,9 +146,7 @@ def test_deepspeed_reads_no_overflow_and_torch_optimizers_a_first_step() -> None
     assert not reads.bypasses
 
 
-def test_every_place_that_begins_a_phase_exists_in_this_deepspeed() -> None:
-    for owner, name, _phase in bypass._nested_phases():
-        assert callable(getattr(owner, name)), name
+def test_the_places_that_begin_a_phase_are_replaced_in_the_block_only() -> None:
     before = DeepSpeedEngine.forward
     with bypass.phases(tracker()):
         assert DeepSpeedEngine.forward is not before

@@ -7,12 +7,18 @@ import pytest
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, compatible
+from dstrial.config.rules import installed_deepspeed_version
 
 CASES = [
     "zero 0",
     "zero 1",
     "zero 2, round robin",
-    "zero 2, aligned",
+    pytest.param(
+        "zero 2, aligned",
+        marks=pytest.mark.skipif(
+            installed_deepspeed_version() == "0.19.0", reason="Requires: [deepspeed 0.19.8]"
+        ),
+    ),
     "zero 3",
     "zero 3, sub groups",
     "bf16, fp32 accumulation",
@@ -76,7 +82,7 @@ def test_the_files_of_an_engine_are_those_it_writes_and_reads(
 
 @pytest.mark.ranks
 def test_the_table_knows_groups_ties_and_frozen_parameters(program: forked_ranks.RunningProgram) -> None:
-    layout = Layout.from_json(of_all_ranks(program.result("zero 2, aligned")["described"])[0]["layout"])
+    layout = Layout.from_json(of_all_ranks(program.result("zero 2, round robin")["described"])[0]["layout"])
     places = {place.name: place for place in layout.parameters}
     assert (places["first.weight"].group_idx, places["first.bias"].group_idx) == (0, 1)
     assert places["last.weight"].tied_to == "first.weight"

@@ -224,8 +224,7 @@ def fingerprints(scratch: Path) -> dict[str, str]:
     """Record digests that are stored, or compared with those of another release."""
     from determined.common.api.bindings import v1File
 
-    from dstrial.checkpoint.seal import sealed
-    from dstrial.checkpoint.signature import signed
+    from dstrial.checkpoint.signature import sealed, signed
     from dstrial.cli.run_submission import fingerprint as of_submission
     from dstrial.master.launcher.failures import fingerprint as of_failure
     from dstrial.master.store.users import client_hash

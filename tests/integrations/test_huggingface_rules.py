@@ -13,6 +13,7 @@ import torch
 from dstrial.config.command_line import CommandLine
 from dstrial.config.saved_run import EngineRecord, SavedRun
 from dstrial.errors import ConfigError, RankTimeoutError, TrialContractError
+from dstrial.integrations.huggingface.arguments import TrainerLength, length_problems
 from dstrial.integrations.huggingface.batch import (
     ArgumentSizes,
     batch_problems,
@@ -22,7 +23,6 @@ from dstrial.integrations.huggingface.batch import (
 from dstrial.integrations.huggingface.context import _require_no_named_checkpoint
 from dstrial.integrations.huggingface.data_wait import STOPPING_WAIT_S, WAIT_S, DataWait
 from dstrial.integrations.huggingface.joint_stop import JointStop
-from dstrial.integrations.huggingface.lengths import TrainerLength, length_problems
 from dstrial.integrations.huggingface.metrics import (
     LogKind,
     Throughput,
@@ -284,11 +284,13 @@ def test_a_named_checkpoint_that_the_core_context_does_not_know_of_is_refused(
         _require_no_named_checkpoint()
 
 
+@pytest.mark.process
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, dstrial.integrations.huggingface; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.process
 def test_a_missing_library_is_an_error_with_the_line_to_run() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"

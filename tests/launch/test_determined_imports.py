@@ -124,7 +124,7 @@ def test_dsat_is_there_though_determined_no_longer_has_it() -> None:
     assert last_line(done).split() == [
         "determined.pytorch.dsat",
         "dstrial.dsat.trial.reporting",
-        "dstrial.dsat.hyperparameters",
+        "dstrial.dsat.defaults",
     ]
     shown = run("", started_by_dstrial(), arguments=("-m", "determined.pytorch.dsat", "--help"))
     assert shown.returncode == 0, shown.stderr

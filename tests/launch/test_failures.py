@@ -9,6 +9,7 @@ import pytest
 
 from dstrial.launch.failures import (
     Ending,
+    LaunchOutcome,
     RankFailure,
     first_failure,
     is_consequence,
@@ -81,3 +82,17 @@ def test_signals_are_told_as_shells_do() -> None:
     killed = RankFailure(2, 0, 7, 137, "SIGKILL", "node1", "")
     assert killed.headline == "rank 2 failed first (killed by SIGKILL, host node1):"
     assert "memory" in killed.describe()
+
+
+FAILURE = RankFailure(rank=1, local_rank=1, pid=7, exit_code=3, signal_name=None, host="here", error="é\nx")
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        LaunchOutcome(0, None, (0, 0), None, ()),
+        LaunchOutcome(3, FAILURE, (137, 3), "SIGTERM", (0,), ended_at_once=True),
+    ],
+)
+def test_an_outcome_survives_its_file(outcome: LaunchOutcome) -> None:
+    assert LaunchOutcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome

@@ -59,6 +59,7 @@ def test_an_error_of_the_users_own_alone_is_shown_as_a_whole(tmp_path: Path) -> 
     assert "more frame" not in found.text
 
 
+@pytest.mark.process
 def test_an_error_in_a_loaders_worker_is_one_traceback_that_ends_in_the_users_line(tmp_path: Path) -> None:
     found = short(
         tmp_path,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +11,13 @@ from typing import Any
 
 from determined import core
 
+from dstrial.ranks.sockets import free_port
+
 DEADLINE_S = 60.0
 
 
 def names_in(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _rank_main(

@@ -1,9 +1,21 @@
+import math
+
 import pytest
 from determined import pytorch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.loop.boundaries import Boundary, Period, due, next_due, total_batches
+from dstrial.config import Length
+from dstrial.loop.boundaries import (
+    Boundary,
+    Period,
+    asks_for_checkpoint,
+    due,
+    next_due,
+    searcher_length,
+    total_batches,
+    train_unit,
+)
 
 
 def positions(period, total, epoch_length=None):
@@ -90,3 +102,32 @@ def test_the_length_of_a_run_is_counted_in_batches():
 def test_a_length_that_says_nothing_is_refused(length, epoch_length, error):
     with pytest.raises((TypeError, ValueError), match=error):
         total_batches(length, epoch_length)
+
+
+@pytest.mark.parametrize(
+    ("policy", "now", "before", "smaller", "saves"),
+    [
+        ("all", None, None, True, True),
+        ("none", 1.0, 2.0, True, False),
+        ("best", 1.0, None, True, True),
+        ("best", 1.0, math.nan, True, True),
+        ("best", math.nan, None, True, False),
+        ("best", 1.0, 2.0, True, True),
+        ("best", 2.0, 2.0, True, False),
+        ("best", 1.0, 2.0, False, False),
+        ("best", 3.0, 2.0, False, True),
+    ],
+)
+def test_a_validation_asks_for_a_checkpoint_by_the_policy(policy, now, before, smaller, saves):
+    assert asks_for_checkpoint(policy, now, before, smaller_is_better=smaller) is saves
+
+
+def test_lengths_in_records_are_whole_batches_and_at_least_one():
+    for length, batches in ((100, 3), (5, 1)):
+        unit = train_unit(Length(length, "records"), 32)
+        assert isinstance(unit, pytorch.Batch)
+        assert unit.value == batches
+    unit = searcher_length({"max_time": 7, "time_metric": "epochs"}, 32)
+    assert isinstance(unit, pytorch.Epoch)
+    assert unit.value == 7
+    assert searcher_length({"max_time": 7, "time_metric": "seconds"}, 32) is None

@@ -5,9 +5,9 @@ import torch
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.errors import NonFiniteError
+from dstrial.loop.early_check import AttributeSnapshot
 from dstrial.loop.metrics import LossTail, MetricWindow
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
-from dstrial.loop.undo import AttributeSnapshot
 
 NAN = float("nan")
 GOOD, BAD = LossTail(0, 2), LossTail(2, 2)

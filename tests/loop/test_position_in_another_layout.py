@@ -6,7 +6,7 @@ import pytest
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.errors import CheckpointLayoutError
-from dstrial.loop.checkpointing import position_of, recounted
+from dstrial.loop.checkpoint_loader import position_of, recounted
 
 
 def with_accumulation(steps):

@@ -9,6 +9,8 @@ from torch.utils import data
 from dstrial.loop.order import BatchGeometry, GlobalBatches, ReplicaSampler, SamplerOrder
 from dstrial.loop.records import SeededRecords, torch_loader
 
+pytestmark = pytest.mark.process
+
 
 class Noise(data.Dataset):
     """Answers with random numbers of all three generators; remembers what a worker wrote on it."""

@@ -525,7 +525,7 @@ def _revive(tx: Transaction) -> dict[str, str]:
     assert fuzz is not None
     return {
         "admin": tokens.create_token(tx, 1),
-        "other": tokens.create_token(tx, fuzz["id"]),
+        "other": tokens.create_token(tx, fuzz.id),
         "trial-1": tokens.create_allocation_tokens(tx, "1.request.1", 2)[0],
     }
 

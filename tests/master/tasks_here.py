@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,8 +74,3 @@ def wait_for(is_so: Callable[[], object], what: str) -> None:
     while not is_so():
         assert time.monotonic() < give_up_at_s, f"waited in vain for {what}"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

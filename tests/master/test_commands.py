@@ -17,12 +17,12 @@ from determined.cli import proxy
 from determined.common import detlomond
 from lomond import events
 from submitting import config, submit, wait_until
-from tasks_here import DEADLINE_S, TasksHere, free_port, wait_for
+from tasks_here import DEADLINE_S, TasksHere, wait_for
 
 from dstrial.master.command import life
 from dstrial.master.login import USERNAME
-from dstrial.master.proxy.frames import BINARY, CLOSE, NORMAL, frame
 from dstrial.master.store.database import Database, Transaction
+from dstrial.ranks.sockets import free_port
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
@@ -42,18 +42,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def do_GET(self):
-        from dstrial.master.proxy.frames import FrameReader, accept_key, frame
+        from wsproto.connection import Connection, ConnectionType
+        from wsproto.events import CloseConnection, TextMessage
+        from wsproto.utilities import generate_accept_token
         self.send_response(101)
         for name, value in (("Upgrade", "websocket"), ("Connection", "Upgrade")):
             self.send_header(name, value)
         key = self.headers["Sec-WebSocket-Key"].encode()
-        self.send_header("Sec-WebSocket-Accept", accept_key(key).decode())
+        self.send_header("Sec-WebSocket-Accept", generate_accept_token(key).decode())
         self.end_headers()
-        reader = FrameReader()
+        frames, said = Connection(ConnectionType.SERVER), ""
         while data := self.connection.recv(65536):
-            for opcode, payload in reader.feed(data):
-                self.connection.sendall(frame(opcode, payload[::-1] if opcode == 1 else payload))
-                if opcode == 8:
+            frames.receive_data(data)
+            for event in frames.events():
+                if isinstance(event, TextMessage):
+                    said += event.data
+                    if event.message_finished:
+                        self.connection.sendall(frames.send(TextMessage(data=said[::-1])))
+                elif isinstance(event, CloseConnection):
+                    self.connection.sendall(frames.send(event.response()))
                     return
 
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
@@ -370,7 +377,7 @@ def test_a_service_that_speaks_first_or_breaks_off_is_told_as_it_is(det: TasksHe
     for _ in range(50):
         head, said = _first_words(det, f"/proxy/{task_id}:{greeting_port}/")
         assert head.startswith(b"HTTP/1.1 101 ")
-        assert said == frame(BINARY, b"220 welcome") + frame(CLOSE, NORMAL.to_bytes(2, "big"))
+        assert said == b"\x82\x0b220 welcome" + b"\x88\x02\x03\xe8"
     det.ok("command", "kill", task_id)
 
 

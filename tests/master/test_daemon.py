@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail, usage
+from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail
 from dstrial.master.launcher import supervisor
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.observe import usage
 
 
 @pytest.fixture

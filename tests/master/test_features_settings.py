@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import yaml
 from submitting import config, experiment, log_of, submit, wait_until
 
 from dstrial.errors import DstrialError
+from dstrial.ranks.sockets import free_port
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
@@ -30,12 +29,6 @@ POLICIES = [
     {"pattern": "b", "action": {"type": "cancel_retry"}},
     {"pattern": "c", "actions": "exclude_node"},
 ]
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_settings_file_is_read_by_up(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 from waiting import wait_for
 
 from dstrial.config.submission import MasterDefaults, check_submission
-from dstrial.errors import RequestError
 from dstrial.master.changes import Changes
 from dstrial.master.experiment import experiments
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store import checkpoints, models, work
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.errors import InvalidError
 
 CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
 
@@ -99,7 +99,7 @@ def test_what_is_being_deleted_cannot_come_into_use_until_a_restart_says_otherwi
     def take(tx: Transaction) -> None:
         checkpoints.refuse_going(tx.connection, checkpoints.require_checkpoint(tx.connection, "a"))
 
-    with pytest.raises(RequestError, match="is being deleted"):
+    with pytest.raises(InvalidError, match="is being deleted"):
         database.write(take)
     do_work(database)
     database.write(take)
@@ -110,4 +110,4 @@ def test_a_checkpoint_in_use_cannot_be_claimed(database: Database) -> None:
     assert database.write(lambda tx: checkpoints.claim(tx, "a")) == "version 1 of model 'net'"
     with database.read() as connection:
         row = checkpoints.require_checkpoint(connection, "a")
-    assert (row["deleting_us"], json.loads(row["resources"])) == (None, {"file": 1})
+    assert (row.deleting_us, json.loads(row.resources)) == (None, {"file": 1})

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.master.observe import last_log_id, look, new_log_rows
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.observe import last_log_id, look, new_log_rows
 
 
 @pytest.fixture

@@ -1,48 +1,72 @@
-"""Frames of WebSockets, by the examples of RFC 6455 and for every cut of the bytes."""
+"""Frames of WebSockets as the proxy reads and writes them, by the examples of RFC 6455 and for every cut of the bytes."""
 
 from __future__ import annotations
+
+import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
+from wsproto.utilities import generate_accept_token
 
-from dstrial.master.proxy.frames import BINARY, FrameError, FrameReader, accept_key, frame
+from dstrial.master.proxy.tunnel import server_frames
+
+FINAL = 0x80
 
 
-def masked(opcode: int, payload: bytes, mask: bytes) -> bytes:
+def masked(first: int, payload: bytes, mask: bytes) -> bytes:
     """Return a frame as a client sends it."""
-    head = bytearray(frame(opcode, payload))
-    start = len(head) - len(payload)
-    head[1] |= 0x80
-    return bytes(head[:start]) + mask + bytes(byte ^ mask[i % 4] for i, byte in enumerate(payload))
+    size = len(payload)
+    head = struct.pack("!BB", first, 0x80 | size) if size < 126 else struct.pack("!BBH", first, 0xFE, size)
+    return head + mask + bytes(byte ^ mask[i % 4] for i, byte in enumerate(payload))
+
+
+def read(data: bytes, size: int) -> list[Event]:
+    frames, found = server_frames(), []
+    for start in range(0, len(data), size):
+        frames.receive_data(data[start : start + size])
+        found += list(frames.events())
+    return found
 
 
 def test_the_handshake_is_that_of_the_standards_example() -> None:
-    assert accept_key(b"dGhlIHNhbXBsZSBub25jZQ==") == b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
+    assert generate_accept_token(b"dGhlIHNhbXBsZSBub25jZQ==") == b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
 
 
 def test_the_standards_frames_are_read_and_written() -> None:
-    assert FrameReader().feed(bytes.fromhex("818537fa213d7f9f4d5158")) == [(1, b"Hello")]
-    assert frame(1, b"Hello") == bytes.fromhex("810548656c6c6f")
-    assert frame(BINARY, bytes(256))[:4] == bytes.fromhex("827e0100")
-    assert frame(BINARY, bytes(65536))[:10] == bytes.fromhex("827f0000000000010000")
+    assert read(bytes.fromhex("818537fa213d7f9f4d5158"), 100) == [TextMessage("Hello")]
+    frames = server_frames()
+    assert frames.send(TextMessage("Hello")) == bytes.fromhex("810548656c6c6f")
+    assert frames.send(BytesMessage(bytes(256)))[:4] == bytes.fromhex("827e0100")
+    assert frames.send(BytesMessage(bytes(65536)))[:10] == bytes.fromhex("827f0000000000010000")
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from([0, 1, 2, 8, 9, 10]), st.binary(max_size=300)), max_size=4),
+    st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=3), max_size=4),
+    st.lists(st.tuples(st.sampled_from([Ping, Pong]), st.binary(max_size=125)), max_size=4),
     st.binary(min_size=4, max_size=4),
     st.integers(1, 50),
 )
 def test_frames_are_the_same_however_their_bytes_arrive(
-    messages: list[tuple[int, bytes]], mask: bytes, size: int
+    messages: list[list[bytes]], controls: list[tuple[type[Ping | Pong], bytes]], mask: bytes, size: int
 ) -> None:
-    data = b"".join(masked(opcode, payload, mask) for opcode, payload in messages)
-    reader = FrameReader()
-    found = []
-    for start in range(0, len(data), size):
-        found += reader.feed(data[start : start + size])
+    data, left = b"", list(controls)
+    for pieces in messages:
+        for idx, piece in enumerate(pieces):
+            data += masked((FINAL if idx == len(pieces) - 1 else 0) | (0 if idx else 2), piece, mask)
+            if left:
+                kind, payload = left.pop(0)
+                data += masked(FINAL | (9 if kind is Ping else 10), payload, mask)
+    data += masked(FINAL | 8, b"", mask)
+    sent = controls[: len(controls) - len(left)]
 
-    assert found == messages
+    found = read(data, size)
+
+    content = b"".join(bytes(event.data) for event in found if isinstance(event, BytesMessage))
+    assert content == b"".join(b"".join(pieces) for pieces in messages)
+    assert [(type(event), bytes(event.payload)) for event in found if isinstance(event, (Ping, Pong))] == sent
+    assert isinstance(found[-1], CloseConnection)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +75,7 @@ def test_frames_are_the_same_however_their_bytes_arrive(
     ids=["not masked", "reserved bits", "too large"],
 )
 def test_what_no_client_may_send_closes_the_websocket(data: bytes, code: int) -> None:
-    with pytest.raises(FrameError) as caught:
-        FrameReader().feed(data)
+    (event,) = read(data, 100)
 
-    assert caught.value.code == code
+    assert isinstance(event, CloseConnection)
+    assert event.code == code

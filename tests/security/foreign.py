@@ -16,7 +16,7 @@ import yaml
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_files, read_manifest, write_manifest
 from dstrial.checkpoint.mark import read_mark, write_mark
-from dstrial.checkpoint.seal import sealed
+from dstrial.checkpoint.signature import sealed
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.ranks import run_function
 

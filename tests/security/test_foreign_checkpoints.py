@@ -16,7 +16,7 @@ import pytest
 
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest
-from dstrial.checkpoint.wholeness import examine
+from dstrial.checkpoint.verify import examine
 from dstrial.errors import CheckpointDamagedError
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest

@@ -15,6 +15,7 @@ import pytest
 from dstrial.dsat.worker import star
 from dstrial.errors import RankError
 from dstrial.ranks.identity import RankIdentity, identify
+from dstrial.ranks.secret import tag
 from dstrial.ranks.sockets import free_port
 
 pytestmark = pytest.mark.process
@@ -179,6 +180,40 @@ def test_between_machines_only_who_knows_the_secret_is_a_guardian_and_only_one_a
 
     guardians[1].tell({"said": "answer"})
     assert _heard(lines[1]) == [{"said": "answer"}]
+
+
+def _pass_for_guardian(address: Any, rank: int) -> bool:
+    """Do what a guardian does, with nothing but what everybody on the network can know; say whether it is heard."""
+    public = tag(b"", b"dsat", star.job_name().encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        connection.settimeout(5.0)
+        connection.connect(address)
+        nonce, answer = connection.recv(64).strip(), b"0" * 32
+        parts = (nonce, answer, b"%d" % rank)
+        greeting = {"rank": rank, "nonce": answer.decode(), "tag": tag(public, b"greeting", *parts).hex()}
+        connection.sendall(json.dumps(greeting).encode() + b"\n")
+        connection.settimeout(1.0)
+        try:
+            return connection.recv(1) != b""
+        except TimeoutError:
+            return True  # it is kept
+
+
+def _attack(chief: RankIdentity, rank: int) -> None:
+    """Try to pass for a guardian of a chief that listens."""
+    with contextlib.closing(star.listen(chief)) as server:
+        threading.Thread(target=star.gather, args=(server, chief), daemon=True).start()
+        assert not _pass_for_guardian(server.getsockname(), rank)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_between_machines_a_stranger_who_knows_all_but_a_secret_is_no_guardian(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RankError, match="DSTRIAL_SECRET is not set; expected"):
+        _attack(_identity(monkeypatch, 0, num_nodes=2), rank)
+    with pytest.raises(RankError, match="DSTRIAL_SECRET is not set; expected"):
+        star.join(_identity(monkeypatch, 1, num_nodes=2))
 
 
 def test_a_line_that_is_repeated_changed_or_sent_back_is_not_read(

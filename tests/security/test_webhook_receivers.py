@@ -13,7 +13,7 @@ import pytest
 from receiver import receiving
 from waiting import wait_for
 
-from dstrial.errors import RequestError
+from dstrial.master.store.errors import InvalidError
 from dstrial.master.store.webhooks import check_url
 from dstrial.master.webhooks.sender import Outcome, Sender
 
@@ -147,7 +147,7 @@ def test_other_schemes_reach_nothing(tmp_path: Any) -> None:
         "unix:///x",
         "gopher://127.0.0.1/",
     ):
-        with pytest.raises(RequestError, match="expected an address of http or https"):
+        with pytest.raises(InvalidError, match="expected an address of http or https"):
             check_url(url)
         outcome = Sender("key").post(url, BODY)
         assert outcome is not None
@@ -156,7 +156,7 @@ def test_other_schemes_reach_nothing(tmp_path: Any) -> None:
 
 def test_a_url_cannot_add_a_header() -> None:
     for url in ("http://127.0.0.1:1/\r\nX-Evil: 1", "http://127.0.0.1:1/a b", "http://a\tb/"):
-        with pytest.raises(RequestError, match="expected"):
+        with pytest.raises(InvalidError, match="expected"):
             check_url(url)
         with receiving() as receiver:
             Sender("key").post(url.replace("127.0.0.1:1", f"127.0.0.1:{receiver.port}"), BODY)

@@ -168,6 +168,7 @@ def hyperparameters(record_log, **sizes):
     return {**config(1, record_log, sizes)["hyperparameters"]}
 
 
+@pytest.mark.ranks
 def test_other_micro_batches_on_the_same_ranks_begin_where_the_run_stopped(definitions_and_runs, tmp_path):
     log = tmp_path / "log"
     checkpoint, _ = fit(
@@ -184,6 +185,7 @@ def test_other_micro_batches_on_the_same_ranks_begin_where_the_run_stopped(defin
     assert trial.model_engine.global_steps == 7
 
 
+@pytest.mark.ranks
 def test_the_report_after_a_pause_is_that_of_the_uninterrupted_run(definitions_and_runs, tmp_path):
     def reported(checkpoint):
         lines = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
@@ -200,12 +202,14 @@ def test_the_report_after_a_pause_is_that_of_the_uninterrupted_run(definitions_a
     assert reported(resumed) == (7, pytest.approx(reported(whole)[1], rel=1e-6))
 
 
+@pytest.mark.ranks
 def test_a_changed_batch_is_refused_before_the_trial_is_built(definitions_and_runs, tmp_path):
     checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=2)
     with pytest.raises(ConfigError, match="train_batch_size is 16; expected 12, the batch of checkpoint"):
         fit(hyperparameters(tmp_path / "log", train_batch_size=16), str(checkpoint))
 
 
+@pytest.mark.ranks
 def test_a_changed_batch_of_a_checkpoint_that_only_fit_knows_is_refused_when_it_is_loaded(
     definitions_and_runs, tmp_path
 ):
@@ -216,6 +220,7 @@ def test_a_changed_batch_of_a_checkpoint_that_only_fit_knows_is_refused_when_it_
         fit(hyperparameters(tmp_path / "log", train_batch_size=16), str(checkpoint), named=False)
 
 
+@pytest.mark.ranks
 def test_metadata_says_with_which_sizes_the_run_began(definitions_and_runs, tmp_path):
     checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=1)
     metadata = json.loads((checkpoint / "metadata.json").read_text())

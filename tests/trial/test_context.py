@@ -8,6 +8,7 @@ import torch
 
 import dstrial
 from dstrial.errors import TrialContractError
+from dstrial.trial.context import runtime_of
 
 pytestmark = pytest.mark.ranks
 
@@ -158,3 +159,31 @@ def test_tensorboard_files_lie_in_the_run_directory(context):
     context.get_tensorboard_writer().add_scalar("x", 1.0, 1)
     context.get_tensorboard_writer().flush()
     assert list(context.get_tensorboard_path().glob("events*"))
+
+
+def test_private_attributes_that_code_for_determined_reads_and_sets_are_the_loops_own(context, engine):
+    context.wrap_model_engine(engine)
+    runtime = runtime_of(context)
+    values = {
+        "_core": runtime.core,
+        "_exp_conf": EXP_CONF,
+        "_hparams": context.get_hparams(),
+        "_trial_seed": 5,
+        "_steps_completed": 0,
+        "_mpu": runtime.mpu,
+        "_current_batch_idx": None,
+        "_epoch_len": None,
+        "_manual_grad_accumulation": False,
+        "_data_repro_checks_disabled": False,
+        "_enable_tensorboard_logging": True,
+        "_stop_requested": False,
+    }
+    assert {name: getattr(context, name) for name in values} == values
+    context.set_stop_requested(True)
+    context.disable_auto_grad_accumulation()
+    context.disable_dataset_reproducibility_checks()
+    assert (context._stop_requested, context._manual_grad_accumulation) == (True, True)
+    assert (runtime.is_stop_requested, runtime.repro_checks_disabled) == (True, True)
+    assert runtime.train_calls_per_batch == 1
+    context._manual_grad_accumulation = False
+    assert runtime.train_calls_per_batch == 3

@@ -49,12 +49,9 @@ def run_training_checks(options: TrainOptions, checks: Sequence[Check] | None = 
         DstrialError: a name is no check's, or the minutes are no positive number.
         OSError: the directory cannot be written.
     """
-    from dstrial.doctor.training.catalogue import CHECKS, chosen
-    from dstrial.doctor.training.check import Status
-    from dstrial.doctor.training.display import shown
-    from dstrial.doctor.training.record import Record
-    from dstrial.doctor.training.report import headline
-    from dstrial.doctor.training.runner import run_checks
+    from dstrial.doctor.training.check import CHECKS, Status, chosen
+    from dstrial.doctor.training.report import Record, headline
+    from dstrial.doctor.training.runner import run_checks, shown
     from dstrial.errors import DstrialError
 
     if not 0 < options.minutes < 24 * 60:

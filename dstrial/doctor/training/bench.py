@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.doctor.training.check import CheckFailedError
-from dstrial.doctor.training.facts import Facts, facts_path, read_facts
+from dstrial.doctor.training.check import CheckFailedError, Facts, facts_path, read_facts
 
 PROGRAMS = "dstrial.doctor.training.programs"
 

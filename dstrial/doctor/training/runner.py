@@ -1,7 +1,8 @@
-"""Run training checks one after another, each in a process of its own, and keep what they find as it comes."""
+"""Run training checks one after another, each in a process of its own, keep what they find and show how they go."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -10,15 +11,17 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.status import Status as Spinner
 
 from dstrial.doctor.training.bench import ACCELERATOR_VARIABLE
-from dstrial.doctor.training.check import Check, Result, Status
-from dstrial.doctor.training.facts import all_facts, read_facts
+from dstrial.doctor.training.check import Check, Result, Status, all_facts, read_facts
 from dstrial.doctor.training.processes import Ended, run_marked
-from dstrial.doctor.training.record import Record
+from dstrial.doctor.training.report import Record
 
 ANSWER_NAME = "answer.json"
 OUTPUT_NAME = "output.log"
@@ -241,3 +244,42 @@ def _tail(path: Path) -> str:
     # Progress bars and terminals' codes have no place in a report.
     text = "".join(letter for letter in text.replace("\r", "\n") if letter == "\n" or letter.isprintable())
     return "\n".join(text.splitlines()[-_SHOWN_LINES:])[-_SHOWN_CHARACTERS:]
+
+
+@contextlib.contextmanager
+def shown(stream: TextIO | None = None) -> Iterator[Told]:
+    """Yield what shows a run on a stream, stderr if None."""
+    console = Console(file=stream or sys.stderr, highlight=False, markup=False, soft_wrap=True)
+    spinner: Spinner | None = Spinner("", console=console) if console.is_terminal else None
+    began_s, text = 0.0, ""
+
+    def begins(idx: int, count: int, check: Check, allowed_s: float) -> None:
+        nonlocal began_s, text
+        began_s = time.monotonic()
+        text = f"[{idx + 1}/{count}] {check.name}: {check.title}"
+        if spinner is None:
+            console.print(f"{text} (at most {allowed_s:.0f} s)")
+        else:
+            spinner.update(text)
+            spinner.start()
+
+    def goes_on() -> None:
+        if spinner is not None:
+            spinner.update(f"{text} {time.monotonic() - began_s:.0f} s")
+
+    def ends(idx: int, count: int, result: Result) -> None:
+        if spinner is not None:
+            spinner.stop()
+        console.print(
+            f"[{idx + 1}/{count}] {result.name}: {result.status.value}, {result.seconds:.1f} s: {result.summary}"
+        )
+        if result.not_shown:
+            console.print(f"      not shown here: {result.not_shown}")
+        if result.advice:
+            console.print(f"      {result.advice}")
+
+    try:
+        yield Told(begins, goes_on, ends)
+    finally:
+        if spinner is not None:
+            spinner.stop()

@@ -1,4 +1,7 @@
-"""What an experiment of a master says of the trial that runs in it: whether it has its slots, and how it has ended."""
+"""Read from a master's experiment how its trial is doing.
+
+Whether it has its slots, and how it has ended.
+"""
 
 from __future__ import annotations
 

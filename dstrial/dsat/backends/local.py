@@ -1,4 +1,7 @@
-"""Measuring trials as processes of this machine, started through ``dstrial.launch``; there is no master."""
+"""Measure trials as processes of this machine, without a master.
+
+They are started through ``dstrial.launch``.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,9 @@ from dstrial.dsat.worker.mailbox import ANSWERS_NAME, ORDERS_NAME
 from dstrial.dsat.worker.orders import Answer, OrderBook
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json, read_json_lines, write_json_atomically
-from dstrial.local.measuring import HPARAMS_VARIABLE
+from dstrial.local.measuring import HPARAMS_VARIABLE, RESULT_VARIABLE
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 
-_RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"
 _WORKER_VARIABLE = "DSTRIAL_DSAT_WORKER"
 _REPEATABLE = (
     FailureKind.DEVICE_OOM,
@@ -82,13 +84,13 @@ class LocalBackend:
         variables = {
             **os.environ,
             **self._settings.experiment.environment_variables,
-            _RESULT_VARIABLE: str(_result_path(directory)),
+            RESULT_VARIABLE: str(_result_path(directory)),
             HPARAMS_VARIABLE: json.dumps(spec.hparams),
             RUNS_DIR_VARIABLE: str(directory / "runs"),
         }
         words = local_command(self._settings, str(config_path), sys.executable)
         running = launch(
-            words, directory, cwd=self._settings.context_dir, variables=variables, mark=_RESULT_VARIABLE
+            words, directory, cwd=self._settings.context_dir, variables=variables, mark=RESULT_VARIABLE
         )
         self._running[spec.trial_id] = running
         return {"pid": running.pid}
@@ -97,7 +99,7 @@ class LocalBackend:
         """Take back a launcher that still runs, or one that has left a result or an error that another try would have too."""
         del handle
         directory = self._record.trial_path(spec.trial_id)
-        running = found(directory, f"{_RESULT_VARIABLE}={_result_path(directory)}")
+        running = found(directory, f"{RESULT_VARIABLE}={_result_path(directory)}")
         if running is None:
             return False
         if running.exit_code is not None and _result(directory) is None and not _has_failed(directory):

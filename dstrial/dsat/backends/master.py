@@ -1,4 +1,7 @@
-"""Measuring trials as ordinary ``single`` experiments of a master, through Determined's own client."""
+"""Measure trials as experiments of a master, through Determined's client.
+
+Each is an ordinary ``single`` experiment.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,10 @@ from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.dsat.backends.backend import Ended
 from dstrial.dsat.backends.experiments import Submitted, outcome_of
-from dstrial.dsat.master_away import is_away
 from dstrial.dsat.outcome import Failure, FailureKind
 from dstrial.dsat.settings import SearchSettings
 from dstrial.dsat.trial_config import TrialSpec, results_config
-from dstrial.dsat.worker.mailbox import notes_of
+from dstrial.dsat.worker.mailbox import is_away, notes_of
 from dstrial.dsat.worker.orders import OrderBook
 from dstrial.errors import DstrialError
 
@@ -209,7 +211,7 @@ class MasterBackend:
             is_repeated = True
             if taken:
                 return taken[0]
-            includes = [Path(path) for path in self._settings.args.include]
+            includes = [Path(path) for path in self._settings.flags.include]
             # The client writes how far it is with the files, again and again, into the middle of the search's table.
             with contextlib.redirect_stdout(io.StringIO()):
                 return self._client.create_experiment(config, self._settings.context_dir, includes=includes)

@@ -1,4 +1,7 @@
-"""Workers as ordinary ``single`` experiments of a master: orders in the experiment's notes, answers in its metrics."""
+"""Run workers as ``single`` experiments of a master.
+
+Orders are in the experiment's notes, answers in its metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A launcher as a child that outlives its parent: started so that its process id is on disk first, and found again by it."""
+"""A launcher as a child that outlives its parent.
+
+Its process id is on disk before it starts, and by that it is found again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Measuring trials in living workers: an order goes out, an answer comes back; the ranks stay.
+"""Measure trials in workers that live on from one trial to the next.
+
+An order goes out, an answer comes back; the ranks stay.
 
 A worker is found again by a search that was killed: its orders and answers are where it left them.
 """
@@ -126,14 +128,14 @@ class WorkerBackend:
         worker = self._worker_with(spec.trial_id)
         if worker is None:
             worker = self._free_worker()
-            args = self._settings.args
+            flags = self._settings.flags
             number = worker.next_order
             order = Order(
                 number,
                 spec.trial_id,
                 spec.hparams,
-                spec.deadline_s or float(args.trial_timeout),
-                args.metric,
+                spec.deadline_s or flags.trial_timeout,
+                flags.metric,
                 None if spec.best is None else {"hparams": spec.best[0], "metrics": spec.best[1]},
             )
             self._place.tell(worker.number, self._book(worker, order))

@@ -1,26 +1,22 @@
-"""The search methods of dsat, by name."""
+"""The search methods of dsat, in one table.
+
+All else that has to know them reads it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dstrial.dsat.gates import Gates
 from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.methods.asha import AshaSearch
-from dstrial.dsat.methods.binary import BinarySearch
-from dstrial.dsat.methods.method import MethodOptions, SearchMethod
-from dstrial.dsat.methods.predict import PredictSearch
-from dstrial.dsat.methods.random import RandomSearch
+from dstrial.dsat.methods.binary import ASHA, BINARY
+from dstrial.dsat.methods.method import MethodEntry, MethodOptions, SearchMethod
+from dstrial.dsat.methods.predict import PREDICT
+from dstrial.dsat.methods.random import RANDOM
 from dstrial.dsat.space import Space
 from dstrial.errors import SearchError
 
-METHOD_NAMES = ("predict", "asha", "binary", "random")
-
-_OTHERS: dict[str, Callable[[Space, MethodOptions, Gates], SearchMethod]] = {
-    "asha": AshaSearch,
-    "binary": BinarySearch,
-    "random": RandomSearch,
-}
+METHODS: dict[str, MethodEntry] = {entry.name: entry for entry in (PREDICT, ASHA, BINARY, RANDOM)}
+"""Name -> method, the default one first."""
+METHOD_NAMES = tuple(METHODS)
 
 
 def search_method(
@@ -33,16 +29,14 @@ def search_method(
         space: what is searched.
         options: of the search.
         gates: what need not be measured.
-        inputs: what ``predict`` starts from; the others do not need it.
+        inputs: what a method that predicts starts from; the others do not need it.
 
     Raises:
         SearchError: there is none of that name.
     """
-    if name == "predict":
-        return PredictSearch(space, options, gates, inputs)
-    if name not in _OTHERS:
+    if name not in METHODS:
         raise SearchError(
             f"the search method is {name!r}; expected one of {', '.join(METHOD_NAMES)}, the methods of this release. "
             "Choose one of them."
         )
-    return _OTHERS[name](space, options, gates)
+    return METHODS[name].make(space, options, gates, inputs)

@@ -1,29 +1,72 @@
-"""What asha, binary and random share: the user's own configuration first, then lineages of random structures. Pure."""
+"""What asha, binary and random share: lineages of random structures. Pure.
+
+The user's own configuration is measured first. A lineage is one random structure with a range of micro batches that narrows
+with every trial.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.dsat.candidate import Candidate
 from dstrial.dsat.ceilings import ModelInfo, largest_micro_batch, log_lines
 from dstrial.dsat.gates import Gates, Known
-from dstrial.dsat.methods.lineage import Lineage
-from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, Note, Skip
+from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
 from dstrial.dsat.outcome import (
     Failure,
     FailureKind,
     Measured,
     Outcome,
-    outcome_from_json,
     outcome_to_json,
     score,
 )
 from dstrial.dsat.proof import best_proofs, trials_of_proof
 from dstrial.dsat.space import Space, Structure
 from dstrial.search.random_state import SearchRandom
+
+
+@dataclasses.dataclass(slots=True)
+class Lineage:
+    """A structure and the range of micro batches that is still in question.
+
+    Attributes:
+        idx: its number, from 0.
+        structure: what all its trials share.
+        low: lowest position of the ladder that is in question.
+        high: highest one; the range is exhausted when it is below ``low``.
+        first_high: ``high`` as it was at first.
+        history: (position, score, rung) of every step; the score is None for a failure.
+        rung: the rung that it is in (asha).
+        is_closed: whether nothing more is tried.
+        is_open: whether one of its trials is being measured.
+    """
+
+    idx: int
+    structure: Structure
+    low: int
+    high: int
+    first_high: int
+    history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
+    rung: int = 0
+    is_closed: bool = False
+    is_open: bool = False
+
+    @property
+    def num_failed(self) -> int:
+        """How many of its steps failed."""
+        return sum(1 for _, value, _ in self.history if value is None)
+
+    def best(self, last_rung: int | None = None) -> float | None:
+        """Return the best score, of the rungs up to one if given."""
+        scores = [
+            value
+            for _, value, rung in self.history
+            if value is not None and (last_rung is None or rung <= last_rung)
+        ]
+        return max(scores, default=None)
+
 
 _MOST_SKIPPED = 2000
 _NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
@@ -130,28 +173,9 @@ class LineageMethod(abc.ABC):
             ],
         }
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on where a snapshot was taken."""
-        self.random = SearchRandom.restore(snapshot["random"])
-        self._phase = snapshot["phase"]
-        self.info = None if snapshot["info"] is None else ModelInfo.from_json(snapshot["info"])
-        self._best_score = snapshot["best_score"]
-        self._num_since_best = snapshot["num_since_best"]
-        self._unproven = [Candidate.from_json(fields) for fields in snapshot["unproven"]]
-        self.lineages = []
-        for fields in snapshot["lineages"]:
-            structure = Structure(
-                fields["structure"]["stage"],
-                tuple((path, value) for path, value in fields["structure"]["settings"]),
-            )
-            history = [(step[0], step[1], step[2]) for step in fields["history"]]
-            self.lineages.append(Lineage(**{**fields, "structure": structure, "history": history}))
-        self.known, self._lineage_of = {}, {}
-        for fields in snapshot["known"]:
-            outcome = None if fields["outcome"] is None else outcome_from_json(fields["outcome"])
-            self.known[fields["trial_id"]] = Known(Candidate.from_json(fields["candidate"]), outcome)
-            if fields["lineage"] is not None:
-                self._lineage_of[fields["trial_id"]] = (fields["lineage"][0], fields["lineage"][1])
+    def report_facts(self) -> ReportFacts:
+        """Return nothing: these methods predict nothing."""
+        return ReportFacts()
 
     # ---- what methods use ------------------------------------------------------------------------
 

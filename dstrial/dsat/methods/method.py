@@ -1,13 +1,16 @@
-"""The contract of a search method: results in, actions out. Pure, seeded, restorable."""
+"""The contract of a search method: results in, actions out. Pure and seeded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from dstrial.dsat.candidate import Candidate
+from dstrial.dsat.gates import Gates
+from dstrial.dsat.inputs import PredictInputs
 from dstrial.dsat.outcome import Outcome
+from dstrial.dsat.space import Space
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +61,23 @@ class Finish:
 Action: TypeAlias = Measure | Skip | Note | Finish
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportFacts:
+    """What a method knows beyond the measurements, as JSON values; all empty for one that predicts nothing.
+
+    Attributes:
+        forecasts: trial -> what was predicted of it before it was measured.
+        explained: trial -> where the time of its step goes, seconds for each part; of the own and the best one.
+        margins: what a device lacks for larger micro batches of these two.
+        left: what could be measured next, the most promising first.
+    """
+
+    forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    explained: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    margins: Sequence[Mapping[str, Any]] = ()
+    left: Sequence[Mapping[str, Any]] = ()
+
+
 class SearchMethod(Protocol):
     """Decides what is measured next.
 
@@ -72,10 +92,10 @@ class SearchMethod(Protocol):
         """Take how a measurement ended."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON values."""
+        """Return the whole state as JSON values, for people and other tools; a search is resumed by replaying its results."""
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on where a snapshot was taken, in a new object of the same arguments."""
+    def report_facts(self) -> ReportFacts:
+        """Return what a report says beyond the measurements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +127,53 @@ class MethodOptions:
     min_binary_search_trials: int = 3
     divisor: int = 2
     asha_early_stopping: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag that only some methods have.
+
+    Attributes:
+        name: as it is typed, ``--max-rungs``.
+        kind: type of its value.
+        default: where it is not given.
+        help: for ``--help``.
+        option: the field of ``MethodOptions`` that it sets.
+        least: smallest value; None for anything above 0.
+    """
+
+    name: str
+    kind: type[int] | type[float]
+    default: int | float | None
+    help: str
+    option: str
+    least: int | None
+
+    @property
+    def dest(self) -> str:
+        """Its name among parsed arguments."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MethodEntry:
+    """All that the rest of dsat knows of a method; a module declares one, and the package lists it.
+
+    Attributes:
+        name: on the command line and on record.
+        summary: for ``--help``.
+        make: makes a new one; the inputs are given to one that predicts.
+        flags: its own.
+        zero_stages: the stages that it tries unless told otherwise.
+        predicts: whether it starts from dry runs, and wants the machine benchmarked.
+    """
+
+    name: str
+    summary: str
+    make: Callable[[Space, MethodOptions, Gates, PredictInputs | None], SearchMethod]
+    flags: tuple[Flag, ...] = ()
+    zero_stages: tuple[int, ...] = (1, 2, 3)
+    predicts: bool = False
 
 
 def measures(actions: Sequence[Action]) -> list[Measure]:

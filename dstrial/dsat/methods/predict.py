@@ -1,9 +1,12 @@
-"""``predict``: the user's own configuration first, then always what may be best; ends when nothing can be. Pure."""
+"""``predict``: measure what may be best, until nothing is expected to be. Pure.
+
+The user's own configuration is the first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dstrial.dsat.candidate import Candidate
@@ -11,13 +14,21 @@ from dstrial.dsat.ceilings import log_lines
 from dstrial.dsat.forecast import Forecast, Forecaster, structure_of
 from dstrial.dsat.gates import Gates, Known
 from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, Note, Skip
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_from_json, outcome_to_json
+from dstrial.dsat.methods.method import (
+    Action,
+    Finish,
+    Measure,
+    MethodEntry,
+    MethodOptions,
+    Note,
+    ReportFacts,
+    Skip,
+)
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
 from dstrial.dsat.proposals import Proposal, Proposals
 from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.standing import incumbent, incumbent_smoothed, num_disappointed
 from dstrial.dsat.structures import Structures, positions, positions_near
-from dstrial.dsat.telling import explained, margins
+from dstrial.dsat.telling import explained, incumbent, incumbent_smoothed, margins, num_disappointed
 from dstrial.dsat.time_model import TimeModel
 
 _LEAST_GAIN = 0.0008
@@ -92,7 +103,8 @@ class PredictSearch:
         return [*actions, *self._fill()]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON values, and what was predicted of each trial before it was measured."""
+        """Return the whole state as JSON values, and what a report says of it."""
+        facts = self.report_facts()
         return {
             "is_finished": self._is_finished,
             "order": list(self._order),
@@ -106,32 +118,25 @@ class PredictSearch:
             ],
             "skipped": [candidate.to_json() for candidate in self._sorted_skipped()],
             "starts": [self.space.candidate(one, 0).to_json() for one in self._proposals.starts()],
-            "forecasts": {str(trial_id): forecast for trial_id, forecast in self._forecasts.items()},
-            "explained": explained(self.known, self.incumbent(), self.forecaster),
-            "margins": margins(self.known, self.incumbent(), self.forecaster),
+            "forecasts": {str(trial_id): forecast for trial_id, forecast in facts.forecasts.items()},
+            "explained": {str(trial_id): parts for trial_id, parts in facts.explained.items()},
+            "margins": facts.margins,
             "factors": dict(self.forecaster.time.factors()),
-            "left": [
+            "left": facts.left,
+        }
+
+    def report_facts(self) -> ReportFacts:
+        """Return what was predicted, and what that says of the own and the best configuration."""
+        best = self.incumbent()
+        return ReportFacts(
+            forecasts=dict(self._forecasts),
+            explained=explained(self.known, best, self.forecaster),
+            margins=margins(self.known, best, self.forecaster),
+            left=[
                 {"description": self.space.describe(one), "candidate": one.to_json(), "gain": gain}
                 for one, gain in self._left
             ],
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on where a snapshot was taken, by learning everything again in its order."""
-        outcomes: dict[int, Outcome] = {}
-        for fields in snapshot["known"]:
-            candidate = Candidate.from_json(fields["candidate"])
-            self.known[fields["trial_id"]] = Known(candidate, None)
-            if fields["outcome"] is not None:
-                outcomes[fields["trial_id"]] = outcome_from_json(fields["outcome"])
-        self._skipped = {Candidate.from_json(fields) for fields in snapshot["skipped"]}
-        self._forecasts = {int(trial_id): dict(one) for trial_id, one in snapshot["forecasts"].items()}
-        for trial_id in snapshot["order"]:
-            self._learn(trial_id, outcomes[trial_id])
-        self._proposals.restore(
-            [structure_of(Candidate.from_json(fields)) for fields in snapshot.get("starts", ())]
         )
-        self._is_finished = bool(snapshot["is_finished"])
 
     # ---- learning --------------------------------------------------------------------------------
 
@@ -317,3 +322,12 @@ class PredictSearch:
 
     def _sorted_skipped(self) -> list[Candidate]:
         return sorted(self._skipped, key=lambda one: repr(dataclasses.astuple(one)))
+
+
+PREDICT = MethodEntry(
+    "predict",
+    "dry-run and predict, then measure only what may be best (the default method)",
+    PredictSearch,
+    zero_stages=(0, 1, 2, 3),
+    predicts=True,
+)

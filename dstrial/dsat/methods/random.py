@@ -1,4 +1,6 @@
-"""``random``: random structures with random micro batches, a few trials each. Pure.
+"""``random``: random structures with random micro batches. Pure.
+
+Each gets a few trials.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", method ``random``.
 """
@@ -6,8 +8,8 @@ Source: Determined 0.37 documentation, "DeepSpeed Autotune", method ``random``.
 from __future__ import annotations
 
 from dstrial.dsat.gates import Known
-from dstrial.dsat.methods.lineage import Lineage
-from dstrial.dsat.methods.lineages import LineageMethod
+from dstrial.dsat.methods.lineages import Lineage, LineageMethod
+from dstrial.dsat.methods.method import Flag, MethodEntry
 from dstrial.dsat.outcome import Failure, score
 
 
@@ -96,3 +98,23 @@ class RandomSearch(LineageMethod):
 
     def _of_stage(self, stage: int) -> list[Known]:
         return [one for one in self.known.values() if one.candidate.stage == stage]
+
+
+RANDOM = MethodEntry(
+    "random",
+    "random structures with random micro batches",
+    lambda space, options, gates, _inputs: RandomSearch(space, options, gates),
+    (
+        Flag(
+            "--trials-per-random-config",
+            int,
+            5,
+            "most trials of one structure (5)",
+            "trials_per_random_config",
+            1,
+        ),
+        Flag(
+            "--early-stopping", int, None, "end after so many trials without a new best", "early_stopping", 1
+        ),
+    ),
+)

@@ -1,4 +1,7 @@
-"""What a search found, for people: ``report.json``, and from that ``report.md`` and ``report.html``; a live table meanwhile."""
+"""What a search found, for people.
+
+``report.json``, and from that ``report.md`` and ``report.html``; a live table meanwhile.
+"""
 
 from __future__ import annotations
 

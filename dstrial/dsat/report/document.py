@@ -1,4 +1,7 @@
-"""Everything that a report says, as JSON values; the renderings add nothing to it. Pure."""
+"""Everything that a report says, as JSON values. Pure.
+
+The renderings add nothing to it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dstrial.dsat.methods.method import ReportFacts
 from dstrial.dsat.outcome import Failure, Measured, outcome_to_json, score, smaller_is_better
 from dstrial.dsat.proof import best_proofs
 from dstrial.dsat.report.explain import (
@@ -41,7 +45,7 @@ class SearchFacts:
         reason: why it ended, or what interrupted it.
         is_finished: whether nothing is left to do.
         num_slots: ranks of a trial.
-        snapshot: the method's; predictions are read from it where it has some.
+        predicted: what the method says beyond the measurements.
         notes: sentences that a person should know.
     """
 
@@ -51,7 +55,7 @@ class SearchFacts:
     reason: str
     is_finished: bool
     num_slots: int
-    snapshot: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    predicted: ReportFacts = dataclasses.field(default_factory=ReportFacts)
     notes: tuple[str, ...] = ()
 
 
@@ -64,9 +68,8 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         trials: every trial, whether it has ended or not.
     """
     metric = facts.metric
-    forecasts = facts.snapshot.get("forecasts", {})
-    explained = facts.snapshot.get("explained", {})
-    rows = [_row(trial, metric, forecasts.get(str(trial.trial_id))) for trial in trials]
+    predicted = facts.predicted
+    rows = [_row(trial, metric, predicted.forecasts.get(trial.trial_id)) for trial in trials]
     best = best_of(trials, metric)
     own = next((trial for trial in trials if trial.candidate.is_own), None)
     ranked = sorted(
@@ -97,11 +100,11 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "step_time": [
             {"trial_id": trial.trial_id, **shares}
             for trial in own_and_best(trials, metric)
-            if (shares := step_shares(trial.outcome, explained.get(str(trial.trial_id)))) is not None
+            if (shares := step_shares(trial.outcome, predicted.explained.get(trial.trial_id))) is not None
         ],
         "sensitivity": sensitivity(trials, space, metric),
-        "needs": device_needs(trials, space, metric, facts.snapshot),
-        "left": [dict(one) for one in facts.snapshot.get("left", [])][:5],
+        "needs": device_needs(trials, space, metric, predicted.margins),
+        "left": [dict(one) for one in predicted.left][:5],
         "trials": rows,
     }
 

@@ -1,4 +1,4 @@
-"""Why a configuration is as fast as it is, what each knob is worth, and what would be needed for more. Pure."""
+"""Explain the best configuration: its time, the knobs, what more needs. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.candidate import HYPERPARAMETERS
+from dstrial.dsat.candidate import HYPERPARAMETERS, value_at
 from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, score
 from dstrial.dsat.results import TrialResult, best_of, gain
 from dstrial.dsat.space import Space
@@ -110,7 +110,7 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
             if knob.path.startswith(HYPERPARAMETERS):
                 settings[knob.path] = space.hyperparameter(candidate, knob.path)
             else:
-                settings[knob.path] = _given(effective, knob.path)
+                settings[knob.path] = value_at(effective, knob.path)
             if knob.path.endswith(".device") and settings[knob.path] is None:
                 settings[knob.path] = "none"
         for name, setting in settings.items():
@@ -133,15 +133,8 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
     return sorted(found, key=lambda row: -row["effect"])
 
 
-def _given(base: Mapping[str, Any], path: str) -> Any:
-    value: Any = base
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def device_needs(
-    trials: Sequence[TrialResult], space: Space, metric: str, snapshot: Mapping[str, Any]
+    trials: Sequence[TrialResult], space: Space, metric: str, margins: Sequence[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
     """Return what the next larger micro batches of the best and of the user's own structure would need.
 
@@ -152,10 +145,10 @@ def device_needs(
         trials: every trial.
         space: what was searched.
         metric: searched for.
-        snapshot: of the method; ``margins`` are what it predicts.
+        margins: what the method predicts of them.
     """
     of_trials = {trial.trial_id: trial for trial in trials}
-    predicted = [one for one in snapshot.get("margins", []) if one["trial_id"] in of_trials]
+    predicted = [one for one in margins if one["trial_id"] in of_trials]
     if predicted:
         return [
             {**one, "was_tried": _tried(trials, of_trials[one["trial_id"]], one["micro_batch_size"])}

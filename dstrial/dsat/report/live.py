@@ -1,4 +1,4 @@
-"""A search on a terminal: what happens scrolls above, and below stand progress, the best so far and the time left."""
+"""A search on a terminal: a live table, and what is printed at the end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dstrial.dsat.durations import format_duration
-from dstrial.dsat.outcome import Failure, Measured, score
+from dstrial.dsat.outcome import Failure, FailureKind, Measured, score
+from dstrial.dsat.record import SearchRecord
 from dstrial.dsat.report import numbers
 from dstrial.dsat.report.document import UNITS, memory_bytes
 from dstrial.dsat.results import TrialResult, best_of, gain
@@ -130,10 +130,10 @@ class LiveTable:
             estimates.append(left)
         if self._budget_s is not None:
             estimates.append(max(self._budget_s - running_s, 0.0))
-        return f"at most {format_duration(min(estimates))} left" if estimates else ""
+        return f"at most {numbers.format_duration(min(estimates))} left" if estimates else ""
 
     def _cells(self, trial: TrialResult) -> tuple[str, str, str, str, str]:
-        took = "" if trial.seconds is None else format_duration(trial.seconds)
+        took = "" if trial.seconds is None else numbers.format_duration(trial.seconds)
         value, memory = "running", ""
         if isinstance(trial.outcome, Failure):
             value = trial.outcome.kind.value
@@ -148,3 +148,86 @@ class LiveTable:
 def _worth(trial: TrialResult, metric: str) -> float:
     value = None if trial.outcome is None else score(trial.outcome, metric)
     return float("-inf") if value is None else value
+
+
+def summary(
+    record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
+) -> str:
+    """Return what is printed at the end: the trials, the best one, the gain over the user's own, and the files."""
+    best = best_of(trials, metric)
+    lines = trial_table(trials, metric)
+    lines.append("")
+    state = "finished" if is_finished else "not finished"
+    lines.append(f"search:        {state} ({reason})")
+    if best is None or best.outcome is None:
+        lines.append("best:          nothing was measured")
+    else:
+        value = score(best.outcome, metric) or 0.0
+        lines.append(f"best:          trial {best.trial_id}: {best.description}")
+        lines.append(f"{metric + ':':<15}{numbers.four_digits(abs(value))}{_over_own(trials, best, metric)}")
+        if isinstance(best.outcome, Measured) and (told := numbers.rates(best.outcome.metrics)):
+            lines.append(f"samples/s:     {told}")
+        lines.append(f"config:        {record.best_config_path}")
+        lines.append(f"metrics:       {record.best_metrics_path}")
+        lines.append(f"experiment:    {record.best_experiment_path}")
+    lines.append(f"all trials:    {record.trials_path}")
+    lines.append(f"report:        {record.path / 'report.html'}")
+    failed = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
+    is_over = any(kind in (FailureKind.USER_ERROR, FailureKind.CANCELED) for kind in failed)
+    if is_finished and failed and (best is None or is_over):
+        lines.append("to begin anew: correct what failed, and pass --fresh")
+    if not is_finished:
+        lines.append("to go on:      the same command, without --fresh")
+    return "\n".join(lines) + "\n"
+
+
+def trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
+    """Return one line per trial, the best first, failures last."""
+    unmeasured = float("-inf")
+
+    def rank(trial: TrialResult) -> tuple[float, int]:
+        value = None if trial.outcome is None else score(trial.outcome, metric)
+        return -(unmeasured if value is None else value), trial.trial_id
+
+    rows = [("trial", metric, "time", "why", "configuration")]
+    for trial in sorted(trials, key=rank):
+        took = "" if trial.seconds is None else numbers.format_duration(trial.seconds)
+        rows.append((str(trial.trial_id), _shown(trial, metric), took, trial.why, trial.description))
+    widths = [max(len(row[idx]) for row in rows) for idx in range(4)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in rows
+    ]
+
+
+def ended_line(trial: TrialResult, metric: str) -> str:
+    """Say in one line how a trial has ended."""
+    if isinstance(trial.outcome, Failure):
+        return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
+    value = None if trial.outcome is None else trial.outcome.value(metric)
+    half_width = None if trial.outcome is None else trial.outcome.value("half_width")
+    shown = "nothing" if value is None else f"{value:.5g}"
+    within = "" if half_width is None else f" ± {half_width:.1%}"
+    return f"trial {trial.trial_id} measured {metric} {shown}{within}"
+
+
+def _shown(trial: TrialResult, metric: str) -> str:
+    if trial.outcome is None:
+        return "not finished"
+    if isinstance(trial.outcome, Failure):
+        phase = f" in {trial.outcome.phase}" if trial.outcome.phase else ""
+        return f"{trial.outcome.kind.value}{phase}"
+    value = trial.outcome.value(metric)
+    return "not measured" if value is None else numbers.four_digits(value)
+
+
+def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> str:
+    own = next((trial for trial in trials if trial.candidate.is_own), None)
+    if own is None or own.outcome is None or best.outcome is None:
+        return ""
+    own_value, value = score(own.outcome, metric), score(best.outcome, metric)
+    if best.candidate.is_own:
+        return " (your own configuration)"
+    if own_value is None or value is None:
+        return " (your own configuration could not be measured)"
+    return f" ({gain(value, own_value):+.1%} over your own configuration)"

@@ -1,10 +1,19 @@
-"""Numbers as people read them. Pure."""
+"""Numbers as people read and write them. Pure."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
+_RATES = {
+    "end_to_end_throughput": "end to end (all steps, with the data loader)",
+    "throughput": "by the median step",
+    "bare_throughput": "bare (one batch again and again)",
+}
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+
+_PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
 def amount(value: float) -> str:
@@ -44,3 +53,46 @@ def setting(value: Any) -> str:
 def knob(path: str) -> str:
     """Return a dotted path without the section that all have."""
     return path.removeprefix("zero_optimization.")
+
+
+def parse_duration(text: str) -> float:
+    """Return seconds.
+
+    Raises:
+        ValueError: the text is no length of time above 0.
+    """
+    found = _PARTS.fullmatch(text.strip().lower())
+    seconds = (
+        sum(float(part) * unit for part, unit in zip(found.groups(), (3600, 60, 1), strict=True) if part)
+        if found
+        else 0
+    )
+    if not seconds:
+        raise ValueError(
+            f"the value is {text!r}; expected a length of time above 0. Write 30m, 90s or 1h30m."
+        )
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Return ``1h05m``, ``3m20s`` or ``12s``."""
+    whole = max(round(seconds), 0)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 60}m{whole % 60:02}s" if whole >= 60 else f"{whole}s"
+
+
+def rates(metrics: Mapping[str, float]) -> str:
+    """Say which of the measured throughputs is which; empty where none was measured.
+
+    Args:
+        metrics: of one configuration.
+    """
+    return ", ".join(
+        f"{four_digits(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
+    )
+
+
+def four_digits(value: float) -> str:
+    """Return four digits, as an exponent for large numbers."""
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.4e}"

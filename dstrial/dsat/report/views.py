@@ -7,7 +7,6 @@ from typing import Any
 
 from dstrial.dsat.report import numbers
 from dstrial.dsat.report.charts import Point, scatter, stacks
-from dstrial.dsat.results import rates
 
 Document = Mapping[str, Any]
 
@@ -51,10 +50,10 @@ def facts(document: Document) -> list[tuple[str, str]]:
     if spent:
         found.append(("time in trials", numbers.seconds(spent) if spent < 120 else f"{spent / 60:.0f} min"))
     best = trial(document, document["best"])
-    if best is not None and (told := rates(best.get("metrics") or {})):
+    if best is not None and (told := numbers.rates(best.get("metrics") or {})):
         found.append(("samples/s of the best", told))
     own = trial(document, document["own"])
-    if own is not None and own is not best and (told := rates(own.get("metrics") or {})):
+    if own is not None and own is not best and (told := numbers.rates(own.get("metrics") or {})):
         found.append(("samples/s of your own", told))
     for whose, row in (("the best", best), ("your own", None if own is best else own)):
         done = {} if row is None else row.get("metrics") or {}

@@ -1,4 +1,6 @@
-"""``python -m dstrial.dsat.trial --trial model_def:MyTrial``: what every rank of a measuring trial runs.
+"""What every rank of a measuring trial runs.
+
+``python -m dstrial.dsat.trial --trial model_def:MyTrial``.
 
 On a cluster everything else comes from there; off a cluster from ``--config`` and ``--context-dir``. Not meant to be typed.
 """
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from dstrial.dsat.trial.reporting import failures_told, hyperparameters_of_trial, limits_from, report
     from dstrial.launch.trial_import import import_trial
     from dstrial.trainer import init
+    from dstrial.trial.context import runtime_of
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     exp_conf: dict[str, Any] | None = None
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with init(hparams=hparams, exp_conf=exp_conf) as context, probing(meter):
             trial = trial_class(context)
             measured = measure_trial(trial, context, meter)
-            report(measured, context._core, int(measured.metrics["num_steps"]))
+            report(measured, runtime_of(context).core, int(measured.metrics["num_steps"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Describe a DeepSpeedTrial without training it: its own construction and steps inside a dry run.
+"""Describe a DeepSpeedTrial without training it.
+
+Its own construction and steps run inside a dry run.
 
 Construction runs for real, so that data may be read as usual, but parameters keep their shapes only and
 ``deepspeed.initialize`` answers with a stand-in. The training loader gives its first batches, and the largest of them lends
@@ -25,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial.dsat.trial.fake_model import make_fake, shapes_only
+from dstrial.engine.deepspeed_internals.engines import load_config_file
 from dstrial.engine.safe_load import load
 from dstrial.errors import TrialContractError
 from dstrial.launch.trial_import import import_trial
@@ -106,11 +109,7 @@ class TrialWorkload:
         for call in self._calls:
             config = deepspeed_config
             if len(self._calls) > 1:
-                own = (
-                    deepspeed.runtime.config.load_ds_config(call.config)
-                    if isinstance(call.config, str)
-                    else call.config
-                )
+                own = load_config_file(call.config) if isinstance(call.config, str) else call.config
                 kept = {key: value for key, value in own.items() if key not in _BATCH_KEYS}
                 config = {
                     **kept,

@@ -1,4 +1,7 @@
-"""Describe a script that trains with DeepSpeed: run it until its engine gets its first batch, then dry-run model and batch."""
+"""Describe a script that trains with DeepSpeed, without training.
+
+It runs until its engine gets its first batch; model and batch are then dry-run.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dstrial import surroundings
 from dstrial.dsat.trial.describe import AloneContext
 from dstrial.dsat.trial.fake_model import make_fake, shapes_only
+from dstrial.engine.deepspeed_internals.engines import load_config_file
 from dstrial.engine.safe_load import load
 from dstrial.errors import TrialContractError
 from dstrial.local.run_directory import RUN_DIR_VARIABLE
@@ -103,7 +107,7 @@ class ScriptWorkload:
         if given is not None:
             self._arguments["model_parameters"] = list(given)
         config = self._arguments.get("config") or self._arguments.get("config_params") or {}
-        self._config = deepspeed.runtime.config.load_ds_config(config) if isinstance(config, str) else config
+        self._config = load_config_file(config) if isinstance(config, str) else config
         stand_in = _CapturingEngine(self._arguments["model"], self._config)
         return stand_in, self._arguments.get("optimizer"), None, self._arguments.get("lr_scheduler")
 

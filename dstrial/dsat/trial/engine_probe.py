@@ -1,4 +1,6 @@
-"""Watch the engines of this rank: DeepSpeed's forward, backward and step tell a listener.
+"""Watch the engines of this rank.
+
+DeepSpeed's forward, backward and step tell a listener.
 
 The only place where DeepSpeed's classes are replaced for measuring; everything is put back at the end.
 """
@@ -9,8 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed import DeepSpeedEngine, PipelineEngine
 
 
 class EngineListener(Protocol):

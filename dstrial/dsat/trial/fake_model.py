@@ -1,4 +1,7 @@
-"""Models whose parameters have shapes and types, and no values: built as such, and made fake for a dry run."""
+"""Models with shapes and types, and no values.
+
+They are built as such, and made fake for a dry run.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -84,13 +87,13 @@ def shapes_only() -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register_shape))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", convert_shapes))
         for name in ("__init__", "__enter__", "__exit__"):
-            stack.enter_context(mock.patch.object(Init, name, _not_yet))
+            stack.enter_context(mock.patch.object(deepspeed.zero.Init, name, _not_yet))
         for name in fillers:
             stack.enter_context(mock.patch.object(nn.init, name, _unfilled))
         yield
 
 
-def _not_yet(_init: Init, *_args: object, **_kwargs: object) -> None:
+def _not_yet(_init: Any, *_args: object, **_kwargs: object) -> None:
     """Stand in for each method of ``deepspeed.zero.Init``."""
 
 

@@ -1,15 +1,101 @@
-"""What the first micro batch of each engine computes, and what its forward keeps for backward."""
+"""What an engine visibly is and computes: traits, FLOPs, its first micro batch.
+
+By the traits a search proves that a knob has changed something.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
+from deepspeed import PipelineEngine
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from dstrial.dsat.trial.flops import counted_flops
-from dstrial.dsat.trial.traits import OperationCount
+from dstrial.engine.deepspeed_internals import optimizers
+
+ResultT = TypeVar("ResultT")
+
+
+def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
+    """Make a call.
+
+    Returns:
+        Its result; all its FLOPs on this rank; those of them that were recomputation.
+
+    Ranks: any; no communication.
+    """
+    recomputation = _Recomputation()
+    with FlopCounterMode(display=False) as counter, recomputation:
+        result = call()
+    return result, float(counter.get_total_flops()), recomputation.flops
+
+
+class _Recomputation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Adds up the FLOPs of forward operations inside of a backward pass: only those record gradients there."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.flops = 0.0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "overloadpacket", func))
+        if formula is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            self.flops += float(formula(*args, **(kwargs or {}), out_val=result))
+        return result
+
+
+class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Counts the operations of torch that reach its dispatcher while entered; what a compiled graph fuses is not seen."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def traits_of(engines: list[Any]) -> dict[str, float]:
+    """Return the traits of a rank's engines, each summed over them.
+
+    Returns:
+        ``probe_modules``: modules; ``probe_compiled``: those that are called through a compiler;
+        ``probe_pipeline_stages``; ``probe_nvme``: 1 for each of optimizer states and parameters that are swapped to a file.
+
+    Ranks: any; no communication.
+    """
+    modules = [module for engine in engines for module in engine.module.modules()]
+    return {
+        "probe_modules": float(len(modules)),
+        "probe_compiled": float(sum(map(_is_compiled, modules))),
+        "probe_pipeline_stages": float(
+            sum(engine.num_stages if isinstance(engine, PipelineEngine) else 1 for engine in engines)
+        ),
+        "probe_nvme": float(
+            sum(optimizers.swaps_to_nvme(getattr(engine, "optimizer", None)) for engine in engines)
+        ),
+    }
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 class FirstMicroBatch:

@@ -1,4 +1,6 @@
-"""``python -m dstrial.dsat.trial.living_rank``: a rank that measures one configuration after the other.
+"""A rank that measures one configuration after the other.
+
+``python -m dstrial.dsat.trial.living_rank``.
 
 Its guardian writes orders to its standard input, one JSON object per line, and reads answers from a pipe. The process
 group lives as long as the rank; a trial is built, measured and taken out again for every order. Not meant to be typed.

@@ -1,4 +1,6 @@
-"""``python -m dstrial.dsat.trial.local_script SCRIPT ARGS...``: a rank of a script on this machine, without a master.
+"""A rank of a script on this machine, without a master.
+
+``python -m dstrial.dsat.trial.local_script SCRIPT ARGS...``.
 
 A Core API script asks Determined which trial it is, and tells it everything. Here it is told the experiment that the launcher
 was given (``python -m dstrial.launch --config``), and a run directory takes the master's place. Not meant to be typed.

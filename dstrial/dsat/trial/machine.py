@@ -1,4 +1,4 @@
-"""A short benchmark of the real machine, with all ranks at work: what step times are predicted from."""
+"""Benchmark the machine, with all ranks at work, for step times."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from dstrial.dsat.machine import METRIC_PREFIX
 from dstrial.dsat.outcome import Measured
-
-BENCHMARK_KEY = "benchmarks_machine"
-"""In the settings of a measurement: whether it reports what its machine can do, too."""
+from dstrial.local.measuring import BENCHMARK_KEY
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.02

@@ -1,4 +1,7 @@
-"""Measure a DeepSpeedTrial: build it and its training loader, and train as the loop would, with a meter listening."""
+"""Measure a DeepSpeedTrial.
+
+It and its loader are built, and it trains as in the loop, with a meter listening.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any
 from dstrial.dsat.outcome import Measured
 from dstrial.dsat.trial.machine import with_machine
 from dstrial.dsat.trial.meter import Meter, Mode
-from dstrial.dsat.trial.reporting import SETTINGS_KEY
+from dstrial.local.measuring import SETTINGS_KEY
 from dstrial.loop.loop import require_engine
 from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import DeepSpeedTrial
 
 
@@ -33,13 +36,12 @@ def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, meter: 
     Ranks: all, collectively.
     """
     require_engine(trial, context)
-    adapter = context._adapters[0]
+    runtime = runtime_of(context)
     stream, epoch_length = _open_stream(trial, context)
     iterator = stream.open(0)
-    for one in context._adapters:
-        one.bind_training_iterator(iterator)
-        one.set_training(True)
-    calls = range(1 if context._manual_grad_accumulation else adapter.train_calls_per_batch)
+    runtime.bind_training_iterator(iterator)
+    runtime.set_training(True)
+    calls = range(runtime.train_calls_per_batch)
     is_repeating = False
     source: Iterator[Any] | None = iterator
     try:
@@ -49,27 +51,26 @@ def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, meter: 
             if meter.mode is Mode.BARE and not is_repeating:
                 is_repeating = True
                 source = _repeated(iterator)
-                for one in context._adapters:
-                    one.bind_training_iterator(source)
-            context._current_batch_idx = batch_idx
+                runtime.bind_training_iterator(source)
+            runtime.current_batch_idx = batch_idx
             for _ in calls:
                 trial.train_batch(source, batch_idx // epoch_length if epoch_length else 0, batch_idx)
     finally:
-        for one in context._adapters:
-            one.bind_training_iterator(None)
+        runtime.bind_training_iterator(None)
     return with_machine(meter.result(), context.get_hparams().get(SETTINGS_KEY), meter.dtype)
 
 
 def _open_stream(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> tuple[TrainingStream, int | None]:
-    reads = context._mpu.should_build_data_loader
+    runtime = runtime_of(context)
+    reads = runtime.mpu.should_build_data_loader
     loader = trial.build_training_data_loader() if reads else None
     rank = context.distributed.rank
     stream = TrainingStream(
-        loader, context._adapters[0], rank, context._trial_seed or 0, context._data_repro_checks_disabled
+        loader, runtime.adapter, rank, runtime.trial_seed or 0, runtime.repro_checks_disabled
     )
     gathered = context.distributed.allgather((reads, loader is not None, stream.epoch_length, None))
-    context._epoch_len = agreed_epoch_length(gathered)
-    return stream, context._epoch_len
+    runtime.epoch_length = agreed_epoch_length(gathered)
+    return stream, runtime.epoch_length
 
 
 def _repeated(iterator: CountingIterator | None) -> Iterator[Any] | None:

@@ -21,8 +21,8 @@ from deepspeed.accelerator import get_accelerator
 
 from dstrial.dsat.outcome import Measured
 from dstrial.dsat.statistics import Sampling, SamplingLimits
-from dstrial.dsat.trial.first_batch import FirstMicroBatch
-from dstrial.dsat.trial.traits import traits_of
+from dstrial.dsat.trial.first_batch import FirstMicroBatch, traits_of
+from dstrial.engine.deepspeed_internals.optimizers import full_numel
 
 _NUM_PHASE_STEPS = 3
 _NUM_BARE_WINDOWS = 3
@@ -189,7 +189,7 @@ class Meter:
     def _model_metrics(self, micro_batch_size: int) -> dict[str, float]:
         # Of a pipeline these are the parameters of this rank's stage.
         params = [param for engine in self._engines for param in engine.module.parameters()]
-        sizes = [float(getattr(param, "ds_numel", param.numel())) for param in params]
+        sizes = [float(full_numel(param)) for param in params]
         metrics = {
             "num_params": sum(sizes),
             "num_trainable_params": sum(

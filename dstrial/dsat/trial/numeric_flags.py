@@ -1,4 +1,7 @@
-"""How torch computes in this process: precision, kernels and determinism, to be put back after a configuration."""
+"""How torch computes here: precision, kernels, determinism.
+
+To be put back after a configuration.
+"""
 
 from __future__ import annotations
 

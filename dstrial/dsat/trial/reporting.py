@@ -1,4 +1,4 @@
-"""Measure a script's own training loop, and report what was measured where the search looks for it."""
+"""Measure a script's own training loop, and report it to the search."""
 
 from __future__ import annotations
 
@@ -21,14 +21,8 @@ from dstrial.dsat.trial.machine import with_machine
 from dstrial.dsat.trial.meter import MeasurementDone, Meter, NumericError
 from dstrial.errors import TrialContractError
 from dstrial.local.json_files import write_json_atomically
-from dstrial.local.measuring import measuring_hyperparameters
+from dstrial.local.measuring import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters
 from dstrial.ranks import process_group
-
-RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"
-"""Environment variable with the file into which a measuring trial without a master writes its metrics."""
-
-SETTINGS_KEY = "_dsat"
-"""Hyperparameter with the settings of a measurement, beside ``_use_dsat_mode``."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""What a process holds that trains: tensors, process groups, threads, files, memory; and whether that has grown."""
+"""What a training process holds, and whether that has grown.
+
+Tensors, process groups, threads, files and memory.
+"""
 
 from __future__ import annotations
 

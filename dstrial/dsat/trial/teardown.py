@@ -1,4 +1,6 @@
-"""Take engines out of a living process, so that the next configuration finds it as the first one did.
+"""Take engines out of a living process.
+
+The next configuration then finds it as the first one did.
 
 A step per thing that DeepSpeed 0.19.8 or torch leaves behind, each with its reason. ``residue`` beside it says what is
 left all the same; a process to which memory does not return is ended by whoever started it, and another one takes its place.
@@ -12,9 +14,8 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,43 +26,7 @@ from torch import nn
 
 from dstrial.dsat.trial.numeric_flags import NumericFlags
 from dstrial.dsat.trial.residue import process_groups
-
-_GLOBALS: Mapping[str, Mapping[str, Any]] = {
-    # Contexts of ZeRO 3's construction hold modules; one that raised inside leaves itself on the list.
-    "deepspeed.runtime.zero.partition_parameters": {
-        "zero_init_context": [],
-        "top_level_context": None,
-        "temp_contiguous_tensor": None,
-        "param_count": 0,
-    },
-    # Modules whose forward raised are still on it.
-    "deepspeed.runtime.zero.parameter_offload": {"FWD_MODULE_STACK": []},
-    # The last pipeline's grid: stages, groups and the ranks that talk to each other.
-    "deepspeed.runtime.pipe.p2p": {"_groups": None, "_grid": None},
-    # What `deepspeed.checkpointing.configure` was told, and buffers of contiguous checkpoints.
-    "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "mpu": None,
-        "mp_rank": 0,
-        "mp_size": 1,
-        "mp_group": None,
-        "num_layers": None,
-        "deepspeed_checkpointing_enabled": False,
-        "PARTITION_ACTIVATIONS": False,
-        "CPU_CHECKPOINT": False,
-        "CONTIGUOUS_CHECKPOINTING": False,
-        "SYNCHRONIZE": False,
-        "PROFILE_TIME": False,
-        "contiguous_data_buffers": [],
-        "data_offsets": [],
-        "contiguous_size_buffers": [],
-        "size_offsets": [],
-        "timers": None,
-        "_cpu_offload_engine": None,
-    },
-}
-
-# Methods that remember their results by `self`, which keeps ZeRO 3's coordinator, and by it the whole engine, for ever.
-_CACHES = {"deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator"}
+from dstrial.engine.deepspeed_internals import process
 
 # Where DeepSpeed puts functions of its own: ZeRO 3 replaces torch.nn.functional.linear and never puts it back.
 _PATCHED = (torch, torch.nn.functional, torch.nn.init, nn.Module, nn.Linear, nn.Embedding, torch.Tensor)
@@ -142,9 +107,7 @@ class ProcessState:
 
     def _end_groups(self) -> None:
         """End the groups that were made since; an engine clones the world's, and makes others for hpZ, MoE or tensors."""
-        from deepspeed.utils import groups
-
-        groups._release_process_group_references(None)
+        process.release_groups()
         # In the order in which they were made, which is the same on all ranks.
         for group in [group for group in process_groups() if group not in self._groups]:
             torch.distributed.destroy_process_group(group)
@@ -182,21 +145,12 @@ def _destroy(engine: Any) -> None:
     module = getattr(engine, "module", None)
     for parameter in module.parameters() if module is not None else ():
         parameter.grad = None
-        for name in [
-            name for name in vars(parameter) if name.startswith(("ds_", "_hp", "_z3", "grad_accum"))
-        ]:
+        for name in [name for name in vars(parameter) if name.startswith(process.PARAMETER_ATTRIBUTES)]:
             with contextlib.suppress(AttributeError):
                 delattr(parameter, name)
     optimizer = getattr(engine, "optimizer", None)
     for held in (optimizer, engine):
-        for name in (
-            "grad_accs",
-            "_grad_acc_hooks",
-            "param_dict",
-            "ipg_buckets",
-            "averaged_gradients",
-            "all_grad_tensors",
-        ):
+        for name in process.CONTAINERS:
             found = getattr(held, "__dict__", {}).get(name)
             if isinstance(found, (dict, list, set)):
                 found.clear()
@@ -207,21 +161,7 @@ def _destroy(engine: Any) -> None:
 
 
 def _reset_globals() -> None:
-    for name, values in _GLOBALS.items():
-        module = sys.modules.get(name)
-        for attribute, value in values.items() if isinstance(module, ModuleType) else ():
-            found = getattr(module, attribute, None)
-            if isinstance(value, list) and isinstance(found, list):
-                found.clear()  # in place, for other modules hold it by name
-            elif hasattr(module, attribute):
-                setattr(module, attribute, value)
-    for name, owner in _CACHES.items():
-        for method in list(vars(getattr(sys.modules.get(name), owner, object)).values()):
-            # The cache is inside a decorator, which does not say what it decorates.
-            inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
-            for one in (method, *inside):
-                if hasattr(one, "cache_clear"):
-                    one.cache_clear()
+    process.reset_globals()
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and hasattr(dynamo, "reset"):
         dynamo.reset()  # compiled graphs hold the modules that they were compiled for

@@ -1,4 +1,6 @@
-"""The living worker: one ordinary experiment whose ranks measure one configuration after the other. Without torch.
+"""The living worker: its ranks measure one configuration after the other.
+
+It is one ordinary experiment. Without torch.
 
 A *guardian* per slot is started by ``dstrial.launch`` and lives as long as the worker. It keeps one *rank*, the process
 that trains (``dstrial.dsat.trial.living_rank``), and starts another one whenever that has to go. The guardian of rank 0 is

@@ -1,4 +1,6 @@
-"""``python -m dstrial.dsat.worker --trial model_def:MyTrial``: what ``dstrial.launch`` starts on every slot of a worker.
+"""What ``dstrial.launch`` starts on every slot of a worker.
+
+``python -m dstrial.dsat.worker --trial model_def:MyTrial``.
 
 Off a cluster it is told where its files are. Not meant to be typed.
 """

@@ -1,4 +1,7 @@
-"""The worker's loop, on rank 0: take the next order, have it measured, answer; until the search is over."""
+"""The worker's loop on rank 0: take an order, measure it, answer.
+
+Until the search is over.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ from dstrial.dsat.worker.crew import Crew
 from dstrial.dsat.worker.drift import Incumbent, drift_between, without_drift
 from dstrial.dsat.worker.mailbox import Mailbox
 from dstrial.dsat.worker.orders import Answer, Order
+from dstrial.local.measuring import BENCHMARK_KEY, SETTINGS_KEY
 
 logger = logging.getLogger("dstrial.dsat")
 
 IDLE_S = 900.0
 """A worker to which nobody has given an order for so long ends; a search that goes on later starts another one."""
 
-_SETTINGS_KEY = "_dsat"
-_BENCHMARK = "benchmarks_machine"
 # Of an order that is measured again for comparison; no order has it.
 _AGAIN = 0
 
@@ -100,5 +102,7 @@ def _measured(
 
 def _without_extras(hparams: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters that ask for the configuration's measurement only, not for that of the machine."""
-    asked = {name: value for name, value in (hparams.get(_SETTINGS_KEY) or {}).items() if name != _BENCHMARK}
-    return {**hparams, _SETTINGS_KEY: asked}
+    asked = {
+        name: value for name, value in (hparams.get(SETTINGS_KEY) or {}).items() if name != BENCHMARK_KEY
+    }
+    return {**hparams, SETTINGS_KEY: asked}

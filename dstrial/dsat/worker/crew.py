@@ -1,4 +1,7 @@
-"""All ranks of a worker, as the chief sees them: one measurement at a time, and new ranks where the old cannot go on."""
+"""All ranks of a worker, as the chief sees them.
+
+One measurement at a time, and new ranks where the old cannot go on.
+"""
 
 from __future__ import annotations
 

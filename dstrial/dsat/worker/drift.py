@@ -1,4 +1,6 @@
-"""Compare a configuration with the best one as the machine is now, not as it was when the best one was measured. Pure.
+"""Compare with the best configuration as the machine is now. Pure.
+
+Not as it was when the best one was measured.
 
 A machine gets slower or faster within a search: heat, clocks, neighbours. After each measurement that comes near the best
 one or beats it, the best one is measured again, and where the two measurements of it disagree by more than their

@@ -1,4 +1,7 @@
-"""Keep one rank: start it, hand it orders, pass on its answers, and end it. Runs on every slot for as long as a worker."""
+"""Keep one rank: start it, hand it orders, pass on answers, end it.
+
+Runs on every slot for as long as a worker.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where a worker reads its orders and leaves its answers: files of this machine, or its own experiment on a master."""
+"""Where a worker reads its orders and leaves its answers.
+
+Files of this machine, or the worker's own experiment on a master, which may be away for a while.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,40 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from dstrial.dsat.master_away import away_kinds, is_away
 from dstrial.dsat.worker.orders import Answer, OrderBook
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import append_json_line, read_json, read_json_lines, repair_json_lines
 
+_AWAY_STATUS = (502, 503, 504)
+
 logger = logging.getLogger("dstrial.dsat")
-
 _T = TypeVar("_T")
-
 GROUP = "dsat"
 """Metric group of a worker's answers; a row's number of steps is the order's number."""
-
 ORDERS_NAME = "orders.json"
 ANSWERS_NAME = "answers.jsonl"
-
 _RETRY_S = 5.0
+_NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
+
+
+def is_away(error: Exception) -> bool:
+    """Say whether an exception of Determined's client means that the master is away, and not that it refuses.
+
+    Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
+    """
+    from determined.common.api import errors
+
+    if isinstance(error, errors.APIException):
+        return error.status_code in _AWAY_STATUS
+    is_lost = type(error) in (errors.BadRequestException, errors.MasterNotFoundException)
+    return is_lost or isinstance(error, OSError)
+
+
+def away_kinds() -> tuple[type[Exception], ...]:
+    """Return what may be raised where the master is away; :func:`is_away` decides."""
+    from determined.common.api import errors
+
+    return (errors.BadRequestException, OSError)
 
 
 class Mailbox(Protocol):
@@ -193,9 +214,6 @@ def answer_from_row(row: Mapping[str, Any]) -> Answer:
             name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "answer"
         }
     return Answer.from_json(fields)
-
-
-_NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
 
 
 def notes_of(book: OrderBook) -> str:

@@ -1,4 +1,6 @@
-"""Lines of JSON between the chief and the guardians: one connection each, which tells at once when a side has gone.
+"""Lines of JSON between the chief and the guardians.
+
+There is one connection each, which tells at once when a side has gone.
 
 On one machine both ends ask the kernel whose process the other one is. Every line carries a tag of the job's secret, for its
 place in its direction of its connection, so that no other machine can say or repeat anything.
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import selectors
@@ -24,8 +25,6 @@ from dstrial.ranks.identity import RankIdentity, identify
 from dstrial.ranks.secret import SECRET_VARIABLE, is_same_tag, key_from_environ, tag
 from dstrial.ranks.sockets import listening_socket
 from dstrial.ranks.stop import LAUNCHER_PID_VARIABLE
-
-logger = logging.getLogger("dsat")
 
 _MEET_S = 120.0
 _GREETING_S = 5.0
@@ -106,17 +105,11 @@ def listen(identity: RankIdentity) -> socket.socket:
     """Return the socket on which the chief waits for its guardians.
 
     Raises:
-        RankError: the port is taken.
+        RankError: the port is taken, or the worker has several machines and no secret.
     """
     family, address = _address(identity)
     try:
         if family == socket.AF_INET:
-            if key_from_environ(os.environ) is None:
-                logger.warning(
-                    "no secret is known to all machines of this worker: whoever can reach them on their network can pass "
-                    "for a guardian. Set %s to the same long random text on all of them.",
-                    SECRET_VARIABLE,
-                )
             return listening_socket(*address)
         server = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -163,7 +156,7 @@ def join(identity: RankIdentity) -> Line:
     """Return a guardian's connection to its chief.
 
     Raises:
-        RankError: there is none.
+        RankError: there is none, or the worker has several machines and no secret.
     """
     family, address = _address(identity)
     give_up_at_s = time.monotonic() + _MEET_S
@@ -263,9 +256,19 @@ def ready(lines: Sequence[Any], timeout_s: float) -> list[Any]:
 
 
 def _address(identity: RankIdentity) -> tuple[socket.AddressFamily, Any]:
-    """Where the chief listens: on one machine a socket without a file, that no other machine can reach."""
+    """Where the chief listens: on one machine a socket without a file, that no other machine can reach.
+
+    Raises:
+        RankError: the worker has several machines, and no secret.
+    """
     digest = zlib.crc32(job_name().encode())
     if identity.num_nodes == 1:
         # Nobody else knows the name, or can take it before the chief does.
         return socket.AF_UNIX, f"\0dstrial-dsat-{os.getuid()}-{_key().hex()[:16]}"
+    if key_from_environ(os.environ) is None:
+        # What else the slots have in common, whoever can reach them can know or guess.
+        raise RankError(
+            f"{SECRET_VARIABLE} is not set; expected a secret that all machines of a worker know, without which whoever can "
+            "reach them could pass for a guardian. Set it to the same long random text on all of them."
+        )
     return socket.AF_INET, (identity.master_addr, _FIRST_PORT + digest % _NUM_PORTS)

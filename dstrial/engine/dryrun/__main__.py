@@ -116,14 +116,14 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
     Returns:
         0.
     """
+    from dstrial.engine.deepspeed_internals.process import LATE_MODULES
     from dstrial.engine.dryrun.bypass import without_compiler
 
     # The compiler has threads, which would not be forked; DeepSpeed imports some of its modules only when it is used.
     with without_compiler():
         for name in (
             "dstrial.engine.dryrun.measure",
-            "deepspeed.runtime.zero.muon.muon_optimizer",
-            "deepspeed.runtime.zero.stage3",
+            *LATE_MODULES,
         ):
             importlib.import_module(name)
     waiting = [(paths[idx], paths[idx + 1]) for idx in range(0, len(paths), 2)]

@@ -21,12 +21,12 @@ import deepspeed
 import torch
 import torch.distributed
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dstrial.engine.deepspeed_internals import process
 from dstrial.engine.dryrun.meta_collectives import meta_collectives
 from dstrial.engine.dryrun.tracker import Tracker
 from dstrial.engine.dryrun.values import Bypass, Target
@@ -81,8 +81,9 @@ def _always(value: Any) -> Callable[..., Any]:
 @contextlib.contextmanager
 def without_shared_memory_op() -> Iterator[None]:
     """Keep DeepSpeed from its shared-memory collectives for CPUs, which wait for ranks that do not exist."""
+    module, name = process.SHARED_MEMORY_OP
     # As an attribute of deepspeed.comm, torch is the library.
-    with mock.patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", _always(None)):
+    with mock.patch.object(importlib.import_module(module), name, _always(None)):
         yield
 
 
@@ -97,8 +98,8 @@ class _NoKernels:
 def without_compiled_ops() -> Iterator[None]:
     """Let DeepSpeed's optimizers be built without a compiler; their kernels change values, and never allocate."""
     with (
-        mock.patch.object(OpBuilder, "load", _always(_NoKernels())),
-        mock.patch("deepspeed.ops.adam.fused_adam.multi_tensor_applier", _always(None), create=True),
+        mock.patch.object(process.op_builder(), "load", _always(_NoKernels())),
+        mock.patch(".".join(process.FUSED_ADAM_KERNEL), _always(None), create=True),
     ):
         yield
 
@@ -145,10 +146,8 @@ def module_conversion() -> Iterator[None]:
 @contextlib.contextmanager
 def lists_agree() -> Iterator[None]:
     """Let ZeRO 3's comparison of lists between ranks find that they agree; it reads values that fake tensors do not have."""
-    with (
-        mock.patch("deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks", _always(None)),
-        mock.patch("deepspeed.runtime.zero.utils.get_lst_from_rank0", list),
-    ):
+    compare, take_from_rank_0 = process.LIST_COMPARISONS
+    with mock.patch(compare, _always(None)), mock.patch(take_from_rank_0, list):
         yield
 
 
@@ -265,33 +264,12 @@ def phases(tracker: Tracker) -> Iterator[None]:
     told within them.
     """
     with contextlib.ExitStack() as stack:
-        for name, phase in (("forward", "forward"), ("backward", "backward"), ("_take_model_step", "step")):
+        for name, phase in process.ENGINE_PHASES:
             _wrap(stack, DeepSpeedEngine, name, functools.partial(_begin, tracker, phase))
         _wrap(stack, torch.Tensor, "backward", functools.partial(_begin, tracker, "backward"))
-        for owner, name, phase in _nested_phases():
+        for owner, name, phase in process.nested_phases():
             _wrap(stack, owner, name, functools.partial(tracker.within, phase))
         yield
-
-
-def _nested_phases() -> list[tuple[Any, str, str]]:
-    """Return where gradients are sent and parameters gathered, as DeepSpeed 0.19.8 names it."""
-    from deepspeed.runtime import bf16_optimizer
-    from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
-
-    stage12 = stage_1_and_2.DeepSpeedZeroOptimizer
-    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
-    return [
-        (DeepSpeedEngine, "allreduce_gradients", "reduce"),
-        (stage12, "reduce_ipg_grads", "reduce"),
-        (
-            stage3.DeepSpeedZeroOptimizer_Stage3,
-            "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
-            "reduce",
-        ),
-        (coordinator, "_PartitionedParameterCoordinator__all_gather_params", "gather"),
-        (stage_1_and_2, "all_gather_dp_groups", "gather"),
-        (bf16_optimizer, "all_gather_dp_groups", "gather"),
-    ]
 
 
 def _wrap(

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from dstrial.engine.deepspeed_internals.optimizers import full_numel
 from dstrial.engine.dryrun import bypass
 from dstrial.engine.dryrun.forms import line_through, memory_forms, same_before_update
 from dstrial.engine.dryrun.tracker import Tracker
@@ -63,13 +64,9 @@ def measure(request: DryRunRequest) -> DryRunResult:
             # ZeRO 3 learns in its first step in which order modules run, and fetches ahead from the second on.
             if step_idx == 1 and not same_before_update(tracker.trace):
                 sizes.append(low)
-        parameters = [
-            getattr(parameter, "ds_numel", parameter.numel())
-            for engine in engines
-            for parameter in engine.module.parameters()
-        ]
+        parameters = [full_numel(parameter) for engine in engines for parameter in engine.module.parameters()]
         trainable = [
-            getattr(parameter, "ds_numel", parameter.numel())
+            full_numel(parameter)
             for engine in engines
             for parameter in engine.module.parameters()
             if parameter.requires_grad

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from dstrial.errors import CheckpointError, CheckpointLayoutError, RankError, TrialContractError
 from dstrial.ranks.identity import RankIdentity

@@ -10,8 +10,7 @@ from typing import Any
 
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.errors import ConfigError
-from dstrial.integrations.accelerate.conversion import Choices, Conversion
-from dstrial.integrations.accelerate.conversion_draft import ConversionDraft
+from dstrial.integrations.accelerate.conversion import Choices, Conversion, ConversionDraft
 from dstrial.integrations.accelerate.plugin_keys import SECTION
 from dstrial.integrations.accelerate.top_level_keys import take_key
 

@@ -9,8 +9,9 @@ from typing import Any, Literal, cast
 from determined import pytorch
 
 from dstrial.config import Length
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.loop.boundaries import Boundary, Period
+from dstrial.loop.boundaries import Boundary, Period, searcher_length, train_unit
 
 _TEST_BATCHES = 2
 
@@ -62,17 +63,16 @@ class Plan:
             if not value or is_test:
                 return None
             found = Length.from_config(value)
-            return None if found.value == 0 else Period.from_train_unit(_unit(found, global_batch_size))
+            return None if found.value == 0 else Period.from_train_unit(train_unit(found, global_batch_size))
 
         if is_test:
             length = pytorch.Batch(_TEST_BATCHES)
         elif length is None:
-            length = _searcher_length(searcher, global_batch_size)
+            length = searcher_length(searcher, global_batch_size)
         every = 1 if is_test else int(config.get("scheduling_unit") or 100)
         policy = "none" if is_test else str(config.get("checkpoint_policy") or "best")
         metric = searcher.get("metric")
-        section = (config.get("data") or {}).get("dstrial")
-        background = section.get("background_saving", True) if isinstance(section, Mapping) else True
+        background = dstrial_section(config).get("background_saving", True)
         return cls(
             length=length,
             periods={
@@ -103,19 +103,3 @@ class Plan:
             )
             raise ConfigError([problem])
         return self.length
-
-
-def _searcher_length(searcher: Mapping[str, Any], global_batch_size: int) -> pytorch.TrainUnit | None:
-    if searcher.get("max_length") is not None:
-        return _unit(Length.from_config(searcher["max_length"]), global_batch_size)
-    if searcher.get("max_time") is not None and searcher.get("time_metric") in ("batches", "epochs"):
-        return _unit(Length(int(searcher["max_time"]), searcher["time_metric"]), global_batch_size)
-    return None
-
-
-def _unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
-    if length.unit == "epochs":
-        return pytorch.Epoch(length.value)
-    if length.unit == "records":
-        return pytorch.Batch(max(length.value // global_batch_size, 1))
-    return pytorch.Batch(length.value)

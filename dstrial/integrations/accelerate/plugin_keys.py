@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.integrations.accelerate.config_keys import FILTERS, PLUGIN_VARIABLES, REASONS
-from dstrial.integrations.accelerate.conversion_draft import NOTHING, UNKNOWN, ConversionDraft, Take
+from dstrial.integrations.accelerate.conversion import NOTHING, UNKNOWN, ConversionDraft, Take
 
 SECTION = "deepspeed_config"
 FILE_DECIDES = "the file of deepspeed_config_file decides, and accelerate refuses both"

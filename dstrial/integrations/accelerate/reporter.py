@@ -26,6 +26,7 @@ from dstrial.loop.agreement import StopReason
 from dstrial.ranks.identity import identify
 from dstrial.surroundings import cluster_info
 from dstrial.trainer import init
+from dstrial.trial.context import runtime_of
 
 
 class Reporter:
@@ -128,7 +129,7 @@ class Reporter:
                 self._run.end()
             finally:
                 self._run.close()
-            own_run = self._context._own_run
+            own_run = runtime_of(self._context).own_run
             if own_run is not None and self.stopped is not None:
                 own_run.end_attempt(RunState.STOPPED)
 
@@ -137,12 +138,12 @@ class Reporter:
     @property
     def core_context(self) -> Any:
         """Determined's Core API: the cluster's, or on a run directory."""
-        return self._context._core
+        return runtime_of(self._context).core
 
     @property
     def hparams(self) -> dict[str, Any]:
         """The trial's hyperparameters; empty if nobody gave any."""
-        return dict(self._context.get_hparams() or {}) if self._context._hparams is not None else {}
+        return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
         """Return the batch size for the script's loaders: the DeepSpeed config's, with which a resume keeps the run's batch.

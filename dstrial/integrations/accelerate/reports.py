@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,22 +11,23 @@ from dstrial.errors import TrialContractError
 from dstrial.integrations.accelerate.plan import Plan
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.train_context import LocalTrainContext
-from dstrial.loop.events import EventFiles
+from dstrial.loop.boundaries import asks_for_checkpoint
+from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 
 
 class Reports:
-    """Reports to a core context and writes TensorBoard events.
+    """Reports to a core context and to the sinks of a run.
 
     Args:
         core_context: Determined's, or ours on a run directory; entered.
-        events: TensorBoard files of this rank.
+        sinks: of the run.
         plan: what the experiment config says.
     """
 
-    def __init__(self, core_context: core.Context, events: EventFiles, plan: Plan) -> None:
+    def __init__(self, core_context: core.Context, sinks: MetricSinks, plan: Plan) -> None:
         self._core = core_context
-        self._events = events
+        self._sinks = sinks
         self._plan = plan
 
     def mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Reports:
             reported.setdefault("batches_per_second", per_second)
             reported.setdefault("samples_per_second", per_second * records_per_batch)
         self._core.train.report_training_metrics(steps_completed=batches_trained, metrics=reported)
-        self._events.write("", batches_trained, reported)
+        self._sinks.report("training", batches_trained, reported)
 
     def progress(self, batches_trained: int, batches_total: int | None) -> None:
         """Report how far training is, where its length is known. Ranks: 0."""
@@ -101,14 +101,10 @@ class Reports:
         plan = self._plan
         is_best = plan.checkpoint_policy == "best"
         best_before = self._core.train.get_experiment_best_validation() if is_best else None
-        self._events.write("val", batches_trained, metrics)
+        self._sinks.report("validation", batches_trained, metrics)
         reported = {"batches": batches_trained, "epochs": epochs_trained, **metrics}
         self._core.train.report_validation_metrics(steps_completed=batches_trained, metrics=reported)
-        if not is_best:
-            return plan.checkpoint_policy == "all"
-        now = float(reported[str(plan.metric)])
-        if math.isnan(now):
-            return False
-        if best_before is None or math.isnan(best_before):
-            return True
-        return bool(now < best_before if plan.smaller_is_better else now > best_before)
+        now = reported.get(str(plan.metric))
+        return asks_for_checkpoint(
+            plan.checkpoint_policy, now, best_before, smaller_is_better=plan.smaller_is_better
+        )

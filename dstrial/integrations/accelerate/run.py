@@ -10,6 +10,10 @@ from typing import Any
 
 from determined import pytorch
 
+from dstrial.config import overwrite_deepspeed_config
+from dstrial.config.deepspeed_source import MAIN_KEY
+from dstrial.config.saved_run import RESUME_VARIABLE, given_settings
+from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.accelerated import Accelerated, prepared_engines
 from dstrial.integrations.accelerate.course import Course
 from dstrial.integrations.accelerate.loaders import (
@@ -21,22 +25,17 @@ from dstrial.integrations.accelerate.loaders import (
 )
 from dstrial.integrations.accelerate.plan import Plan
 from dstrial.integrations.accelerate.reports import Reports
-from dstrial.integrations.accelerate.resuming import (
-    checkpoint_to_resume,
-    micro_batch_before,
-    settings_as_given,
-)
-from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import TEST_VARIABLE
-from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.agreement import AgreementPoints, StopReason
 from dstrial.loop.callbacks import Callbacks
-from dstrial.loop.checkpointing import Checkpointing
-from dstrial.loop.events import EventFiles
+from dstrial.loop.checkpoint_loader import CheckpointLoader
+from dstrial.loop.checkpoint_saver import CheckpointSaver
+from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.resumed_run import trial_id_of
-from dstrial.loop.saving import Saving
-from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.loop.run_state import RunState
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+from dstrial.trial.runtime import TrialRuntime
 
 logger = logging.getLogger("dstrial.integrations.accelerate")
 
@@ -67,23 +66,23 @@ class Run:
         length: pytorch.TrainUnit | None,
     ) -> None:
         self._accelerator, self._context, self._info, self._course = accelerator, context, info, course
-        self._core = context._core
+        runtime = self._runtime = runtime_of(context)
+        self._core = runtime.core
         self._is_chief = bool(context.distributed.rank == 0)
         for engine_idx, engine in enumerate(prepared_engines(accelerator)):
             context.wrap_model_engine(engine)
-            context._given_settings[engine_idx] = settings_as_given(context, engine_idx)
-        adapter = context._adapters[0]
-        self._steps = adapter.micro_batches_per_batch
-        self._records_per_batch = adapter.micro_batch_size * self._steps * adapter.data_parallel_world_size
+            runtime.given_settings[engine_idx] = settings_as_given(runtime, engine_idx)
+        self._steps = runtime.adapter.micro_batches_per_batch
+        self._records_per_batch = runtime.train_batch_size
         accelerator.gradient_accumulation_steps = self._steps
         self._plan = Plan.from_config(
-            context._exp_conf or {},
+            runtime.exp_conf or {},
             global_batch_size=self._records_per_batch,
             length=length,
             is_test=os.environ.get(TEST_VARIABLE) == "1",
         )
-        self._events = EventFiles(context)
-        self._reports = Reports(self._core, self._events, self._plan)
+        self._sinks = MetricSinks(context)
+        self._reports = Reports(self._core, self._sinks, self._plan)
         self._agreements = AgreementPoints(context.distributed, self._wish_to_stop)
         self._window = MetricWindow("reporter.step")
         self._window_start = 0
@@ -91,13 +90,12 @@ class Run:
         self._mark_s = 0.0
         self._has_pending_random_states = False
         self._has_batch_to_finish = False
-        self._is_mirrored = isinstance(self._core.train, MirroredTrainContext)
-        trial_id = trial_id_of(info, is_mirrored=self._is_mirrored)
-        parts = (Accelerated(accelerator), context, Callbacks({}), course.progress, self._window, trial_id)
-        self._checkpointing = Checkpointing(*parts)
-        self._saving = Saving(
-            *parts, self._checkpointing.current_layouts, in_background=self._plan.saves_in_background
+        trial_id = trial_id_of(info, is_mirrored=runtime.is_mirrored)
+        state = RunState(
+            Accelerated(accelerator), context, Callbacks({}), course.progress, self._window, trial_id
         )
+        self._loader = CheckpointLoader(state)
+        self._saver = CheckpointSaver(state, in_background=self._plan.saves_in_background)
 
     # ---- start and end -------------------------------------------------------------------------------
 
@@ -110,11 +108,12 @@ class Run:
 
         Ranks: all, collectively.
         """
-        checkpoint = checkpoint_to_resume(self._context, self._info, is_mirrored=self._is_mirrored)
+        checkpoint = checkpoint_to_resume(self._runtime, self._info)
         self._course.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
         batches = self._course.batches_trained
-        if isinstance(self._core.train, (LocalTrainContext, MirroredTrainContext)):
-            self._core.train.rewind_to(batches)
+        if self._runtime.kept_reports is not None:
+            self._runtime.kept_reports.rewind_to(batches)
+        self._sinks.open()
         self._agreements.start(batches)
         self._mark_s = time.monotonic()
         self._set_status("training")
@@ -122,16 +121,16 @@ class Run:
     def _load(self, checkpoint: str) -> int | None:
         """Restore a checkpoint; return the batches of an epoch that it was written with, if it knows them."""
         context = self._context
-        loop_state, continues = self._checkpointing.restore(checkpoint, None)
+        loop_state, continues = self._loader.restore(checkpoint, None)
         self._accelerator.step = 0
         if not continues:
             return None
         if not self._accelerator.split_batches:
-            now = context._adapters[0].micro_batch_size
-            require_micro_batch(self._accelerator._dataloaders, micro_batch_before(context), now)
+            now = self._runtime.adapter.micro_batch_size
+            require_micro_batch(self._accelerator._dataloaders, micro_batch_before(self._runtime), now)
         self._window_start = int(loop_state.get("window_start", self._course.batches_trained))
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
-        self._checkpointing.restore_random_states()
+        self._loader.restore_random_states()
         self._has_pending_random_states = True
         if self._is_chief:
             batches, num_ranks = self._course.batches_trained, context.distributed.size
@@ -144,8 +143,8 @@ class Run:
         course = self._course
         if course.batches_trained and not course.progress.checkpoint_is_current:
             self.save()
-        self._saving.finish()
-        self._events.upload()
+        self._saver.finish()
+        self._sinks.upload()
         if not self._is_chief:
             return
         if course.stopped is not None:
@@ -160,8 +159,9 @@ class Run:
         self._set_status("completed")
 
     def close(self) -> None:
-        """Give up a save that is under way. Ranks: each its own."""
-        self._saving.close()
+        """Give up a save that is under way, and end the sinks. Ranks: each its own."""
+        self._saver.close()
+        self._sinks.close()
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Run:
                     continue  # of a batch that is not whole; the loader comes to its own end
                 if self._has_pending_random_states:
                     # Starting the loader has drawn random numbers that the uninterrupted run did not draw.
-                    self._checkpointing.restore_random_states()
+                    self._loader.restore_random_states()
                     self._has_pending_random_states = False
                 yield item
                 if self._between_batches():
@@ -206,8 +206,8 @@ class Run:
         reports = course.is_report_due or (course.is_at_end and batches > self._window_start)
         share = self._window.totals() if reports and len(self._window) else None
         self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._agreements.agree(batches, (share, self._saving.status()))
-        self._saving.settle([status for _, status in agreement.shares])
+        agreement = self._agreements.agree(batches, (share, self._saver.status()))
+        self._saver.settle([status for _, status in agreement.shares])
         if reports:
             averages = combine([share for share, _ in agreement.shares], "reporter.step")
             if self._is_chief:
@@ -215,7 +215,7 @@ class Run:
                 self._reports.training(
                     dict(averages), batches, num_batches, self._records_per_batch, self._window_seconds
                 )
-            self._events.upload(at_once=False)
+            self._sinks.upload(at_once=False)
             self._window.reset()
             self._window_seconds = 0.0
             self._window_start = batches
@@ -258,7 +258,7 @@ class Run:
         saves = self._is_chief and self._reports.validation(
             averages, progress.batches_trained, self._course.epoch_idx
         )
-        self._events.upload()
+        self._sinks.upload()
         if self._context.distributed.broadcast(saves) and not progress.checkpoint_is_current:
             self.save()
         self._mark_s = time.monotonic()
@@ -266,7 +266,7 @@ class Run:
     def save(self) -> str:
         """Save a checkpoint of now; return its uuid. Ranks: all, collectively."""
         self._set_status("checkpointing")
-        uuid = self._saving.save(
+        uuid = self._saver.save(
             {
                 "window_seconds": self._window_seconds,
                 "window_start": self._window_start,
@@ -285,5 +285,49 @@ class Run:
         # Acknowledged at the end, and only if training ends early.
         if self._info is not None and self._is_chief and self._core.preempt.should_preempt(auto_ack=False):
             return StopReason.PREEMPTED
-        signals = self._context._stop_signals
+        signals = self._runtime.stop_signals
         return StopReason.SIGNAL if signals is not None and signals.requested is not None else None
+
+
+def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
+    """Return the checkpoint that a run goes on from; None for a new one.
+
+    Args:
+        runtime: of the trial.
+        info: the cluster's; None off a cluster.
+
+    Raises:
+        CheckpointNotFoundError: the newest one of a run was asked for, and it has none.
+    """
+    asked = os.environ.get(RESUME_VARIABLE)
+    if info is not None:
+        latest: str | None = info.latest_checkpoint
+        return latest or (asked if runtime.is_mirrored else None)
+    return runtime.newest_checkpoint() if asked == "latest" else asked or None
+
+
+def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
+    """Return an engine's settings as the experiment gives them, with which a later resume compares its config.
+
+    What Accelerate was given has all sizes solved for these ranks, or taken from the script.
+    """
+    given = runtime.given_hparams or {}
+    source = given.get(MAIN_KEY)
+    own: dict[str, Any] = runtime.given_settings[engine_idx]
+    if engine_idx or not isinstance(source, (str, Mapping)):
+        return own
+    try:
+        merged = overwrite_deepspeed_config(
+            source if isinstance(source, str) else dict(source),
+            dict(given.get("overwrite_deepspeed_args") or {}),
+        )
+    except ConfigError:
+        return own
+    kinds = {key: value for key, value in own.items() if isinstance(value, str)}
+    return {**kinds, **given_settings(merged)}
+
+
+def micro_batch_before(runtime: TrialRuntime) -> int | None:
+    """Return the micro batch of the checkpoint that this very run goes on from; None for a new run."""
+    resumed = runtime.resumed
+    return None if resumed is None or not resumed.saved.engines else resumed.saved.engines[0].micro_batch_size

@@ -15,7 +15,7 @@ from dstrial.integrations.accelerate.config_keys import (
     OTHER_TYPES,
     REASONS,
 )
-from dstrial.integrations.accelerate.conversion_draft import NOTHING, UNKNOWN, ConversionDraft, Take
+from dstrial.integrations.accelerate.conversion import NOTHING, UNKNOWN, ConversionDraft, Take
 from dstrial.integrations.accelerate.plugin_keys import FILE_DECIDES, SECTION, take_plugin
 
 

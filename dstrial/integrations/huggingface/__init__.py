@@ -23,13 +23,13 @@ from dstrial.integrations.extras import require
 if TYPE_CHECKING:
     from dstrial.integrations.huggingface.callback import DetCallback
     from dstrial.integrations.huggingface.context import hyperparameters, init
-    from dstrial.integrations.huggingface.operation import CurrentOperation
+    from dstrial.integrations.huggingface.reporting import CurrentOperation
     from dstrial.integrations.huggingface.training import train
 
 __all__ = ["DetCallback", "train", "init", "hyperparameters", "CurrentOperation"]
 
 _HOMES = {
-    "CurrentOperation": "operation",
+    "CurrentOperation": "reporting",
     "DetCallback": "callback",
     "hyperparameters": "context",
     "init": "context",

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.errors import CheckpointError, ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.integrations.huggingface import arguments
@@ -17,8 +17,7 @@ from dstrial.integrations.huggingface.beginning import Beginning
 from dstrial.integrations.huggingface.data_wait import DataWait
 from dstrial.integrations.huggingface.loss_watch import LossWatch
 from dstrial.integrations.huggingface.metrics import LogKind, kind_of
-from dstrial.integrations.huggingface.operation import CurrentOperation
-from dstrial.integrations.huggingface.reporting import Reporting
+from dstrial.integrations.huggingface.reporting import CurrentOperation, Reporting
 from dstrial.integrations.huggingface.resuming import OpenedCheckpoint
 from dstrial.integrations.huggingface.saving import Saving
 from dstrial.integrations.huggingface.stopping import LeaveTrainingError, Stopping

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dstrial.engine.deepspeed_internals import optimizers
 from dstrial.engine.open_saved import open_saved_engine
 from dstrial.engine.saved_engine import MASTER, SavedEngine
 from dstrial.errors import CheckpointLayoutError
@@ -86,7 +87,7 @@ def _saved_weights(opened_checkpoint: OpenedCheckpoint) -> Any:
 
 
 def _is_cut(parameter: torch.nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id") and math.prod(getattr(parameter, "ds_shape", ())) > 0
+    return optimizers.is_cut(parameter) and math.prod(optimizers.full_shape(parameter)) > 0
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+import torch
+from deepspeed import DeepSpeedEngine
 
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.attached import AttachedTrainer
-from dstrial.integrations.huggingface.engine_of import EngineFinder
 from dstrial.integrations.huggingface.storing import Storing
 
 if TYPE_CHECKING:
@@ -150,3 +150,39 @@ class Saving:
                 "one before its first checkpoint. Do not wrap the model yourself."
             )
         return engine
+
+
+class EngineFinder:
+    """Waits for the first forward pass of an engine around a model.
+
+    An engine is a torch module whose ``module`` is the Trainer's model; torch tells of every module that is called, and is asked
+    to do so only until the engine has been seen.
+
+    Args:
+        model: the Trainer's, not wrapped.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._engine: DeepSpeedEngine | None = None
+        self._hook: Any = torch.nn.modules.module.register_module_forward_pre_hook(self._on_forward)
+
+    @property
+    def engine(self) -> DeepSpeedEngine | None:
+        """The engine; None before its first forward pass, and for a Trainer without DeepSpeed."""
+        return self._engine
+
+    def close(self) -> None:
+        """Wait no more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _on_forward(self, module: torch.nn.Module, _args: Any) -> None:
+        if isinstance(module, DeepSpeedEngine):
+            # Others, such as a teacher's in distillation, may be called before it.
+            if module.module is self._model:
+                self._engine = module
+                self.close()
+        elif module is self._model:
+            self.close()

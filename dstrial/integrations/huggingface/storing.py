@@ -20,7 +20,7 @@ from typing import Any
 import determined as det
 import torch
 import transformers
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from determined import core
 
 import dstrial

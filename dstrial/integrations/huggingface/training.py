@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from dstrial.integrations.huggingface.callback import DetCallback
 from dstrial.integrations.huggingface.other_weights import load_weights

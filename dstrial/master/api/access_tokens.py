@@ -135,8 +135,8 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
         row = await request.services.read(users.find_by_name, username)
         if row is None:
             raise RequestError(404, f"user {username!r} does not exist; see `det user list --all`")
-        _require_allowed(request, row["id"], "see access tokens of other users")
-        user_id = row["id"]
+        _require_allowed(request, row.id, "see access tokens of other users")
+        user_id = row.id
     ids, now = request.query_ints("tokenIds"), now_us()
     shows_all = request.query_flag("showInactive") or bool(ids)
     found = [

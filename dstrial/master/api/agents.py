@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master import slots as slot_store
 from dstrial.master.api.frame import USER, ApiRequest, Handler, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
 from dstrial.master.services import VERSION, Services
-from dstrial.master.slots import AGENT
+from dstrial.master.store import allocations, jobs
+from dstrial.master.store import slots as slot_store
+from dstrial.master.store.database import Connection
+from dstrial.master.store.slots import AGENT
 
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
 _MAX_AUX_CONTAINERS = 100
@@ -33,18 +34,13 @@ class _Use:
     """
 
     off: Mapping[int, bool]
-    allocations: tuple[sqlite3.Row, ...]
+    allocations: tuple[allocations.Allocation, ...]
     num_queued: int
 
 
-def _use(connection: sqlite3.Connection, slot_ids: tuple[int, ...]) -> _Use:
-    rows = connection.execute(
-        "SELECT id, state, slots, resources_id, experiment_id FROM allocations WHERE state != 'TERMINATED' ORDER BY id"
-    ).fetchall()
-    num_queued = connection.execute(
-        "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
-        "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
-    ).fetchone()[0]
+def _use(connection: Connection, slot_ids: tuple[int, ...]) -> _Use:
+    rows = allocations.not_ended(connection)
+    num_queued = jobs.count_without_slots(connection)
     return _Use(slot_store.disabled(connection, slot_ids), tuple(rows), num_queued)
 
 
@@ -62,18 +58,18 @@ def device_json(services: Services, slot_id: int) -> dict[str, Any]:
     return message(bindings.v1Device, id=slot_id, type="TYPE_UNSPECIFIED")
 
 
-def _container(services: Services, allocation: sqlite3.Row) -> dict[str, Any]:
+def _container(services: Services, allocation: allocations.Allocation) -> dict[str, Any]:
     return message(
         bindings.v1Container,
-        id=allocation["resources_id"],
-        state="STATE_RUNNING" if allocation["state"] == "RUNNING" else "STATE_ASSIGNED",
-        devices=[device_json(services, slot_id) for slot_id in json.loads(allocation["slots"])],
+        id=allocation.resources_id,
+        state="STATE_RUNNING" if allocation.state == "RUNNING" else "STATE_ASSIGNED",
+        devices=[device_json(services, slot_id) for slot_id in json.loads(allocation.slots)],
         permissionDenied=False,
     )
 
 
 def _slot(services: Services, use: _Use, slot_id: int) -> dict[str, Any]:
-    holder = next((row for row in use.allocations if slot_id in json.loads(row["slots"])), None)
+    holder = next((row for row in use.allocations if slot_id in json.loads(row.slots)), None)
     return message(
         bindings.v1Slot,
         id=str(slot_id),
@@ -94,7 +90,7 @@ def _stats(services: Services, use: _Use, key: Callable[[dict[str, Any]], str]) 
         one["total"] += 1
         one["disabled"] += slot.id in use.off and not use.off[slot.id]
         one["draining"] += use.off.get(slot.id, False)
-        holder = next((row for row in use.allocations if slot.id in json.loads(row["slots"])), None)
+        holder = next((row for row in use.allocations if slot.id in json.loads(row.slots)), None)
         if holder is not None:
             state = _container(services, holder)["state"]
             one["states"][state] = one["states"].get(state, 0) + 1
@@ -114,7 +110,7 @@ def _agent(
         enabled=AGENT not in use.off,
         draining=use.off.get(AGENT, False),
         slots={str(slot.id): _slot(services, use, slot.id) for slot in services.slots} if has_slots else None,
-        containers={row["resources_id"]: _container(services, row) for row in use.allocations}
+        containers={row.resources_id: _container(services, row) for row in use.allocations}
         if has_containers
         else None,
         slotStats=message(
@@ -224,12 +220,12 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
         type="RESOURCE_POOL_TYPE_STATIC",
         numAgents=1,
         slotsAvailable=len(services.slots),
-        slotsUsed=sum(len(json.loads(row["slots"])) for row in use.allocations),
+        slotsUsed=sum(len(json.loads(row.slots)) for row in use.allocations),
         slotType=kinds.pop() if len(kinds) == 1 else "TYPE_UNSPECIFIED",
         slotsPerAgent=len(services.slots),
         auxContainerCapacity=_MAX_AUX_CONTAINERS,
         auxContainerCapacityPerAgent=_MAX_AUX_CONTAINERS,
-        auxContainersRunning=sum(not json.loads(row["slots"]) for row in use.allocations),
+        auxContainersRunning=sum(not json.loads(row.slots) for row in use.allocations),
         defaultComputePool=True,
         defaultAuxPool=True,
         preemptible=False,
@@ -241,7 +237,7 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
                 bindings.v1ResourcePoolPrioritySchedulerDetail, preemption=False, defaultPriority=42
             ),
         ),
-        stats=queue_stats(use.num_queued, len({row["experiment_id"] for row in use.allocations})),
+        stats=queue_stats(use.num_queued, len({row.experiment_id for row in use.allocations})),
         resourceManagerMetadata={},
         clusterName="",
         minAgents=0,

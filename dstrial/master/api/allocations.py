@@ -36,7 +36,7 @@ async def rendezvous(request: ApiRequest) -> dict[str, Any]:
     row = await request.services.read(allocation_rows.require, allocation_id)
     await request.services.write(lambda tx: allocations.mark_ready(tx, allocation_id))
     info = message(
-        bindings.v1RendezvousInfo, addresses=["127.0.0.1"], rank=0, slots=[len(json.loads(row["slots"]))]
+        bindings.v1RendezvousInfo, addresses=["127.0.0.1"], rank=0, slots=[len(json.loads(row.slots))]
     )
     return {"rendezvousInfo": info}
 
@@ -54,10 +54,10 @@ async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
     while True:
         seen = services.changes.version(topic)
         row = await services.read(allocation_rows.require, allocation_id)
-        if not row["is_ready"]:
+        if not row.is_ready:
             await services.write(lambda tx: allocations.mark_ready(tx, allocation_id))
             continue
-        is_asked = row["preempt_us"] is not None or row["state"] == "TERMINATED"
+        is_asked = row.preempt_us is not None or row.state == "TERMINATED"
         left_s = deadline_s - loop.time()
         if is_asked or left_s <= 0:
             return {"preempt": is_asked}

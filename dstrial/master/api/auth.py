@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from typing import Any
 
 import orjson
@@ -17,7 +16,7 @@ from dstrial.master.api.guard import COOKIE
 from dstrial.master.api.messages import message
 from dstrial.master.api.users import user_json
 from dstrial.master.store import tokens, users
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
@@ -34,7 +33,7 @@ async def log_in(request: ApiRequest) -> Response:
     hashed = password if body.flag("isHashed") else users.client_hash(password)
     services = request.services
     row = await services.read(users.find_by_name, username)
-    stored = _NOBODY if row is None else row["password_hash"]
+    stored = _NOBODY if row is None else row.password_hash
 
     async def compare() -> bool:
         return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
@@ -47,19 +46,19 @@ async def log_in(request: ApiRequest) -> Response:
     )
     if not is_right or row is None:
         raise RequestError(401, "invalid credentials")
-    if not row["active"]:
+    if not row.active:
         raise RequestError(403, "user is not active")
     known.add(stored, hashed)
-    user_id = row["id"]
+    user_id = row.id
 
     def give_token(tx: Transaction) -> str:
         # The password may have been changed since it was compared.
         now = users.find_by_id(tx.connection, user_id)
-        if now["password_hash"] != stored or not now["active"]:
+        if now.password_hash != stored or not now.active:
             raise RequestError(401, "invalid credentials")
         return tokens.create_token(tx, user_id)
 
-    return _with_cookie(await services.write(give_token), tokens.User.from_row(row))
+    return _with_cookie(await services.write(give_token), row.without_password())
 
 
 def _with_cookie(token: str, user: tokens.User) -> Response:
@@ -78,20 +77,20 @@ async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
 
     def give_token(tx: Transaction) -> tuple[str, tokens.User]:
         row = _require_active(tx.connection, username)
-        return tokens.create_token(tx, row["id"]), tokens.User.from_row(row)
+        return tokens.create_token(tx, row.id), row.without_password()
 
     token, user = await request.services.write(give_token)
     return message(bindings.v1LoginResponse, token=token, user=user_json(user))
 
 
-def _require_active(connection: sqlite3.Connection, username: str) -> sqlite3.Row:
+def _require_active(connection: Connection, username: str) -> users.StoredUser:
     row = users.find_by_name(connection, username)
     if row is None:
         raise RequestError(
             404,
             f"user {username!r} does not exist; expected one that does. Name another one, admin for example.",
         )
-    if not row["active"]:
+    if not row.active:
         raise RequestError(
             403,
             f"user {username!r} is not active; expected one that is. Name another one, admin for example.",
@@ -103,7 +102,7 @@ async def make_link(request: ApiRequest) -> dict[str, Any]:
     """``POST /owner/link``: a code for the page's address, for whoever owns the state directory; ``dstrial up``."""
     username = request.body().required_text("username")
     row = await request.services.read(_require_active, username)
-    return {"code": request.services.links.create(int(row["id"]))}
+    return {"code": request.services.links.create(int(row.id))}
 
 
 async def spend_link(request: ApiRequest) -> Response:
@@ -125,9 +124,9 @@ async def spend_link(request: ApiRequest) -> Response:
 
     def give_token(tx: Transaction) -> tuple[str, tokens.User]:
         row = users.find_by_id(tx.connection, user_id)
-        if row is None or not row["active"]:
+        if row is None or not row.active:
             raise RequestError(403, "user is not active")
-        return tokens.create_token(tx, user_id), tokens.User.from_row(row)
+        return tokens.create_token(tx, user_id), row.without_password()
 
     return _with_cookie(*await request.services.write(give_token))
 

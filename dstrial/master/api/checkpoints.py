@@ -7,7 +7,6 @@ import contextlib
 import json
 import queue
 import re
-import sqlite3
 import tarfile
 import threading
 import zipfile
@@ -29,7 +28,8 @@ from dstrial.master.clock import now_us, parse_time
 from dstrial.master.experiment import trials
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import metrics, work
-from dstrial.master.store.database import Transaction
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Connection, Transaction
 
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHUNK_BYTES = 1 << 20
@@ -72,10 +72,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
         raise body.wrong("reportTime", "a time") from error
 
     def perform(tx: Transaction) -> None:
-        trial = tx.execute(
-            "SELECT trials.* FROM tasks JOIN trials ON trials.id = tasks.trial_id WHERE tasks.id = ?",
-            (task_id,),
-        ).fetchone()
+        trial = trial_rows.of_task(tx.connection, task_id)
         if trial is None:
             raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task.")
         trials.report_checkpoint(
@@ -154,7 +151,7 @@ async def _remove(request: ApiRequest, globs: list[str]) -> None:
                     f"checkpoint {uuid} is {in_use[uuid]}; expected one that is not in use. Keep it, or delete the version "
                     "of the model first.",
                 )
-            by_experiment.setdefault(row["experiment_id"], []).append(uuid)
+            by_experiment.setdefault(row.experiment_id, []).append(uuid)
         for experiment_id, chosen in by_experiment.items():
             work.request(tx, "delete_checkpoints", experiment_id, {"uuids": chosen, "globs": globs})
 
@@ -171,7 +168,7 @@ async def set_metadata(request: ApiRequest) -> dict[str, Any]:
 
     def perform(tx: Transaction) -> None:
         # A client changes what it was shown, and sends all of it back.
-        before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid)["metadata"])
+        before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid).metadata)
         checkpoint_rows.set_metadata(tx, uuid, unmasked(metadata, [before], "the checkpoint's metadata"))
 
     await request.services.write(perform)
@@ -187,7 +184,7 @@ async def list_metrics(request: ApiRequest) -> dict[str, Any]:
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: Connection) -> list[metrics.Report]:
         checkpoint_rows.require_checkpoint(connection, uuid)
         return metrics.reports(connection, checkpoint_rows.users_of(connection, uuid, kind), group)
 
@@ -201,9 +198,9 @@ async def download(request: ApiRequest) -> StreamingResponse:
     """``//checkpoints/{uuid}``: its files as gzip tar, tar or zip, as ``Accept`` asks; made while it is sent."""
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
-    storage = json.loads(row["experiment_config"])["checkpoint_storage"]
+    storage = json.loads(row.experiment_config)["checkpoint_storage"]
     directory = checkpoint_directory(storage, uuid)
-    if row["state"] == "DELETED" or not directory.is_dir():
+    if row.state == "DELETED" or not directory.is_dir():
         raise RequestError(404, f"checkpoint {uuid} has no files any more; expected one that is not deleted.")
     accepted = request.headers.get("accept", "")
     kind = "zip" if "zip" in accepted and "gzip" not in accepted else "tar" if "x-tar" in accepted else "gzip"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,11 +21,11 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.command import life
 from dstrial.master.store import commands, projects, templates, workspaces
 
-_SORTS: Mapping[str, Callable[[sqlite3.Row], Any]] = {
-    "SORT_BY_ID": lambda row: row["task_id"],
-    "SORT_BY_DESCRIPTION": lambda row: row["description"],
-    "SORT_BY_START_TIME": lambda row: row["start_us"],
-    "SORT_BY_WORKSPACE_ID": lambda row: row["workspace_id"],
+_SORTS: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
+    "SORT_BY_ID": lambda row: row.task_id,
+    "SORT_BY_DESCRIPTION": lambda row: row.description,
+    "SORT_BY_START_TIME": lambda row: row.start_us,
+    "SORT_BY_WORKSPACE_ID": lambda row: row.workspace_id,
 }
 
 
@@ -49,7 +48,7 @@ async def checked(
     services = request.services
     template: dict[str, Any] | None = None
     if template_name:
-        template = json.loads((await services.read(templates.require, template_name))["config"])
+        template = json.loads((await services.read(templates.require, template_name)).config)
 
     def check() -> CommandConfig:
         check_value(given, "the command's config", services.settings.limits)
@@ -64,7 +63,7 @@ async def checked(
     return await services.check(check)
 
 
-async def one_of(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
+async def one_of(request: ApiRequest, kind: CommandKind) -> commands.CommandInfo:
     """Return the command of this kind that the path names.
 
     Raises:
@@ -73,24 +72,24 @@ async def one_of(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
     return await request.services.read(commands.require, request.path_params["task_id"], (kind,))
 
 
-async def killed(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
+async def killed(request: ApiRequest, kind: CommandKind) -> commands.CommandInfo:
     """Kill the command that the path names and return it; nothing happens to one that has ended."""
     row = await one_of(request, kind)
-    await request.services.write(lambda tx: life.kill(tx, row["task_id"]))
+    await request.services.write(lambda tx: life.kill(tx, row.task_id))
     return await one_of(request, kind)
 
 
-async def prioritised(request: ApiRequest, kind: CommandKind) -> sqlite3.Row:
+async def prioritised(request: ApiRequest, kind: CommandKind) -> commands.CommandInfo:
     """Give the command that the path names the priority of the body, 1 to 99, and return it."""
     priority = request.body().required_integer("priority", 1, 99)
     row = await one_of(request, kind)
-    await request.services.write(lambda tx: life.set_priority(tx, row["task_id"], priority))
+    await request.services.write(lambda tx: life.set_priority(tx, row.task_id, priority))
     return await one_of(request, kind)
 
 
-def config_of(request: ApiRequest, row: sqlite3.Row) -> Any:
+def config_of(request: ApiRequest, row: commands.CommandInfo) -> Any:
     """Return the config of a command as it is shown."""
-    return shown_config(row["config"], request.services.secret_names)
+    return shown_config(row.config, request.services.secret_names)
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
@@ -100,46 +99,46 @@ async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
         RequestError: 404, there is no such workspace; 400, it is archived.
     """
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
-    if row["is_archived"]:
+    if row.is_archived:
         raise RequestError(
             400,
-            f"workspace {row['name']!r} is archived; expected one that is not. Take it back with "
+            f"workspace {row.name!r} is archived; expected one that is not. Take it back with "
             "`det workspace unarchive`, or name another.",
         )
-    return int(row["id"])
+    return int(row.id)
 
 
-def task_state(row: sqlite3.Row) -> str:
+def task_state(row: commands.CommandInfo) -> str:
     """Return the state of a command as ``det`` lists it."""
-    if row["state"] in commands.ENDED:
+    if row.state in commands.ENDED:
         return "STATE_TERMINATED"
-    if row["state"].startswith("STOPPING"):
+    if row.state.startswith("STOPPING"):
         return "STATE_TERMINATING"
-    if row["allocation_id"] is None:
+    if row.allocation_id is None:
         return "STATE_QUEUED"
-    return "STATE_RUNNING" if row["allocation_state"] == "RUNNING" else "STATE_STARTING"
+    return "STATE_RUNNING" if row.allocation_state == "RUNNING" else "STATE_STARTING"
 
 
-def common_fields(request: ApiRequest, row: sqlite3.Row) -> dict[str, Any]:
+def common_fields(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
     """Return the fields that ``v1Command`` and ``v1Tensorboard`` have alike."""
     return {
-        "id": row["task_id"],
-        "jobId": row["job_id"],
-        "description": row["description"],
-        "displayName": row["display_name"] or row["username"],
-        "username": row["username"],
-        "userId": row["owner_id"],
-        "workspaceId": row["workspace_id"],
+        "id": row.task_id,
+        "jobId": row.job_id,
+        "description": row.description,
+        "displayName": row.display_name or row.username,
+        "username": row.username,
+        "userId": row.owner_id,
+        "workspaceId": row.workspace_id,
         "resourcePool": request.services.settings.pool_name,
-        "startTime": format_us(row["start_us"]),
+        "startTime": format_us(row.start_us),
         "state": task_state(row),
-        "exitStatus": row["exit_status"] or "",
+        "exitStatus": row.exit_status or "",
     }
 
 
 async def page(
     request: ApiRequest, kind: CommandKind, sorts: type[enum.Enum]
-) -> tuple[list[sqlite3.Row], dict[str, int]]:
+) -> tuple[list[commands.CommandInfo], dict[str, int]]:
     """Return the commands of a kind that a list asks for, and its pagination."""
     users, user_ids = request.queries("users"), request.query_ints("userIds")
     workspace_id = request.query_int("workspaceId") or None
@@ -148,9 +147,9 @@ async def page(
     rows = [
         row
         for row in await request.services.read(commands.listing, kind, now_us())
-        if (not users or row["username"] in users)
-        and (not user_ids or row["owner_id"] in user_ids)
-        and workspace_id in (None, row["workspace_id"])
+        if (not users or row.username in users)
+        and (not user_ids or row.owner_id in user_ids)
+        and workspace_id in (None, row.workspace_id)
     ]
     rows.sort(key=_SORTS.get(sort, _SORTS["SORT_BY_START_TIME"]), reverse=is_descending)
     part = page_of(len(rows), request.query_int("offset"), request.query_int("limit"))

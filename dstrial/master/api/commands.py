@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -10,7 +9,7 @@ from determined.common.api import bindings
 from dstrial.config.secrets import masked
 from dstrial.master.api import command_shapes as shapes
 from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.messages import message
+from dstrial.master.api.messages import message, page_of
 from dstrial.master.command import life
 from dstrial.master.model_definition import MAX_BYTES, pack
 from dstrial.master.store import commands
@@ -20,7 +19,7 @@ MAX_BODY_BYTES = MAX_BYTES * 3 // 2
 """Largest body of a request that sends files along."""
 
 
-def _json(request: ApiRequest, row: sqlite3.Row) -> dict[str, Any]:
+def _json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
     return message(bindings.v1Command, **shapes.common_fields(request, row))
 
 
@@ -64,8 +63,27 @@ async def set_priority(request: ApiRequest) -> dict[str, Any]:
     return {"command": _json(request, await shapes.prioritised(request, "COMMAND"))}
 
 
+# There are no notebooks and shells: their lists are empty, and ``not_offered`` refuses the rest.
+
+
+async def list_notebooks(request: ApiRequest) -> dict[str, Any]:
+    """``GET notebooks``."""
+    return {"notebooks": [], "pagination": _none(request)}
+
+
+async def list_shells(request: ApiRequest) -> dict[str, Any]:
+    """``GET shells``."""
+    return {"shells": [], "pagination": _none(request)}
+
+
+def _none(request: ApiRequest) -> dict[str, int]:
+    return page_of(0, request.query_int("offset"), request.query_int("limit")).to_json()
+
+
 _ONE = "/commands/{task_id}"
 routes = [
+    route("GET", "/notebooks", list_notebooks, access=USER),
+    route("GET", "/shells", list_shells, access=USER),
     route("POST", "/commands", launch, access=USER, max_body_bytes=MAX_BODY_BYTES),
     route("GET", "/commands", list_commands, access=USER),
     route("GET", _ONE, show, access=USER),

@@ -6,7 +6,6 @@ Source: Determined 0.38.1, ``determined/experimental/core_v2`` and ``determined/
 from __future__ import annotations
 
 import re
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -21,9 +20,9 @@ from dstrial.master.clock import now_us
 from dstrial.master.experiment import detached
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, logs
+from dstrial.master.store import listings, logs, tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.webhooks import events
 
 _MAX_EXTERNAL_ID = 1024
@@ -65,18 +64,16 @@ async def find_trial(request: ApiRequest) -> dict[str, Any]:
     """``GET trials/by-external-id/{experiment}/{trial}``."""
     of_experiment, of_trial = (request.path_params[name] for name in ("external_id", "external_trial_id"))
 
-    def read(connection: sqlite3.Connection) -> int:
+    def read(connection: Connection) -> int:
         experiment = experiment_rows.by_external_id(connection, of_experiment)
-        trial = (
-            None if experiment is None else trial_rows.by_external_id(connection, experiment["id"], of_trial)
-        )
+        trial = None if experiment is None else trial_rows.by_external_id(connection, experiment.id, of_trial)
         if trial is None:
             raise RequestError(
                 404,
                 f"trial {shown(of_trial)} of experiment {shown(of_experiment)} is not found; expected external ids that a "
                 "script has used. Check both.",
             )
-        return int(trial["id"])
+        return int(trial.id)
 
     trial_id = await request.services.read(read)
     return message(bindings.v1GetTrialByExternalIDResponse, trial=await _shown(request.services, trial_id))
@@ -143,7 +140,7 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
     def perform(tx: Transaction) -> None:
         for task_id, lines in by_task.items():
             trial = _trial_of(tx.connection, task_id)
-            logs.add_task_logs(tx, task_id, trial["id"], None, lines)
+            logs.add_task_logs(tx, task_id, trial.id, None, lines)
             events.tell_lines(tx, task_id, told[task_id])
             detached.hear(tx, trial)
 
@@ -151,11 +148,11 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
     return {}
 
 
-def _trial_of(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row:
-    row = connection.execute("SELECT trial_id FROM tasks WHERE id = ?", (task_id,)).fetchone()
-    if row is None or row["trial_id"] is None:
+def _trial_of(connection: Connection, task_id: str) -> trial_rows.Trial:
+    row = tasks.get(connection, task_id)
+    if row is None or row.trial_id is None:
         raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task. Name another.")
-    return trial_rows.require(connection, row["trial_id"])
+    return trial_rows.require(connection, row.trial_id)
 
 
 def _line(fields: Fields) -> logs.LogLine:

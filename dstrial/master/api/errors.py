@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import sqlite3
 
 from starlette.responses import Response
 
 from dstrial.errors import DstrialError, MasterError, RequestError
+from dstrial.master.advice import text_of
 from dstrial.master.api.rendering import to_json
+from dstrial.master.store.database import OperationalError
+from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError, StoreError
 
 _RETRY_AFTER_S = 1
 
 _SQL_ERROR = 1
 """SQLite's code of a wrong statement, which sending the request again would not mend."""
+
+_STATUSES: dict[type[StoreError], int] = {NotFoundError: 404, ConflictError: 409, InvalidError: 400}
 
 # HTTP status -> gRPC code and name, as Determined's gateway pairs them.
 _CODES = {
@@ -58,7 +62,9 @@ def status_and_text(error: BaseException) -> Problem:
     """
     if isinstance(error, RequestError):
         return problem(error.status, str(error))
-    if isinstance(error, MasterError) or (isinstance(error, sqlite3.OperationalError) and _is_passing(error)):
+    if isinstance(error, StoreError):
+        return problem(_STATUSES[type(error)], text_of(error))
+    if isinstance(error, MasterError) or (isinstance(error, OperationalError) and _is_passing(error)):
         return problem(
             503, f"the master cannot answer now ({error}); expected it to. Send the request again."
         )
@@ -74,7 +80,7 @@ def status_and_text(error: BaseException) -> Problem:
     )
 
 
-def _is_passing(error: sqlite3.OperationalError) -> bool:
+def _is_passing(error: OperationalError) -> bool:
     """Whether it is the disk's or a lock's fault; Python before 3.11 does not tell and counts as such."""
     return getattr(error, "sqlite_errorcode", None) != _SQL_ERROR
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from determined.common.api import bindings
 
+from dstrial.config.secrets import masked
+from dstrial.config.submission import search_section
 from dstrial.errors import DstrialError
+from dstrial.master.advice import text_of
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.guard import require_owner
@@ -16,8 +18,9 @@ from dstrial.master.api.messages import message
 from dstrial.master.experiment import experiments
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, projects
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import User
+from dstrial.search import PreviewedTrials, preview
 
 Perform: TypeAlias = "Callable[[Transaction, int], Any]"
 Prepare: TypeAlias = "Callable[[ApiRequest], Perform]"
@@ -56,7 +59,7 @@ def of_owner(perform: Perform, experiment_id: int, user: User | None) -> Callabl
     def write(tx: Transaction) -> None:
         row = experiment_rows.require(tx.connection, experiment_id)
         if user is not None:
-            require_owner(user, row["owner_id"], f"experiment {experiment_id}")
+            require_owner(user, row.owner_id, f"experiment {experiment_id}")
         perform(tx, experiment_id)
 
     return write
@@ -85,7 +88,7 @@ def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest]
                     of_owner(_within(project_id, perform), experiment_id, user),
                 )
             except DstrialError as problem:
-                error = str(problem)
+                error = text_of(problem)
             results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
         return {"results": results}
 
@@ -104,7 +107,7 @@ def _within(project_id: int, perform: Perform) -> Perform:
     return act
 
 
-def _chosen(connection: sqlite3.Connection, project_id: int, body: Fields) -> list[int]:
+def _chosen(connection: Connection, project_id: int, body: Fields) -> list[int]:
     """Return the experiments that a body names: by its filters if it has any, else by their numbers.
 
     Source: Determined 0.38.1, where filters replace the numbers.
@@ -127,7 +130,7 @@ def _chosen(connection: sqlite3.Connection, project_id: int, body: Fields) -> li
         not_ids=_integers(filters, "excludedExperimentIds"),
         project_id=None if project_id == _ALL_PROJECTS else project_id,
     )
-    return [row["id"] for row in listings.list_experiments(connection, wanted)]
+    return [row.id for row in listings.list_experiments(connection, wanted)]
 
 
 def _integers(fields: Fields, name: str) -> list[int]:
@@ -158,7 +161,35 @@ _EACH: tuple[tuple[str, str, Prepare, bool], ...] = (
 _ONE = "/experiments/{experiment_id:int}"
 _MANY = "/projects/{project_id:int}/experiments"
 _DELETE = plain(experiments.delete)
+
+
+async def preview_search(request: ApiRequest) -> dict[str, Any]:
+    """``POST preview-hp-search``: how many trials train how long, from the config alone."""
+    body = request.body()
+    config = body.mapping("config")
+    if config is None:
+        raise body.wrong("config", "an experiment config")
+    limits = request.services.settings.limits
+    summary = await request.services.check(lambda: preview(search_section(config, limits)))
+    return message(
+        bindings.v1PreviewHPSearchResponse,
+        summary=message(
+            bindings.v1SearchSummary,
+            config=masked(summary.config, request.services.secret_names),
+            trials=[_trials(trials) for trials in summary.trials],
+        ),
+    )
+
+
+def _trials(trials: PreviewedTrials) -> dict[str, Any]:
+    unit = message(
+        bindings.v1SearchUnit, maxLength=trials.value is None, name=trials.unit, value=trials.value
+    )
+    return message(bindings.v1TrialSummary, count=trials.count, unit=unit)
+
+
 routes = [
+    route("POST", "/preview-hp-search", preview_search, access=USER),
     *(
         route(method, f"{_ONE}/{verb}", _one(prepare, is_owners=is_owners), access=USER)
         for method, verb, prepare, is_owners in _EACH

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -15,6 +14,7 @@ from dstrial.master.api.shapes import checkpoint_json, sizes_as_texts
 from dstrial.master.clock import format_us
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store.database import Connection
 from dstrial.master.store.metrics import as_number
 
 _ANY_STATE = "STATE_"
@@ -27,43 +27,43 @@ async def preview_gc(request: ApiRequest) -> dict[str, Any]:
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
     )
 
-    def read(connection: sqlite3.Connection) -> dict[str, Any]:
+    def read(connection: Connection) -> dict[str, Any]:
         experiment = experiment_rows.require(connection, experiment_id)
         rows = checkpoint_rows.list_checkpoints(
             connection, experiment_id=experiment_id, states=("COMPLETED",)
         )
         in_use = checkpoint_rows.in_use(connection)
-        rows = [row for row in rows if row["uuid"] not in in_use]
-        metric = experiment["searcher_metric"]
-        values = {row["uuid"]: json.loads(row["validation"]) if row["validation"] else {} for row in rows}
+        rows = [row for row in rows if row.uuid not in in_use]
+        metric = experiment.searcher_metric
+        values = {row.uuid: json.loads(row.validation) if row.validation else {} for row in rows}
         candidates = [
             checkpoint_gc.Candidate(
-                row["uuid"], row["trial_id"], row["steps"], as_number(values[row["uuid"]].get(metric))
+                row.uuid, row.trial_id, row.steps, as_number(values[row.uuid].get(metric))
             )
             for row in rows
         ]
         chosen = set(
-            checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment["smaller_is_better"]))
+            checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment.smaller_is_better))
         )
         return {
             "metric_name": metric,
             "checkpoints": [
                 {
-                    "TrialID": row["trial_id"],
-                    "StepsCompleted": row["steps"],
-                    "State": row["state"],
-                    "UUID": row["uuid"],
-                    "Resources": {path: int(size) for path, size in sizes_as_texts(row["resources"]).items()},
-                    "ValidationMetrics": values[row["uuid"]],
-                    "ReportTime": format_us(row["report_us"]),
+                    "TrialID": row.trial_id,
+                    "StepsCompleted": row.steps,
+                    "State": row.state,
+                    "UUID": row.uuid,
+                    "Resources": {path: int(size) for path, size in sizes_as_texts(row.resources).items()},
+                    "ValidationMetrics": values[row.uuid],
+                    "ReportTime": format_us(row.report_us),
                     "step": {
-                        "trial_id": row["trial_id"],
-                        "total_batches": row["steps"],
-                        "validation": values[row["uuid"]] or None,
+                        "trial_id": row.trial_id,
+                        "total_batches": row.steps,
+                        "validation": values[row.uuid] or None,
                     },
                 }
                 for row in rows
-                if row["uuid"] in chosen
+                if row.uuid in chosen
             ],
         }
 
@@ -90,7 +90,7 @@ async def checkpoints_page(
     )
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: Connection) -> list[checkpoint_rows.CheckpointInfo]:
         return checkpoint_rows.list_checkpoints(
             connection, trial_id=trial_id, experiment_id=experiment_id, states=states
         )
@@ -99,12 +99,12 @@ async def checkpoints_page(
     is_descending = order == "ORDER_BY_DESC"
     is_best_first = sort_by == "SORT_BY_SEARCHER_METRIC" or metric is not None
     if is_best_first and order in (None, "ORDER_BY_UNSPECIFIED") and rows:
-        is_descending = not rows[0]["smaller_is_better"]
+        is_descending = not rows[0].smaller_is_better
 
-    def key(row: sqlite3.Row) -> Any:
+    def key(row: checkpoint_rows.CheckpointInfo) -> Any:
         if is_best_first:
-            values = json.loads(row["validation"]) if row["validation"] else {}
-            value = as_number(values.get(metric or row["searcher_metric"]))
+            values = json.loads(row.validation) if row.validation else {}
+            value = as_number(values.get(metric or row.searcher_metric))
             return None if value is None or value != value else value
         column = {
             "SORT_BY_UUID": "uuid",
@@ -112,7 +112,7 @@ async def checkpoints_page(
             "SORT_BY_BATCH_NUMBER": "steps",
             "SORT_BY_STATE": "state",
         }.get(sort_by or "", "report_us")
-        return row[column]
+        return getattr(row, column)
 
     known = sorted((row for row in rows if key(row) is not None), key=key, reverse=is_descending)
     rows = known + [row for row in rows if key(row) is None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import sqlite3
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +14,10 @@ from determined.common.api import bindings
 
 from dstrial.config import SavedRun
 from dstrial.config.documents import Document, read_yaml_text
+from dstrial.config.merge import merge_template
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.config.storage import laid_over
 from dstrial.config.submission import LABEL, Submission, check_submission, continued_config, read_override
-from dstrial.config.template_merge import merge_template
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
 from dstrial.master import resumption
 from dstrial.master.api.experiment_actions import stored_states
@@ -33,10 +32,9 @@ from dstrial.master.interpreter import check_interpreter
 from dstrial.master.model_definition import pack, unpack
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, projects, templates, workspaces
+from dstrial.master.store import listings, metrics, projects, templates, workspaces
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
-from dstrial.master.store.metrics import as_number, metric_names
+from dstrial.master.store.database import Connection, Transaction
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16
@@ -129,22 +127,22 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
     return {**found, **await services.read(_trials_of, experiment_id)}
 
 
-def _trials_of(connection: sqlite3.Connection, experiment_id: int) -> dict[str, Any]:
+def _trials_of(connection: Connection, experiment_id: int) -> dict[str, Any]:
     """Return the ids of an experiment's trials, and the name by which a script knows the only one."""
     rows = trial_rows.of_experiment(connection, experiment_id)
     return {
-        "trialIds": [row["id"] for row in rows],
-        "externalTrialId": rows[0]["external_id"] if len(rows) == 1 else None,
+        "trialIds": [row.id for row in rows],
+        "externalTrialId": rows[0].external_id if len(rows) == 1 else None,
     }
 
 
-async def _all_shown(services: Services, rows: Sequence[sqlite3.Row]) -> list[dict[str, Any]]:
+async def _all_shown(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
     """Return experiments as ``v1Experiment``; beside other requests where a config is large, as all of it is looked through."""
 
     def show() -> list[dict[str, Any]]:
         return [experiment_json(services, row) for row in rows]
 
-    is_large = any(len(row["config"]) + len(row["original_config"]) > _LARGE_CHARS for row in rows)
+    is_large = any(len(row.config) + len(row.original_config) > _LARGE_CHARS for row in rows)
     return await services.check(show) if is_large else show()
 
 
@@ -158,20 +156,20 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     config = body.text("config") or ""
     template: dict[str, Any] | None = None
     if template_name:
-        template = json.loads((await services.read(templates.require, template_name))["config"])
+        template = json.loads((await services.read(templates.require, template_name)).config)
     if parent_id is not None:
         parent = await services.read(experiment_rows.require, parent_id)
         if not config:
-            config, template = parent["original_config"], template or json.loads(parent["template"] or "null")
+            config, template = parent.original_config, template or json.loads(parent.template or "null")
         if not tgz:
-            tgz = await services.read(_model_definition, parent_id)
+            tgz = await services.read(experiment_rows.model_definition, parent_id)
         config = await services.check(lambda: _with_secrets(services, config, template, parent))
     else:
         config = await services.check(lambda: _with_secrets(services, config, template))
     document, given = await services.check(lambda: _readable(services, config, template))
     resumed = await services.read(resumption.of_submission, given)
     project = await services.read(holders.place, body.integer("projectId"), given)
-    storage = await services.read(_storage_of, project["workspace_id"])
+    storage = await services.read(_storage_of, project.workspace_id)
     submission = await services.check(
         lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
     )
@@ -193,7 +191,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
             owner_id=request.user.id,
             activate=body.flag("activate") is not False,
             parent_id=parent_id,
-            project_id=project["id"],
+            project_id=project.id,
         )
     )
     return message(
@@ -223,7 +221,7 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
     config = await services.check(lambda: _with_secrets(services, body.text("config") or "", None))
     document, given = await services.check(lambda: _readable(services, config, None))
     project = await services.read(holders.place, body.integer("projectId"), given)
-    storage = await services.read(_storage_of, project["workspace_id"])
+    storage = await services.read(_storage_of, project.workspace_id)
     submission = await services.check(
         lambda: checked(services, config, b"", storage=storage, is_detached=True, document=document)
     )
@@ -232,7 +230,7 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
             tx,
             submission=submission,
             owner_id=request.user.id,
-            project_id=project["id"],
+            project_id=project.id,
             external_id=external_id,
         )
     )
@@ -264,7 +262,10 @@ def _readable(
 
 
 def _with_secrets(
-    services: Services, config: str, template: Mapping[str, Any] | None, parent: sqlite3.Row | None = None
+    services: Services,
+    config: str,
+    template: Mapping[str, Any] | None,
+    parent: experiment_rows.Experiment | None = None,
 ) -> str:
     """Return a config with the secrets of those that it comes from where it has the mask, as what was shown has.
 
@@ -276,18 +277,18 @@ def _with_secrets(
     limits = services.settings.limits
     sources: list[Any] = []
     if parent is not None:
-        original = read_yaml_text(parent["original_config"], LABEL, limits).value
-        sources += [original, json.loads(parent["template"] or "null"), json.loads(parent["config"])]
+        original = read_yaml_text(parent.original_config, LABEL, limits).value
+        sources += [original, json.loads(parent.template or "null"), json.loads(parent.config)]
     return unmasked_yaml(config, [*sources, template], LABEL, limits)
 
 
-def _storage_of(connection: sqlite3.Connection, workspace_id: int) -> dict[str, Any] | None:
-    text = workspaces.require(connection, workspace_id)["checkpoint_storage"]
+def _storage_of(connection: Connection, workspace_id: int) -> dict[str, Any] | None:
+    text = workspaces.require(connection, workspace_id).checkpoint_storage
     storage: dict[str, Any] | None = None if text is None else json.loads(text)
     return storage
 
 
-def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) -> dict[str, Any]:
+def _unsaved(request: ApiRequest, submission: Submission, project: projects.ProjectInfo) -> dict[str, Any]:
     names = request.services.secret_names
     config = masked(submission.config, names)
     return message(
@@ -299,24 +300,16 @@ def _unsaved(request: ApiRequest, submission: Submission, project: sqlite3.Row) 
         name=config["name"],
         numTrials=0,
         originalConfig=as_data(masked_yaml(submission.original, names)),
-        projectId=project["id"],
-        projectName=project["name"],
-        projectOwnerId=project["owner_id"],
+        projectId=project.id,
+        projectName=project.name,
+        projectOwnerId=project.owner_id,
         searcherType=config["searcher"]["name"],
         startTime=format_us(now_us()),
         state="STATE_UNSPECIFIED",
         username=request.user.username,
-        workspaceId=project["workspace_id"],
-        workspaceName=project["workspace_name"],
+        workspaceId=project.workspace_id,
+        workspaceName=project.workspace_name,
     )
-
-
-def _model_definition(connection: sqlite3.Connection, experiment_id: int) -> bytes:
-    experiment_rows.require(connection, experiment_id)
-    row = connection.execute(
-        "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (experiment_id,)
-    ).fetchone()
-    return b"" if row is None else bytes(row["tgz"])
 
 
 async def list_experiments(request: ApiRequest) -> dict[str, Any]:
@@ -346,7 +339,7 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> tuple[Any, list[sqlite3.Row]]:
+    def read(connection: Connection) -> tuple[Any, list[listings.ListedExperiment]]:
         if project_id is not None:
             projects.require(connection, project_id)
         page = page_of(listings.count_experiments(connection, wanted), offset, limit)
@@ -381,16 +374,16 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _resumed_by(connection: sqlite3.Connection, experiment_id: int) -> SavedRun | None:
+def _resumed_by(connection: Connection, experiment_id: int) -> SavedRun | None:
     """Return the checkpoint from which the trial of a single searcher goes on; None if it would start anew."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resumption.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
 
-def _refuse_other_place(connection: sqlite3.Connection, project_id: int, changes: Mapping[str, Any]) -> None:
+def _refuse_other_place(connection: Connection, project_id: int, changes: Mapping[str, Any]) -> None:
     """Refuse (400) a changed config that names another project than the experiment's."""
     row = projects.require(connection, project_id)
-    for key, there in (("workspace", row["workspace_name"]), ("project", row["name"])):
+    for key, there in (("workspace", row.workspace_name), ("project", row.name)):
         if changes.get(key) not in (None, "", there):
             raise RequestError(
                 400,
@@ -407,12 +400,12 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     override = body.text("overrideConfig") or ""
     changes = await services.check(lambda: read_override(override, services.settings.limits))
     submission = None
-    if not row["unmanaged"]:
-        await services.read(_refuse_other_place, row["project_id"], changes)
-        active = json.loads(row["config"])
+    if not row.unmanaged:
+        await services.read(_refuse_other_place, row.project_id, changes)
+        active = json.loads(row.config)
         config = await services.check(lambda: continued_config(active, changes))
         config = await services.check(lambda: _with_secrets(services, config, None, row))
-        tgz = await services.read(_model_definition, experiment_id)
+        tgz = await services.read(experiment_rows.model_definition, experiment_id)
         resumed = await services.read(_resumed_by, experiment_id)
         submission = await services.check(lambda: checked(services, config, tgz, resumed, active=active))
     changed = submission if changes else None
@@ -466,7 +459,7 @@ def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], A
         experiment_id, label = request.path_params["experiment_id"], request.path_params["label"]
 
         def perform(tx: Transaction) -> list[str]:
-            labels = set(json.loads(experiment_rows.require(tx.connection, experiment_id)["labels"]))
+            labels = set(json.loads(experiment_rows.require(tx.connection, experiment_id).labels))
             change(labels, label)
             experiments.patch(tx, experiment_id, labels=sorted(labels))
             return sorted(labels)
@@ -479,43 +472,39 @@ def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], A
 
 async def show_model_definition(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/model_def``: gzip tar in base64."""
-    tgz = await request.services.read(_model_definition, request.path_params["experiment_id"])
+    tgz = await request.services.read(experiment_rows.model_definition, request.path_params["experiment_id"])
     return message(bindings.v1GetModelDefResponse, b64Tgz=base64.b64encode(tgz).decode())
 
 
 async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/searcher/best_searcher_validation_metric``; 404 before the first validation."""
     row = await request.services.read(experiment_rows.require, request.path_params["experiment_id"])
-    if row["best_metric"] is None:
-        raise RequestError(404, f"experiment {row['id']} has no validation yet.")
-    return {"metric": row["best_metric"]}
+    if row.best_metric is None:
+        raise RequestError(404, f"experiment {row.id} has no validation yet.")
+    return {"metric": row.best_metric}
 
 
 async def validation_history(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/validation-history``: each validation that was the best so far."""
     experiment_id = request.path_params["experiment_id"]
 
-    def read(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    def read(connection: Connection) -> list[dict[str, Any]]:
         experiment = experiment_rows.require(connection, experiment_id)
-        rows = connection.execute(
-            "SELECT m.trial_id, m.end_us, m.metrics FROM metrics m JOIN trials t ON t.id = m.trial_id "
-            "WHERE t.experiment_id = ? AND m.group_name = 'validation' AND m.archived = 0 ORDER BY m.end_us",
-            (experiment_id,),
-        )
+        rows = metrics.validations(connection, experiment_id)
         best: float | None = None
         history = []
         for row in rows:
-            value = as_number(json.loads(row["metrics"]).get(experiment["searcher_metric"]))
+            value = metrics.as_number(json.loads(row.metrics).get(experiment.searcher_metric))
             if value is None or value != value:
                 continue
-            if best is None or (value < best if experiment["smaller_is_better"] else value > best):
+            if best is None or (value < best if experiment.smaller_is_better else value > best):
                 best = value
                 history.append(
                     message(
                         bindings.v1ValidationHistoryEntry,
-                        endTime=format_us(row["end_us"]),
+                        endTime=format_us(row.end_us),
                         searcherMetric=value,
-                        trialId=row["trial_id"],
+                        trialId=row.trial_id,
                     )
                 )
         return history
@@ -526,9 +515,9 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
 async def stream_metric_names(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/metrics-stream/metric-names``: the names that trials have reported."""
     ids = request.query_ints("ids")
-    names = await request.services.read(metric_names, ids)
+    names = await request.services.read(metrics.metric_names, ids)
     searcher = [
-        (await request.services.read(experiment_rows.require, experiment_id))["searcher_metric"]
+        (await request.services.read(experiment_rows.require, experiment_id)).searcher_metric
         for experiment_id in ids
     ]
     return {

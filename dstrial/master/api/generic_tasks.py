@@ -36,7 +36,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
         if other is not None:
             await services.read(commands.require, other, _KIND)
     forked = None if forked_from is None else await services.read(commands.require, forked_from, _KIND)
-    known = [] if forked is None else [json.loads(forked["config"])]
+    known = [] if forked is None else [json.loads(forked.config)]
     given = await _given(request, body, forked_from)
     spec = await shapes.checked(request, given, "GENERIC", None, *known)
     # Where what is sent back has the mask of a secret, the copy keeps what is behind it.
@@ -47,7 +47,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
         "GENERIC",
         spec,
         request.user.id,
-        project["workspace_id"],
+        project.workspace_id,
         await _context(request, body, forked_from, parent_id),
         is_pausable=not body.flag("noPause"),
         parent_id=parent_id,
@@ -62,10 +62,10 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
     text = body.text("config") or ""
     if not text.strip() and forked_from is not None:
         row = await request.services.read(commands.require, forked_from)
-        if row["original_config"] is not None:
-            original: dict[str, Any] = json.loads(row["original_config"])
+        if row.original_config is not None:
+            original: dict[str, Any] = json.loads(row.original_config)
             return original
-        kept: dict[str, Any] = json.loads(row["config"])
+        kept: dict[str, Any] = json.loads(row.config)
         # Its description is its own, and its image the word for none.
         return {**kept, "description": None, "environment": {**kept["environment"], "image": None}}
     limits = request.services.settings.limits
@@ -128,9 +128,7 @@ async def kill(request: ApiRequest) -> dict[str, Any]:
         task_id = await services.read(commands.root, task_id)
 
     def write(tx: Transaction) -> None:
-        states = [
-            commands.require(tx.connection, one)["state"] for one in commands.tree(tx.connection, task_id)
-        ]
+        states = [commands.require(tx.connection, one).state for one in commands.tree(tx.connection, task_id)]
         if states[0] in ("COMPLETED", "CANCELED") and all(state in commands.ENDED for state in states):
             raise RequestError(
                 400,

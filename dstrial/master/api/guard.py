@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import shown
+from dstrial.master.store import checkpoints
+from dstrial.master.store.database import Connection
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
@@ -99,26 +100,19 @@ def require_owner(user: User, owner_id: int, what: str) -> None:
 
 
 def may_use_checkpoint(
-    connection: sqlite3.Connection,
+    connection: Connection,
     allocation: AllocationIdentity,
     checkpoint_uuid: str,
     *,
     is_change: bool = False,
 ) -> bool:
     """Whether an allocation may read or, for ``is_change``, change a checkpoint; yes for one that does not exist."""
-    row = connection.execute(
-        "SELECT experiment_id FROM checkpoints WHERE uuid = ?", (checkpoint_uuid,)
-    ).fetchone()
-    if row is None or row["experiment_id"] == allocation.experiment_id:
+    experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
+    if experiment_id is None or experiment_id == allocation.experiment_id:
         return True
-    if is_change:
-        return False
-    warm = connection.execute(
-        "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
-        "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)",
-        (allocation.id, allocation.trial_id, checkpoint_uuid, checkpoint_uuid),
-    ).fetchone()
-    return warm is not None
+    return not is_change and checkpoints.is_start_of(
+        connection, checkpoint_uuid, allocation.trial_id, allocation.id
+    )
 
 
 def _bearer(value: str | None) -> str | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sqlite3
-from typing import Any
+from typing import Any, TypeAlias
 
 from determined.common.api import bindings
 
@@ -16,105 +14,73 @@ from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
 from dstrial.master.command import life
-from dstrial.master.store import commands
-from dstrial.master.store.database import Transaction
+from dstrial.master.store import commands, jobs
+from dstrial.master.store.commands import Command
+from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.experiments import Experiment
 
 _MAX_PRIORITY = 99
 
 
-_QUEUE = """
-SELECT e.*, p.workspace_id, u.username AS owner_name, j.num_active, a.num_allocations, a.num_slots
-FROM experiments e
-JOIN users u ON u.id = e.owner_id
-JOIN projects p ON p.id = e.project_id
-LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_active FROM trials WHERE state = 'ACTIVE' GROUP BY experiment_id) j
-    ON j.experiment_id = e.id
-LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_allocations, SUM(json_array_length(slots)) AS num_slots
-           FROM allocations WHERE state != 'TERMINATED' GROUP BY experiment_id) a ON a.experiment_id = e.id
-WHERE (e.state = 'ACTIVE' AND e.unmanaged = 0) OR a.num_allocations > 0
-ORDER BY e.priority, e.queue_position, e.id
-"""
+Entry: TypeAlias = "jobs.QueuedExperiment | commands.CommandInfo"
+"""What stands in the queue: an experiment, or a command."""
 
 
-def queue(connection: sqlite3.Connection) -> list[sqlite3.Row]:
-    """Return experiments that are active or still hold slots, the next one first."""
-    return connection.execute(_QUEUE).fetchall()
+def _state(entry: Entry) -> str:
+    """Say whether an entry runs."""
+    runs = entry.allocation_id if isinstance(entry, commands.CommandInfo) else entry.num_allocations
+    return "STATE_SCHEDULED" if runs else "STATE_QUEUED"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    """One entry: an experiment, or a command.
-
-    Attributes:
-        row: of ``queue``, or of ``commands.queued``.
-        is_command: which of the two.
-    """
-
-    row: sqlite3.Row
-    is_command: bool
-
-    @property
-    def place(self) -> tuple[int, float]:
-        """Where it stands; the smallest is the next one."""
-        return self.row["priority"], self.row["queue_position"]
-
-    @property
-    def state(self) -> str:
-        """Whether it runs."""
-        runs = self.row["allocation_id"] if self.is_command else self.row["num_allocations"]
-        return "STATE_SCHEDULED" if runs else "STATE_QUEUED"
+def _entries(connection: Connection) -> list[Entry]:
+    """Return what stands in the queue, the next one first."""
+    found: list[Entry] = [*jobs.queued_experiments(connection), *commands.queued(connection)]
+    return sorted(found, key=lambda entry: (entry.priority, entry.queue_position))
 
 
-def _jobs(connection: sqlite3.Connection) -> list[_Job]:
-    found = [_Job(row, False) for row in queue(connection)]
-    found += [_Job(row, True) for row in commands.queued(connection)]
-    return sorted(found, key=lambda job: job.place)
-
-
-def _command_json(job: _Job, num_ahead: int, pool_name: str) -> dict[str, Any]:
-    row = job.row
+def _command_json(row: commands.CommandInfo, num_ahead: int, pool_name: str) -> dict[str, Any]:
     return message(
         bindings.v1Job,
-        jobId=row["job_id"],
-        entityId=row["task_id"],
-        type=f"TYPE_{row['kind']}",
-        name=row["description"],
-        username=row["username"],
-        userId=row["owner_id"],
-        submissionTime=format_us(row["start_us"]),
-        requestedSlots=row["num_slots"],
-        allocatedSlots=len(json.loads(row["slots"] or "[]")),
+        jobId=row.job_id,
+        entityId=row.task_id,
+        type=f"TYPE_{row.kind}",
+        name=row.description,
+        username=row.username,
+        userId=row.owner_id,
+        submissionTime=format_us(row.start_us),
+        requestedSlots=row.num_slots,
+        allocatedSlots=len(json.loads(row.slots or "[]")),
         isPreemptible=False,
-        priority=row["priority"],
+        priority=row.priority,
         weight=1,
         progress=0,
         resourcePool=pool_name,
-        workspaceId=row["workspace_id"],
-        summary={"state": job.state, "jobsAhead": num_ahead},
+        workspaceId=row.workspace_id,
+        summary={"state": _state(row), "jobsAhead": num_ahead},
     )
 
 
-def job_json(row: sqlite3.Row, num_ahead: int, pool_name: str) -> dict[str, Any]:
-    """Return one row of ``queue`` as a job."""
-    num_slots = row["num_slots"] or 0
+def job_json(row: jobs.QueuedExperiment, num_ahead: int, pool_name: str) -> dict[str, Any]:
+    """Return an experiment of the queue as a job."""
+    num_slots = row.num_slots or 0
     return message(
         bindings.v1Job,
-        jobId=row["job_id"],
-        entityId=str(row["id"]),
+        jobId=row.job_id,
+        entityId=str(row.id),
         type="TYPE_EXPERIMENT",
-        name=row["name"],
-        username=row["owner_name"],
-        userId=row["owner_id"],
-        submissionTime=format_us(row["start_us"]),
-        requestedSlots=max((row["num_active"] or 0) * row["slots_per_trial"], num_slots),
+        name=row.name,
+        username=row.owner_name,
+        userId=row.owner_id,
+        submissionTime=format_us(row.start_us),
+        requestedSlots=max((row.num_active or 0) * row.slots_per_trial, num_slots),
         allocatedSlots=num_slots,
         isPreemptible=False,
-        priority=row["priority"],
-        weight=row["weight"],
-        progress=row["progress"],
+        priority=row.priority,
+        weight=row.weight,
+        progress=row.progress,
         resourcePool=pool_name,
-        workspaceId=row["workspace_id"],
-        summary={"state": _Job(row, False).state, "jobsAhead": num_ahead},
+        workspaceId=row.workspace_id,
+        summary={"state": _state(row), "jobsAhead": num_ahead},
     )
 
 
@@ -123,34 +89,34 @@ async def _page(request: ApiRequest) -> tuple[list[dict[str, Any]], dict[str, in
     asked = request.query("resourcePool")
     states = request.query_choices("states", bindings.jobv1State)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
-    jobs = [
-        _command_json(job, num_ahead, pool_name)
-        if job.is_command
-        else job_json(job.row, num_ahead, pool_name)
-        for num_ahead, job in enumerate(await request.services.read(_jobs))
-        if asked in (None, "", pool_name) and (not states or job.state in states)
+    found = [
+        _command_json(entry, num_ahead, pool_name)
+        if isinstance(entry, commands.CommandInfo)
+        else job_json(entry, num_ahead, pool_name)
+        for num_ahead, entry in enumerate(await request.services.read(_entries))
+        if asked in (None, "", pool_name) and (not states or _state(entry) in states)
     ]
     if is_descending:
-        jobs.reverse()
-    page = page_of(len(jobs), request.query_int("offset"), request.query_int("limit"))
-    return jobs[page.start : page.end], page.to_json()
+        found.reverse()
+    page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
+    return found[page.start : page.end], page.to_json()
 
 
 async def list_jobs_v2(request: ApiRequest) -> dict[str, Any]:
     """``GET job-queues-v2``."""
-    jobs, pagination = await _page(request)
-    return {"jobs": [{"full": job, "limited": None} for job in jobs], "pagination": pagination}
+    found, pagination = await _page(request)
+    return {"jobs": [{"full": job, "limited": None} for job in found], "pagination": pagination}
 
 
 async def list_jobs(request: ApiRequest) -> dict[str, Any]:
     """``GET job-queues``."""
-    jobs, pagination = await _page(request)
-    return {"jobs": jobs, "pagination": pagination}
+    found, pagination = await _page(request)
+    return {"jobs": found, "pagination": pagination}
 
 
 async def show_stats(request: ApiRequest) -> dict[str, Any]:
     """``GET job-queues/stats``."""
-    states = [job.state for job in await request.services.read(_jobs)]
+    states = [_state(entry) for entry in await request.services.read(_entries)]
     stats = queue_stats(states.count("STATE_QUEUED"), states.count("STATE_SCHEDULED"))
     pool_name = request.services.settings.pool_name
     return {"results": [message(bindings.v1RPQueueStat, resourcePool=pool_name, stats=stats, aggregates=[])]}
@@ -179,53 +145,25 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
         raise control.wrong("resourcePool", f"{pool_name!r}, the only pool")
     if weight is not None and not 0 < weight <= 1e6:
         raise control.wrong("weight", "a positive number of at most 1e6")
-    position = row["queue_position"]
+    position = row.queue_position
     anchor_id = ahead_of or behind_of
     if anchor_id:
         anchor = _find(tx, anchor_id)
-        priority = anchor["priority"]
-        position = _place(tx, row["job_id"], anchor, is_ahead=bool(ahead_of))
-    if "task_id" in row.keys():  # noqa: SIM118 - a row's own names, which it does not contain by itself
-        tx.execute("UPDATE commands SET queue_position = ? WHERE task_id = ?", (position, row["task_id"]))
-        life.set_priority(tx, row["task_id"], row["priority"] if priority is None else priority)
+        priority = anchor.priority
+        position = jobs.position_beside(tx.connection, row.job_id, anchor, is_ahead=bool(ahead_of))
+    if isinstance(row, Command):
+        jobs.move_command(tx, row.task_id, position)
+        life.set_priority(tx, row.task_id, row.priority if priority is None else priority)
         return
-    config = json.loads(row["config"])
-    resources = dict(config.get("resources") or {})
-    for name, value in (("priority", priority), ("weight", weight)):
-        if value is not None:
-            resources[name] = value
-    tx.execute(
-        "UPDATE experiments SET priority = coalesce(?, priority), weight = coalesce(?, weight), queue_position = ?, "
-        "config = ? WHERE id = ?",
-        (priority, weight, position, json.dumps({**config, "resources": resources}), row["id"]),
-    )
-    tx.publish("scheduler", f"experiment:{row['id']}")
+    jobs.move_experiment(tx, row, position, priority, weight)
 
 
-def _find(tx: Transaction, job_id: str) -> sqlite3.Row:
+def _find(tx: Transaction, job_id: str) -> Experiment | Command:
     """Return the experiment, or the command, that has this place in the queue."""
-    row: sqlite3.Row | None = tx.execute("SELECT * FROM experiments WHERE job_id = ?", (job_id,)).fetchone()
-    if row is None:
-        row = tx.execute("SELECT * FROM commands WHERE job_id = ?", (job_id,)).fetchone()
+    row = jobs.experiment_of(tx.connection, job_id) or jobs.command_of(tx.connection, job_id)
     if row is None:
         raise RequestError(404, f"job {job_id[:80]!r} does not exist; see `det job list`")
     return row
-
-
-def _place(tx: Transaction, job_id: str, anchor: sqlite3.Row, *, is_ahead: bool) -> float:
-    """A queue position right before or behind another job of the same priority."""
-    own: float = anchor["queue_position"]
-    side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
-    neighbour = tx.execute(
-        f"SELECT {edge}(queue_position) FROM "  # noqa: S608 - one of two words of ours
-        "(SELECT job_id, priority, queue_position FROM experiments "
-        "UNION ALL SELECT job_id, priority, queue_position FROM commands WHERE end_us IS NULL) "
-        f"WHERE priority = ? AND job_id NOT IN (?, ?) AND queue_position {side} ?",
-        (anchor["priority"], job_id, anchor["job_id"], own),
-    ).fetchone()[0]
-    if neighbour is None:
-        return own - 1 if is_ahead else own + 1
-    return float((own + neighbour) / 2)
 
 
 routes = [

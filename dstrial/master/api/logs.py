@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sqlite3
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,9 +15,9 @@ from dstrial.master.api.messages import message
 from dstrial.master.api.streams import NdjsonResponse, ndjson
 from dstrial.master.clock import format_us, now_us, parse_time
 from dstrial.master.services import Services
-from dstrial.master.store import logs
+from dstrial.master.store import logs, tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible
 
@@ -80,36 +79,17 @@ async def stream_task_logs(request: ApiRequest) -> NdjsonResponse:
     return ndjson(_lines(request, wanted, f"logs:{task_id}"))
 
 
-def _task(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row:
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM tasks WHERE id = ?", (task_id,)).fetchone()
+def _task(connection: Connection, task_id: str) -> tasks.Task:
+    row = tasks.get(connection, task_id)
     if row is None:
         raise RequestError(404, f"task {task_id[:80]!r} is not found; expected one of `det task list`.")
     return row
 
 
-def _is_detached(connection: sqlite3.Connection, wanted: logs.LogFilter) -> bool:
-    """Say whether lines come from outside."""
-    row = connection.execute(
-        "SELECT 1 FROM trials WHERE id = COALESCE(?, (SELECT trial_id FROM tasks WHERE id = ?)) "
-        "AND heartbeat_us IS NOT NULL",
-        (wanted.trial_id, wanted.task_id),
-    ).fetchone()
-    return row is not None
-
-
-def _is_over(connection: sqlite3.Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
+def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
     """Say whether nothing more can come: every task has ended, and so has every allocation."""
-    column, value = ("trial_id", wanted.trial_id) if wanted.trial_id is not None else ("id", wanted.task_id)
-    open_tasks = connection.execute(
-        f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant
-        (value, now_us() - int(_LATE_S * 1e6) if is_detached else now_us()),
-    ).fetchone()[0]
-    column = "trial_id" if wanted.trial_id is not None else "task_id"
-    live = connection.execute(
-        f"SELECT COUNT(*) FROM allocations WHERE {column} = ? AND state != 'TERMINATED'",  # noqa: S608 - a constant
-        (value,),
-    ).fetchone()[0]
-    return not open_tasks and not live
+    before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
+    return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 
 
 async def _lines(
@@ -123,7 +103,7 @@ async def _lines(
         rows = await services.read(logs.query, wanted)
         yield [_line_json(services, wanted, row) for row in rows]
         return
-    is_detached = await services.read(_is_detached, wanted)
+    is_detached = await services.read(tasks.is_detached, wanted.trial_id, wanted.task_id)
     wait_s = _LATE_S if is_detached else _FOLLOW_WAIT_S
     while left is None or left > 0:
         seen = services.changes.version(topic)
@@ -131,7 +111,7 @@ async def _lines(
         limit = _CHUNK if left is None else min(_CHUNK, left)
         rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
         if rows:
-            after = rows[-1]["id"]
+            after = rows[-1].id
             left = None if left is None else left - len(rows)
             yield [_line_json(services, wanted, row) for row in rows]
         if len(rows) == limit:
@@ -141,23 +121,23 @@ async def _lines(
         await services.changes.wait(topic, seen, wait_s)
 
 
-def _line_json(services: Services, wanted: logs.LogFilter, row: sqlite3.Row) -> dict[str, Any]:
+def _line_json(services: Services, wanted: logs.LogFilter, row: logs.StoredLine) -> dict[str, Any]:
     common = {
-        "id": str(row["id"]),
-        "level": f"LOG_LEVEL_{row['level'] or 'UNSPECIFIED'}",
+        "id": str(row.id),
+        "level": f"LOG_LEVEL_{row.level or 'UNSPECIFIED'}",
         "message": logs.format_message(row),
-        "timestamp": format_us(row["time_us"]),
-        "agentId": services.agent_id if row["allocation_id"] else None,
-        "containerId": row["container_id"],
-        "log": visible(row["log"]),
-        "rankId": row["rank"],
-        "source": row["source"],
-        "stdtype": row["stdtype"],
+        "timestamp": format_us(row.time_us),
+        "agentId": services.agent_id if row.allocation_id else None,
+        "containerId": row.container_id,
+        "log": visible(row.log),
+        "rankId": row.rank,
+        "source": row.source,
+        "stdtype": row.stdtype,
     }
     if wanted.trial_id is not None:
         return message(bindings.v1TrialLogsResponse, trialId=wanted.trial_id, **common)
     return message(
-        bindings.v1TaskLogsResponse, taskId=wanted.task_id, allocationId=row["allocation_id"], **common
+        bindings.v1TaskLogsResponse, taskId=wanted.task_id, allocationId=row.allocation_id, **common
     )
 
 
@@ -208,7 +188,7 @@ async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
     def perform(tx: Transaction) -> None:
         for (task_id, allocation_id), lines in by_task.items():
             row = _task(tx.connection, task_id)
-            logs.add_task_logs(tx, task_id, row["trial_id"], allocation_id, lines)
+            logs.add_task_logs(tx, task_id, row.trial_id, allocation_id, lines)
         for task_id, matches in told:
             events.tell_lines(tx, task_id, matches)
 

@@ -9,7 +9,6 @@ import datetime
 import itertools
 import logging
 import re
-import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from dstrial.master.api.frame import ADMIN, PUBLIC, USER, ApiRequest, route
 from dstrial.master.api.messages import message
 from dstrial.master.api.streams import NdjsonResponse, ndjson
 from dstrial.master.services import VERSION
+from dstrial.master.store.database import SqlError, ping
 
 CLUSTER_NAME = "dstrial"
 
@@ -54,15 +54,11 @@ async def show_info(request: ApiRequest) -> dict[str, Any]:
 async def show_health(request: ApiRequest) -> dict[str, Any]:
     """``GET //health``: whether the database answers."""
     try:
-        await request.services.read(_ask)
-    except sqlite3.Error as error:
+        await request.services.read(ping)
+    except SqlError as error:
         raise RequestError(503, f"the database does not answer ({error}); see `dstrial logs`") from error
     up = bindings.HealthStatus.up.value
     return {"status": up, "database": up, "resource_managers": []}
-
-
-def _ask(connection: sqlite3.Connection) -> None:
-    connection.execute("SELECT 1 FROM cluster").fetchone()
 
 
 async def show_master(request: ApiRequest) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -104,29 +103,29 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
                 break
 
 
-def report_json(row: sqlite3.Row, group: str | None) -> dict[str, Any]:
+def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
     """Return a row of ``metrics`` as a ``v1MetricsReport``.
 
     Args:
         row: the report.
         group: the group that was asked for, by which the client knows under which key the values are; None for every one.
     """
-    keys = ["validation_metrics" if row["group_name"] == "validation" else "avg_metrics"]
+    keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:
         keys.append("avg_metrics")
-    values = {key: stored(row["metrics"]) for key in keys}
-    if row["per_batch"] is not None:
-        values["batch_metrics"] = stored(row["per_batch"])
+    values = {key: stored(row.metrics) for key in keys}
+    if row.per_batch is not None:
+        values["batch_metrics"] = stored(row.per_batch)
     return message(
         bindings.v1MetricsReport,
-        archived=bool(row["archived"]),
-        endTime=format_us(row["end_us"]),
-        group=row["group_name"],
-        id=row["id"],
+        archived=bool(row.archived),
+        endTime=format_us(row.end_us),
+        group=row.group_name,
+        id=row.id,
         metrics=values,
-        totalBatches=max(row["steps"], 0),
-        trialId=row["trial_id"],
-        trialRunId=row["run_id"],
+        totalBatches=max(row.steps, 0),
+        trialId=row.trial_id,
+        trialRunId=row.run_id,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -20,51 +19,51 @@ from dstrial.master.api.shapes import checkpoint_json, stored
 from dstrial.master.clock import format_us
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import metrics, models, workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 _TEXTS = ("name", "description", "notes")
 _VERSION_TEXTS = ("name", "comment", "notes")
 
 
-def model_json(row: sqlite3.Row) -> dict[str, Any]:
+def model_json(row: models.ModelInfo) -> dict[str, Any]:
     """Return a row of ``store.models`` as a ``v1Model``."""
     return message(
         bindings.v1Model,
-        id=row["id"],
-        name=row["name"],
-        description=row["description"],
-        notes=row["notes"],
-        metadata=stored(row["metadata"]),
-        labels=orjson.loads(row["labels"]),
-        archived=bool(row["is_archived"]),
-        creationTime=format_us(row["created_us"]),
-        lastUpdatedTime=format_us(row["updated_us"]),
-        numVersions=row["num_versions"],
-        userId=row["owner_id"],
-        username=row["username"],
-        workspaceId=row["workspace_id"],
+        id=row.id,
+        name=row.name,
+        description=row.description,
+        notes=row.notes,
+        metadata=stored(row.metadata),
+        labels=orjson.loads(row.labels),
+        archived=bool(row.is_archived),
+        creationTime=format_us(row.created_us),
+        lastUpdatedTime=format_us(row.updated_us),
+        numVersions=row.num_versions,
+        userId=row.owner_id,
+        username=row.username,
+        workspaceId=row.workspace_id,
     )
 
 
 def _version_json(
-    names: SecretNames, connection: sqlite3.Connection, model: sqlite3.Row, row: sqlite3.Row
+    names: SecretNames, connection: Connection, model: models.ModelInfo, row: models.VersionInfo
 ) -> dict[str, Any]:
-    checkpoint = checkpoint_rows.require_checkpoint(connection, row["checkpoint_uuid"])
+    checkpoint = checkpoint_rows.require_checkpoint(connection, row.checkpoint_uuid)
     return message(
         bindings.v1ModelVersion,
-        id=row["id"],
-        version=row["version"],
+        id=row.id,
+        version=row.version,
         model=model_json(model),
         checkpoint=checkpoint_json(checkpoint, names),
-        name=row["name"],
-        comment=row["comment"],
-        notes=row["notes"],
-        metadata=stored(row["metadata"]),
-        labels=orjson.loads(row["labels"]),
-        creationTime=format_us(row["created_us"]),
-        lastUpdatedTime=format_us(row["updated_us"]),
-        userId=row["owner_id"],
-        username=row["username"],
+        name=row.name,
+        comment=row.comment,
+        notes=row.notes,
+        metadata=stored(row.metadata),
+        labels=orjson.loads(row.labels),
+        creationTime=format_us(row.created_us),
+        lastUpdatedTime=format_us(row.updated_us),
+        userId=row.owner_id,
+        username=row.username,
     )
 
 
@@ -75,27 +74,27 @@ def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _workspace(connection: sqlite3.Connection, body: Fields) -> int | None:
+def _workspace(connection: Connection, body: Fields) -> int | None:
     """Return the workspace that a body names, by its name or its number; None without one."""
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:
         return None
     row = workspaces.by_name(connection, name) if name else workspaces.require(connection, number or 0)
     workspaces.refuse_archived(row, "take another model")
-    return int(row["id"])
+    return int(row.id)
 
 
-def _open(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+def _open(connection: Connection, name: str) -> models.ModelInfo:
     """Return a model that may be changed.
 
     Raises:
         RequestError: 404 unknown, 400 archived.
     """
     row = models.require(connection, name)
-    if row["is_archived"]:
+    if row.is_archived:
         raise RequestError(
             400,
-            f"model {row['name']!r} is archived; expected one that is not. Take it back from the archive first.",
+            f"model {row.name!r} is archived; expected one that is not. Take it back from the archive first.",
         )
     return row
 
@@ -116,7 +115,7 @@ async def list_models(request: ApiRequest) -> dict[str, Any]:
     sort_by = request.query_choice("sortBy", bindings.v1GetModelsRequestSortBy)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: Connection) -> list[models.ModelInfo]:
         for name in wanted.workspace_names:
             workspaces.by_name(connection, name)
         return models.list_models(connection, wanted, sort_by=sort_by, is_descending=is_descending)
@@ -136,7 +135,7 @@ async def create_model(request: ApiRequest) -> dict[str, Any]:
     given = {"description": "", "notes": "", "metadata": {}, "labels": [], **_given(body, _TEXTS)}
     name = body.required_text("name")
 
-    def write(tx: Transaction) -> sqlite3.Row:
+    def write(tx: Transaction) -> models.ModelInfo:
         workspace_id = _workspace(tx.connection, body) or workspaces.DEFAULT_ID
         models.create(tx, owner_id=user.id, workspace_id=workspace_id, **{**given, "name": name})
         return models.require(tx.connection, name)
@@ -155,14 +154,14 @@ async def patch_model(request: ApiRequest) -> dict[str, Any]:
     body, name = request.body(), request.path_params["model"]
     given = _given(body, _TEXTS)
 
-    def write(tx: Transaction) -> sqlite3.Row:
+    def write(tx: Transaction) -> models.ModelInfo:
         row = _open(tx.connection, name)
         if "name" in given:
-            models.check_name(tx.connection, given["name"], row["id"])
+            models.check_name(tx.connection, given["name"], row.id)
         workspace_id = _workspace(tx.connection, body)
         changes = given if workspace_id is None else {**given, "workspace_id": workspace_id}
-        models.change(tx, row["id"], **changes)
-        return models.require(tx.connection, str(row["id"]))
+        models.change(tx, row.id, **changes)
+        return models.require(tx.connection, str(row.id))
 
     return message(bindings.v1PatchModelResponse, model=model_json(await request.services.write(write)))
 
@@ -174,7 +173,7 @@ async def move_model(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> None:
         row = _open(tx.connection, name)
         workspaces.refuse_archived(workspaces.require(tx.connection, target), "take another model")
-        models.change(tx, row["id"], workspace_id=target)
+        models.change(tx, row.id, workspace_id=target)
 
     await request.services.write(write)
     return {}
@@ -186,8 +185,8 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
         def write(tx: Transaction) -> None:
             row = models.require(tx.connection, name)
-            require_owner(user, row["owner_id"], f"model {row['name']!r}")
-            models.change(tx, row["id"], is_archived=is_archived)
+            require_owner(user, row.owner_id, f"model {row.name!r}")
+            models.change(tx, row.id, is_archived=is_archived)
 
         await request.services.write(write)
         return {}
@@ -202,8 +201,8 @@ async def delete_model(request: ApiRequest) -> dict[str, Any]:
 
     def write(tx: Transaction) -> None:
         row = models.require(tx.connection, name)
-        require_owner(user, row["owner_id"], f"model {row['name']!r}")
-        models.delete(tx, row["id"])
+        require_owner(user, row.owner_id, f"model {row.name!r}")
+        models.delete(tx, row.id)
 
     await request.services.write(write)
     return {}
@@ -224,9 +223,9 @@ async def list_versions(request: ApiRequest) -> dict[str, Any]:
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> tuple[dict[str, Any], list[dict[str, Any]], Page]:
+    def read(connection: Connection) -> tuple[dict[str, Any], list[dict[str, Any]], Page]:
         model = models.require(connection, name)
-        rows = models.list_versions(connection, model["id"], by_time=by_time, is_descending=is_descending)
+        rows = models.list_versions(connection, model.id, by_time=by_time, is_descending=is_descending)
         page = page_of(len(rows), offset, limit)
         versions = [
             _version_json(request.services.secret_names, connection, model, row)
@@ -249,8 +248,8 @@ async def register_version(request: ApiRequest) -> dict[str, Any]:
         model = _open(tx.connection, name)
         checkpoint = checkpoint_rows.require_checkpoint(tx.connection, uuid)
         checkpoint_rows.refuse_going(tx.connection, checkpoint)
-        version = models.add_version(tx, model["id"], uuid, user.id, **given)
-        model = models.require(tx.connection, str(model["id"]))
+        version = models.add_version(tx, model.id, uuid, user.id, **given)
+        model = models.require(tx.connection, str(model.id))
         return _version_json(
             request.services.secret_names,
             tx.connection,
@@ -261,7 +260,7 @@ async def register_version(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostModelVersionResponse, modelVersion=await request.services.write(write))
 
 
-def _version_of(connection: sqlite3.Connection, request: ApiRequest) -> tuple[sqlite3.Row, sqlite3.Row]:
+def _version_of(connection: Connection, request: ApiRequest) -> tuple[models.ModelInfo, models.VersionInfo]:
     model = models.require(connection, request.path_params["model"])
     return model, models.require_version(connection, model, request.path_params["version"])
 
@@ -269,7 +268,7 @@ def _version_of(connection: sqlite3.Connection, request: ApiRequest) -> tuple[sq
 async def show_version(request: ApiRequest) -> dict[str, Any]:
     """``GET models/{name or id}/versions/{number}``."""
 
-    def read(connection: sqlite3.Connection) -> dict[str, Any]:
+    def read(connection: Connection) -> dict[str, Any]:
         return _version_json(request.services.secret_names, connection, *_version_of(connection, request))
 
     return message(bindings.v1GetModelVersionResponse, modelVersion=await request.services.read(read))
@@ -282,7 +281,7 @@ async def patch_version(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> dict[str, Any]:
         _open(tx.connection, request.path_params["model"])
         model, row = _version_of(tx.connection, request)
-        models.change_version(tx, row["id"], model["id"], **given)
+        models.change_version(tx, row.id, model.id, **given)
         return _version_json(
             request.services.secret_names, tx.connection, *_version_of(tx.connection, request)
         )
@@ -296,9 +295,9 @@ async def delete_version(request: ApiRequest) -> dict[str, Any]:
 
     def write(tx: Transaction) -> None:
         model, row = _version_of(tx.connection, request)
-        if user.id != model["owner_id"]:
-            require_owner(user, row["owner_id"], f"version {row['version']} of model {model['name']!r}")
-        models.delete_version(tx, row["id"], model["id"])
+        if user.id != model.owner_id:
+            require_owner(user, row.owner_id, f"version {row.version} of model {model.name!r}")
+        models.delete_version(tx, row.id, model.id)
 
     await request.services.write(write)
     return {}
@@ -309,9 +308,9 @@ async def list_metrics(request: ApiRequest) -> dict[str, Any]:
     group = request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: Connection) -> list[metrics.Report]:
         model, row = _version_of(connection, request)
-        trial_ids = checkpoint_rows.users_of_version(connection, model["id"], row["version"], kind)
+        trial_ids = checkpoint_rows.users_of_version(connection, model.id, row.version, kind)
         return metrics.reports(connection, trial_ids, group)
 
     rows = await request.services.read(read)

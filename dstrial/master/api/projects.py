@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -18,50 +17,50 @@ from dstrial.master.api.shapes import stored, time_or_none
 from dstrial.master.api.workspaces import named, ordered
 from dstrial.master.experiment import holders
 from dstrial.master.store import projects, workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
-_ORDER: dict[str, Callable[[sqlite3.Row], Any]] = {
-    "SORT_BY_NAME": lambda row: row["name"].casefold(),
-    "SORT_BY_DESCRIPTION": lambda row: row["description"],
-    "SORT_BY_CREATION_TIME": lambda row: row["created_us"],
-    "SORT_BY_LAST_EXPERIMENT_START_TIME": lambda row: row["last_us"] or 0,
+_ORDER: dict[str, Callable[[projects.ProjectInfo], Any]] = {
+    "SORT_BY_NAME": lambda row: row.name.casefold(),
+    "SORT_BY_DESCRIPTION": lambda row: row.description,
+    "SORT_BY_CREATION_TIME": lambda row: row.created_us,
+    "SORT_BY_LAST_EXPERIMENT_START_TIME": lambda row: row.last_us or 0,
 }
 _MAX_NOTES_BYTES = 1 << 20
 _NUM_RECENT = 5
 
 
-def project_json(row: sqlite3.Row) -> dict[str, Any]:
+def project_json(row: projects.ProjectInfo) -> dict[str, Any]:
     """Return a row of ``store.projects`` as a ``v1Project``."""
     return message(
         bindings.v1Project,
-        id=row["id"],
-        key=row["key"],
-        name=row["name"],
-        workspaceId=row["workspace_id"],
-        workspaceName=row["workspace_name"],
-        description=row["description"],
-        notes=stored(row["notes"]),
-        archived=bool(row["is_shut"]),
-        immutable=bool(row["is_immutable"]),
-        state=f"WORKSPACE_STATE_{row['state']}",
-        errorMessage=row["error"],
-        numExperiments=row["num_experiments"],
-        numActiveExperiments=row["num_active"],
-        numRuns=row["num_runs"],
-        lastExperimentStartedAt=time_or_none(row["last_us"]),
-        userId=row["owner_id"],
-        username=row["username"],
+        id=row.id,
+        key=row.key,
+        name=row.name,
+        workspaceId=row.workspace_id,
+        workspaceName=row.workspace_name,
+        description=row.description,
+        notes=stored(row.notes),
+        archived=bool(row.is_shut),
+        immutable=bool(row.is_immutable),
+        state=f"WORKSPACE_STATE_{row.state}",
+        errorMessage=row.error,
+        numExperiments=row.num_experiments,
+        numActiveExperiments=row.num_active,
+        numRuns=row.num_runs,
+        lastExperimentStartedAt=time_or_none(row.last_us),
+        userId=row.owner_id,
+        username=row.username,
     )
 
 
 async def list_projects(request: ApiRequest) -> dict[str, Any]:
     """``GET workspaces/{id}/projects``: a page of projects."""
-    is_wanted = named(request, "is_shut")
+    is_wanted = named(request)
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspaceProjectsRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
     workspace_id = request.path_params["workspace_id"]
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: Connection) -> list[projects.ProjectInfo]:
         workspaces.require(connection, workspace_id)
         return projects.list_projects(connection, workspace_id)
 
@@ -92,15 +91,8 @@ async def show_by_key(request: ApiRequest) -> dict[str, Any]:
 async def list_recent(request: ApiRequest) -> dict[str, Any]:
     """``GET user/projects/activity``: the projects into which this user put an experiment last."""
     user_id, limit = request.user.id, request.query_int("limit") or _NUM_RECENT
-
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
-        rows = connection.execute(
-            "SELECT project_id FROM experiments WHERE owner_id = ? GROUP BY project_id ORDER BY MAX(start_us) DESC LIMIT ?",
-            (user_id, max(limit, 0)),
-        )
-        return [projects.require(connection, row["project_id"]) for row in rows]
-
-    return {"projects": [project_json(row) for row in await request.services.read(read)]}
+    rows = await request.services.read(projects.recent_of, user_id, max(limit, 0))
+    return {"projects": [project_json(row) for row in rows]}
 
 
 async def create_project(request: ApiRequest) -> dict[str, Any]:
@@ -120,14 +112,14 @@ async def create_project(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostProjectResponse, project=await _shown(request, project_id))
 
 
-def _own(connection: sqlite3.Connection, request: ApiRequest, verb: str) -> sqlite3.Row:
+def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
     """Return the project of the path, which the user may change.
 
     Raises:
         RequestError: 404 unknown, 403 another user's, 400 immutable; in this order, before anything of the body is said.
     """
     row = projects.require(connection, request.path_params["project_id"])
-    require_owner(request.user, row["owner_id"], f"project {row['name']!r}")
+    require_owner(request.user, row.owner_id, f"project {row.name!r}")
     projects.refuse_immutable(row, verb)
     return row
 
@@ -143,10 +135,10 @@ async def patch_project(request: ApiRequest) -> dict[str, Any]:
         row = _own(tx.connection, request, "be changed")
         projects.refuse_shut(row, "be changed")
         if "name" in changes:
-            projects.check_name(tx.connection, row["workspace_id"], changes["name"], row["id"])
+            projects.check_name(tx.connection, row.workspace_id, changes["name"], row.id)
         if "key" in changes:
-            changes["key"] = projects.check_key(tx.connection, changes["key"], row["id"])
-        projects.change(tx, row["id"], **changes)
+            changes["key"] = projects.check_key(tx.connection, changes["key"], row.id)
+        projects.change(tx, row.id, **changes)
 
     await request.services.write(write)
     return message(
@@ -159,9 +151,9 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
         def write(tx: Transaction) -> None:
             row = _own(tx.connection, request, "be archived")
             workspaces.refuse_archived(
-                workspaces.require(tx.connection, row["workspace_id"]), "have its projects changed"
+                workspaces.require(tx.connection, row.workspace_id), "have its projects changed"
             )
-            projects.change(tx, row["id"], is_archived=is_archived)
+            projects.change(tx, row.id, is_archived=is_archived)
 
         await request.services.write(write)
         return {}
@@ -174,7 +166,7 @@ async def delete_project(request: ApiRequest) -> dict[str, Any]:
     """``DELETE projects/{id}``: with its experiments."""
 
     def write(tx: Transaction) -> bool:
-        return holders.delete_project(tx, _own(tx.connection, request, "be deleted")["id"])
+        return holders.delete_project(tx, _own(tx.connection, request, "be deleted").id)
 
     return message(bindings.v1DeleteProjectResponse, completed=await request.services.write(write))
 
@@ -190,8 +182,8 @@ async def move_project(request: ApiRequest) -> dict[str, Any]:
         target = workspaces.require(tx.connection, target_id)
         workspaces.refuse_immutable(target, "take a project")
         workspaces.refuse_archived(target, "take a project")
-        projects.check_name(tx.connection, target_id, row["name"], row["id"])
-        projects.change(tx, row["id"], workspace_id=target_id)
+        projects.check_name(tx.connection, target_id, row.name, row.id)
+        projects.change(tx, row.id, workspace_id=target_id)
 
     await request.services.write(write)
     return {}
@@ -208,10 +200,10 @@ def _annotate(
         def write(tx: Transaction) -> list[dict[str, str]]:
             row = projects.require(tx.connection, request.path_params["project_id"])
             projects.refuse_shut(row, "be changed")
-            notes = collect(request, json.loads(row["notes"]))
+            notes = collect(request, json.loads(row.notes))
             if len(json.dumps(notes)) > _MAX_NOTES_BYTES:
                 raise RequestError(413, "the notes are longer than 1 MiB; expected less. Shorten them.")
-            projects.change(tx, row["id"], notes=notes)
+            projects.change(tx, row.id, notes=notes)
             return notes
 
         return {"notes": await request.services.write(write)}
@@ -234,16 +226,11 @@ async def list_metadata_values(request: ApiRequest) -> dict[str, Any]:
     """``GET projects/{id}/metadata/{key}``: the texts that runs of the project have under a key of their metadata."""
     project_id, key = request.path_params["project_id"], request.path_params["key"]
 
-    def read(connection: sqlite3.Connection) -> list[str]:
+    def read(connection: Connection) -> list[str]:
         projects.require(connection, project_id)
-        rows = connection.execute(
-            "SELECT t.metadata FROM trials t JOIN experiments e ON e.id = t.experiment_id "
-            "WHERE e.project_id = ? AND t.metadata IS NOT NULL",
-            (project_id,),
-        )
         found: set[str] = set()
-        for row in rows:
-            value: Any = json.loads(row["metadata"])
+        for metadata in projects.metadata_of_runs(connection, project_id):
+            value: Any = json.loads(metadata)
             for part in key.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
             found.update(

@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import datetime
 import io
-import sqlite3
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +22,7 @@ from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us, now_us, parse_time
 from dstrial.master.store import usage
+from dstrial.master.store.database import Connection
 
 _RAW = ("experiment_id", "kind", "username", "labels", "slots", "start_time", "end_time", "seconds")
 _ALLOCATIONS = (
@@ -80,7 +80,7 @@ async def _raw_rows(request: ApiRequest) -> list[_Row]:
     after_us, before_us = _window(request)
     services, now = request.services, now_us()
 
-    def read(connection: sqlite3.Connection) -> list[_Row]:
+    def read(connection: Connection) -> list[_Row]:
         rows = []
         for use in usage.uses(connection, after_us, before_us):
             for kind, start_us, end_us in usage.spans(connection, use, now):
@@ -211,7 +211,7 @@ async def _aggregated(request: ApiRequest) -> list[dict[str, Any]]:
         )
     pool_name, now = request.services.settings.pool_name, now_us()
 
-    def read(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    def read(connection: Connection) -> list[dict[str, Any]]:
         entries, day = [], first
         while day <= last:
             following = _next(day, is_monthly)

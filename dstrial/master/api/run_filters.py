@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -18,36 +17,37 @@ from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.fields import shown
 from dstrial.master.clock import format_us, now_us
+from dstrial.master.store.runs import Run
 
-Wanted: TypeAlias = "Callable[[sqlite3.Row], bool]"
+Wanted: TypeAlias = "Callable[[Run], bool]"
 
-_COLUMNS: dict[str, Callable[[sqlite3.Row], Any]] = {
-    "id": lambda row: row["id"],
-    "experimentId": lambda row: row["experiment_id"],
-    "experimentName": lambda row: row["experiment_name"],
-    "name": lambda row: row["experiment_name"],
-    "experimentDescription": lambda row: row["experiment_description"],
-    "description": lambda row: row["experiment_description"],
-    "tags": lambda row: json.loads(row["labels"]),
-    "forkedFrom": lambda row: row["parent_id"],
-    "startTime": lambda row: format_us(row["start_us"]),
-    "endTime": lambda row: None if row["end_us"] is None else format_us(row["end_us"]),
-    "duration": lambda row: ((row["end_us"] or now_us()) - row["start_us"]) // 1_000_000,
-    "state": lambda row: row["state"],
-    "searcherType": lambda row: row["searcher_type"],
-    "searcherMetric": lambda row: row["searcher_metric"],
-    "searcherMetricsVal": lambda row: row["searcher_metric_value"],
-    "user": lambda row: row["username"],
-    "userId": lambda row: row["owner_id"],
-    "numTrials": lambda row: row["num_trials"],
-    "experimentProgress": lambda row: row["experiment_progress"],
-    "checkpointCount": lambda row: row["checkpoint_count"],
-    "checkpointSize": lambda row: row["checkpoint_size"],
-    "projectId": lambda row: row["project_id"],
-    "archived": lambda row: bool(row["experiment_archived"]),
-    "isExpMultitrial": lambda row: row["num_trials"] > 1,
-    "localId": lambda row: f"{row['project_key']}-{row['id']}",
-    "externalRunId": lambda row: row["external_id"],
+_COLUMNS: dict[str, Callable[[Run], Any]] = {
+    "id": lambda row: row.id,
+    "experimentId": lambda row: row.experiment_id,
+    "experimentName": lambda row: row.experiment_name,
+    "name": lambda row: row.experiment_name,
+    "experimentDescription": lambda row: row.experiment_description,
+    "description": lambda row: row.experiment_description,
+    "tags": lambda row: json.loads(row.labels),
+    "forkedFrom": lambda row: row.parent_id,
+    "startTime": lambda row: format_us(row.start_us),
+    "endTime": lambda row: None if row.end_us is None else format_us(row.end_us),
+    "duration": lambda row: ((row.end_us or now_us()) - row.start_us) // 1_000_000,
+    "state": lambda row: row.state,
+    "searcherType": lambda row: row.searcher_type,
+    "searcherMetric": lambda row: row.searcher_metric,
+    "searcherMetricsVal": lambda row: row.searcher_metric_value,
+    "user": lambda row: row.username,
+    "userId": lambda row: row.owner_id,
+    "numTrials": lambda row: row.num_trials,
+    "experimentProgress": lambda row: row.experiment_progress,
+    "checkpointCount": lambda row: row.checkpoint_count,
+    "checkpointSize": lambda row: row.checkpoint_size,
+    "projectId": lambda row: row.project_id,
+    "archived": lambda row: bool(row.experiment_archived),
+    "isExpMultitrial": lambda row: row.num_trials > 1,
+    "localId": lambda row: f"{row.project_key}-{row.id}",
+    "externalRunId": lambda row: row.external_id,
 }
 _SUMMARIES = {"training": "avg_metrics", "validation": "validation_metrics"}
 _MAX_DEPTH = 20
@@ -61,7 +61,7 @@ def wanted_by(text: str | None) -> Wanted:
         RequestError: 400, it is no such filter.
     """
     if not text:
-        return lambda row: not row["experiment_archived"]
+        return lambda row: not row.experiment_archived
     if len(text) > _MAX_CHARS:
         raise _wrong(text, f"at most {_MAX_CHARS} characters")
     try:
@@ -73,7 +73,7 @@ def wanted_by(text: str | None) -> Wanted:
     group = tree.get("filterGroup")
     matches = _node(group, 0) if group is not None else lambda _row: True
     shows_archived = bool(tree.get("showArchived"))
-    return lambda row: (shows_archived or not row["experiment_archived"]) and matches(row)
+    return lambda row: (shows_archived or not row.experiment_archived) and matches(row)
 
 
 def _node(node: Any, depth: int) -> Wanted:
@@ -99,7 +99,7 @@ def _node(node: Any, depth: int) -> Wanted:
     return lambda row: compare(find(row), value)
 
 
-def _column(name: Any) -> Callable[[sqlite3.Row], Any]:
+def _column(name: Any) -> Callable[[Run], Any]:
     """Return how a column is read: one of the run's own, ``hp.lr``, ``validation.loss.min`` or ``metadata.key``.
 
     Raises:
@@ -110,13 +110,13 @@ def _column(name: Any) -> Callable[[sqlite3.Row], Any]:
     kind, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
     if rest and kind == "hp":
         # As it is shown: nobody is to guess a secret by asking what it is greater than.
-        return lambda row: _below(json.loads(masked_json(row["hparams"], SecretNames())), rest.split("."))
+        return lambda row: _below(json.loads(masked_json(row.hparams, SecretNames())), rest.split("."))
     if rest and kind == "metadata":
-        return lambda row: _below(json.loads(row["metadata"] or "{}"), rest.split("."))
+        return lambda row: _below(json.loads(row.metadata or "{}"), rest.split("."))
     metric, _, summary = rest.rpartition(".")
     if metric:
         group = _SUMMARIES.get(kind, kind)
-        return lambda row: _below(json.loads(row["summary_metrics"]), [group, metric, summary])
+        return lambda row: _below(json.loads(row.summary_metrics), [group, metric, summary])
     raise _wrong(name, "a column of a run, hp.NAME, GROUP.METRIC.SUMMARY or metadata.KEY")
 
 
@@ -170,7 +170,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def in_order(rows: list[sqlite3.Row], text: str | None) -> list[sqlite3.Row]:
+def in_order(rows: list[Run], text: str | None) -> list[Run]:
     """Return rows in the order of a ``sort``; what has no value comes last.
 
     Raises:

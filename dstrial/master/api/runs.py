@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -10,6 +9,7 @@ import orjson
 from determined.common.api import bindings
 
 from dstrial.errors import DstrialError, RequestError
+from dstrial.master.advice import text_of
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import USER, ApiRequest, route
 from dstrial.master.api.guard import require_owner
@@ -20,54 +20,54 @@ from dstrial.master.clock import format_us
 from dstrial.master.experiment import experiments, trials
 from dstrial.master.services import Services
 from dstrial.master.store import projects, runs
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
-Perform: TypeAlias = "Callable[[Transaction, sqlite3.Row], Any]"
+Perform: TypeAlias = "Callable[[Transaction, runs.Run], Any]"
 
 
-def run_json(services: Services, row: sqlite3.Row) -> dict[str, Any]:
+def run_json(services: Services, row: runs.Run) -> dict[str, Any]:
     """Return a row of ``store.runs`` as a ``v1FlatRun``."""
-    end = row["end_us"]
+    end = row.end_us
     experiment = message(
         bindings.v1FlatRunExperiment,
-        id=row["experiment_id"],
-        name=row["experiment_name"],
-        description=row["experiment_description"],
-        externalExperimentId=row["external_experiment_id"],
-        forkedFrom=row["parent_id"],
-        isMultitrial=row["num_trials"] > 1,
-        progress=row["experiment_progress"],
+        id=row.experiment_id,
+        name=row.experiment_name,
+        description=row.experiment_description,
+        externalExperimentId=row.external_experiment_id,
+        forkedFrom=row.parent_id,
+        isMultitrial=row.num_trials > 1,
+        progress=row.experiment_progress,
         resourcePool=services.settings.pool_name,
-        searcherMetric=row["searcher_metric"],
-        searcherType=row["searcher_type"],
-        unmanaged=bool(row["unmanaged"]),
+        searcherMetric=row.searcher_metric,
+        searcherType=row.searcher_type,
+        unmanaged=bool(row.unmanaged),
     )
     return message(
         bindings.v1FlatRun,
-        id=row["id"],
-        archived=bool(row["experiment_archived"]),
-        checkpointCount=row["checkpoint_count"],
-        checkpointSize=str(row["checkpoint_size"]),
-        duration=None if end is None else (end - row["start_us"]) // 1_000_000,
+        id=row.id,
+        archived=bool(row.experiment_archived),
+        checkpointCount=row.checkpoint_count,
+        checkpointSize=str(row.checkpoint_size),
+        duration=None if end is None else (end - row.start_us) // 1_000_000,
         endTime=time_or_none(end),
         experiment=experiment,
-        externalRunId=row["external_id"],
-        hyperparameters=shown_config(row["hparams"], services.secret_names),
-        labels=orjson.loads(row["labels"]),
-        localId=f"{row['project_key']}-{row['id']}",
-        logPolicyMatched=row["log_policy_matched"],
-        metadata=stored(row["metadata"]),
-        parentArchived=bool(row["is_parent_archived"]),
-        projectId=row["project_id"],
-        projectName=row["project_name"],
-        searcherMetricValue=row["searcher_metric_value"],
-        startTime=format_us(row["start_us"]),
+        externalRunId=row.external_id,
+        hyperparameters=shown_config(row.hparams, services.secret_names),
+        labels=orjson.loads(row.labels),
+        localId=f"{row.project_key}-{row.id}",
+        logPolicyMatched=row.log_policy_matched,
+        metadata=stored(row.metadata),
+        parentArchived=bool(row.is_parent_archived),
+        projectId=row.project_id,
+        projectName=row.project_name,
+        searcherMetricValue=row.searcher_metric_value,
+        startTime=format_us(row.start_us),
         # As stored: Determined 0.38.1 tells ACTIVE here, whether it runs or waits.
-        state=f"STATE_{row['state']}",
-        summaryMetrics=stored(row["summary_metrics"]),
-        userId=row["owner_id"],
-        workspaceId=row["workspace_id"],
-        workspaceName=row["workspace_name"],
+        state=f"STATE_{row.state}",
+        summaryMetrics=stored(row.summary_metrics),
+        userId=row.owner_id,
+        workspaceId=row.workspace_id,
+        workspaceName=row.workspace_name,
     )
 
 
@@ -80,7 +80,7 @@ async def search_runs(request: ApiRequest) -> dict[str, Any]:
         body.text("sort"),
     )
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: Connection) -> list[runs.Run]:
         if project_id is not None:
             projects.require(connection, project_id)
         return in_order([row for row in runs.list_runs(connection, project_id) if is_wanted(row)], sort)
@@ -97,14 +97,14 @@ async def search_runs(request: ApiRequest) -> dict[str, Any]:
 def _of_experiment(perform: Callable[[Transaction, int], Any], verb: str) -> Perform:
     """Return an action on a run's experiment, refused (400) where that has other runs."""
 
-    def act(tx: Transaction, row: sqlite3.Row) -> None:
-        if row["num_trials"] > 1:
+    def act(tx: Transaction, row: runs.Run) -> None:
+        if row.num_trials > 1:
             raise RequestError(
                 400,
-                f"run {row['id']} is one of {row['num_trials']} of experiment {row['experiment_id']} and cannot be {verb} "
+                f"run {row.id} is one of {row.num_trials} of experiment {row.experiment_id} and cannot be {verb} "
                 "alone; expected one with an experiment of its own. Ask for the experiment instead.",
             )
-        perform(tx, row["experiment_id"])
+        perform(tx, row.experiment_id)
 
     return act
 
@@ -113,27 +113,25 @@ def _move(request: ApiRequest) -> Perform:
     body = request.body()
     target, skips = body.required_integer("destinationProjectId"), body.flag("skipMultitrial")
 
-    def act(tx: Transaction, row: sqlite3.Row) -> None:
-        if row["num_trials"] > 1 and skips:
+    def act(tx: Transaction, row: runs.Run) -> None:
+        if row.num_trials > 1 and skips:
             return
-        if runs.require(tx.connection, row["id"])["project_id"] != target:
-            experiments.move(tx, row["experiment_id"], target)
+        if runs.require(tx.connection, row.id).project_id != target:
+            experiments.move(tx, row.experiment_id, target)
 
     return act
 
 
-def _chosen(connection: sqlite3.Connection, body: Fields, project_id: int | None) -> dict[int, int | None]:
+def _chosen(connection: Connection, body: Fields, project_id: int | None) -> dict[int, int | None]:
     """Return the runs that a body names, by its filter if it has one, else by their numbers, and the project of each."""
     text = body.text("filter")
     if text:
         is_wanted = wanted_by(text)
-        return {
-            row["id"]: row["project_id"] for row in runs.list_runs(connection, project_id) if is_wanted(row)
-        }
+        return {row.id: row.project_id for row in runs.list_runs(connection, project_id) if is_wanted(row)}
     given = body.items_of("runIds") or []
     if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in given):
         raise body.wrong("runIds", "whole numbers of 32 bits")
-    held_by = {row["id"]: row["project_id"] for row in runs.list_runs(connection)}
+    held_by = {row.id: row.project_id for row in runs.list_runs(connection)}
     return {run_id: held_by.get(run_id) for run_id in given}
 
 
@@ -154,14 +152,14 @@ def _each(prepare: Callable[[ApiRequest], Perform], text: str, *, is_owners: boo
                         "Ask in its own project.",
                     )
                 if is_owners:
-                    require_owner(user, row["owner_id"], f"run {run_id}")
+                    require_owner(user, row.owner_id, f"run {run_id}")
                 perform(tx, row)
 
             error = ""
             try:
                 await services.write(write)
             except DstrialError as problem:
-                error = str(problem)
+                error = text_of(problem)
             results.append(message(bindings.v1RunActionResult, id=run_id, error=error))
         return {"results": results}
 
@@ -173,8 +171,8 @@ def _plain(perform: Perform) -> Callable[[ApiRequest], Perform]:
     return lambda _request: perform
 
 
-def _kill(tx: Transaction, row: sqlite3.Row) -> None:
-    trials.kill_trial(tx, row["id"])
+def _kill(tx: Transaction, row: runs.Run) -> None:
+    trials.kill_trial(tx, row.id)
 
 
 _ACTIONS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sqlite3
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 from dstrial.errors import DstrialError, RequestError
 from dstrial.master.api.errors import status_and_text
 from dstrial.master.api.rendering import to_json
+from dstrial.master.store.database import SqlError
+from dstrial.master.store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class NdjsonResponse(Response):
                 body = b"".join(to_json({"result": one}) + b"\n" for one in messages)
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
-        except (DstrialError, sqlite3.Error) as error:
-            if not isinstance(error, RequestError):
+        except (DstrialError, SqlError) as error:
+            if not isinstance(error, (RequestError, StoreError)):
                 logger.exception("a stream ends early")
             await send(
                 {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -18,81 +17,73 @@ from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us
 from dstrial.master.services import Services
-from dstrial.master.store import commands, work
+from dstrial.master.store import commands, tasks, work
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Connection
 
 _SNAKE = re.compile("[A-Z]")
 _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED": "STATE_TERMINATED"}
 
 
-def _living(connection: sqlite3.Connection) -> list[sqlite3.Row]:
-    return connection.execute(
-        "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
-        "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
-        "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
-        "LEFT JOIN commands c ON c.task_id = a.task_id "
-        "WHERE a.state != 'TERMINATED' ORDER BY a.start_us, a.id"
-    ).fetchall()
-
-
-def _ports(row: sqlite3.Row) -> list[dict[str, Any]]:
+def _ports(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
     """Return the ports of an allocation that the proxy leads to."""
     ports = [
         message(
             bindings.v1ProxyPortConfig,
             port=one["proxy_port"],
             proxyTcp=bool(one.get("proxy_tcp")),
-            serviceId=f"{row['task_id']}:{one['proxy_port']}",
+            serviceId=f"{row.task_id}:{one['proxy_port']}",
             unauthenticated=False,
         )
-        for one in (json.loads(row["config"]).get("environment") or {}).get("proxy_ports") or []
+        for one in (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
     ]
-    tensorboard = json.loads(row["ports"]).get("TENSORBOARD_PORT")
+    tensorboard = json.loads(row.ports).get("TENSORBOARD_PORT")
     if tensorboard is not None:
         one = message(
             bindings.v1ProxyPortConfig,
             port=tensorboard,
             proxyTcp=False,
-            serviceId=row["task_id"],
+            serviceId=row.task_id,
             unauthenticated=False,
         )
         ports.append(one)
     return ports
 
 
-def _summary(services: Services, row: sqlite3.Row) -> dict[str, Any]:
-    slots = json.loads(row["slots"])
+def _summary(services: Services, row: tasks.LivingAllocation) -> dict[str, Any]:
+    slots = json.loads(row.slots)
     resources = message(
         bindings.v1ResourcesSummary,
-        resourcesId=row["resources_id"],
+        resourcesId=row.resources_id,
         resourcesType="docker-container",
-        allocationId=row["id"],
-        containerId=row["resources_id"],
+        allocationId=row.id,
+        containerId=row.resources_id,
         agentDevices={services.agent_id: {"devices": [device_json(services, slot) for slot in slots]}},
     )
     return message(
         bindings.v1AllocationSummary,
-        taskId=row["task_id"],
-        allocationId=row["id"],
-        name=row["name"],
-        registeredTime=format_us(row["start_us"]),
+        taskId=row.task_id,
+        allocationId=row.id,
+        name=row.name,
+        registeredTime=format_us(row.start_us),
         resources=[resources],
         slotsNeeded=len(slots),
         resourcePool=services.settings.pool_name,
         schedulerType="priority",
-        priority=row["priority"],
+        priority=row.priority,
         proxyPorts=_ports(row),
     )
 
 
-def _collection(services: Services, row: sqlite3.Row) -> dict[str, Any]:
+def _collection(services: Services, row: work.Work) -> dict[str, Any]:
     """Return a piece of work on an experiment's files as the task that it is in Determined; it has no process here."""
-    task_id = f"checkpoint-gc-{row['id']}"
+    task_id = f"checkpoint-gc-{row.id}"
     return message(
         bindings.v1AllocationSummary,
         taskId=task_id,
         allocationId=f"{task_id}.1",
-        name=f"Checkpoint GC (Experiment {row['experiment_id']})",
-        registeredTime=format_us(row["created_us"]),
+        name=f"Checkpoint GC (Experiment {row.experiment_id})",
+        registeredTime=format_us(row.created_us),
         resources=[],
         slotsNeeded=0,
         resourcePool=services.settings.pool_name,
@@ -105,7 +96,7 @@ def _collection(services: Services, row: sqlite3.Row) -> dict[str, Any]:
 async def _summaries(services: Services) -> dict[str, dict[str, Any]]:
     """Return what runs now, by allocation."""
     living, collections = await services.read(
-        lambda connection: (_living(connection), work.collections(connection))
+        lambda connection: (tasks.living(connection), work.collections(connection))
     )
     found = [_summary(services, row) for row in living] + [_collection(services, row) for row in collections]
     return {one["allocationId"]: one for one in found}
@@ -153,69 +144,63 @@ async def count_tasks(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _find_task(connection: sqlite3.Connection, task_id: str) -> tuple[sqlite3.Row, list[sqlite3.Row]]:
-    row = connection.execute("SELECT * FROM tasks WHERE id = ?", (task_id,)).fetchone()
+def _find_task(connection: Connection, task_id: str) -> tuple[tasks.Task, list[Allocation]]:
+    row = tasks.get(connection, task_id)
     if row is None:
         raise RequestError(404, f"task {task_id[:80]!r} does not exist; see `det task list`")
-    return row, connection.execute(
-        "SELECT * FROM allocations WHERE task_id = ? ORDER BY run_id DESC", (task_id,)
-    ).fetchall()
+    return row, tasks.allocations_of(connection, task_id)
 
 
-def allocation_json(row: sqlite3.Row) -> dict[str, Any]:
+def allocation_json(row: Allocation) -> dict[str, Any]:
     """Return a row of ``allocations`` as the protocol has it."""
     return message(
         bindings.v1Allocation,
-        taskId=row["task_id"],
-        allocationId=row["id"],
-        state=_STATES[row["state"]],
-        isReady=bool(row["is_ready"]),
-        startTime=format_us(row["start_us"]),
-        endTime=None if row["end_us"] is None else format_us(row["end_us"]),
-        slots=len(json.loads(row["slots"])),
-        exitReason=row["exit_reason"],
-        statusCode=row["exit_code"],
+        taskId=row.task_id,
+        allocationId=row.id,
+        state=_STATES[row.state],
+        isReady=bool(row.is_ready),
+        startTime=format_us(row.start_us),
+        endTime=None if row.end_us is None else format_us(row.end_us),
+        slots=len(json.loads(row.slots)),
+        exitReason=row.exit_reason,
+        statusCode=row.exit_code,
     )
 
 
-def submitted(row: sqlite3.Row, names: SecretNames) -> str:
+def submitted(row: commands.CommandInfo, names: SecretNames) -> str:
     """Return the config of a generic task as it was submitted, JSON; of one of an older release with all defaults."""
-    return masked_json(row["original_config"] or row["config"], names)
+    return masked_json(row.original_config or row.config, names)
 
 
 async def show_task(request: ApiRequest) -> dict[str, Any]:
     """``GET tasks/{id}``: the task and its allocations, the latest first."""
     task, allocations = await request.services.read(_find_task, request.path_params["task_id"])
-    row = await request.services.read(commands.get, task["id"])
+    row = await request.services.read(commands.get, task.id)
     more: dict[str, Any] = {}
-    if row is not None and row["kind"] == "GENERIC":
+    if row is not None and row.kind == "GENERIC":
         more = {
-            "taskState": f"GENERIC_TASK_STATE_{row['state']}",
+            "taskState": f"GENERIC_TASK_STATE_{row.state}",
             "config": submitted(row, request.services.secret_names),
-            "noPause": not row["is_pausable"],
-            "parentId": row["parent_id"],
-            "forkedFrom": row["forked_from"],
+            "noPause": not row.is_pausable,
+            "parentId": row.parent_id,
+            "forkedFrom": row.forked_from,
         }
     return {
         "task": message(
             bindings.v1Task,
-            taskId=task["id"],
-            taskType=f"TASK_TYPE_{task['type']}",
-            startTime=format_us(task["start_us"]),
-            endTime=None if task["end_us"] is None else format_us(task["end_us"]),
+            taskId=task.id,
+            taskType=f"TASK_TYPE_{task.type}",
+            startTime=format_us(task.start_us),
+            endTime=None if task.end_us is None else format_us(task.end_us),
             allocations=[allocation_json(one) for one in allocations],
             **more,
         )
     }
 
 
-def _model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
+def _model_definition(connection: Connection, task_id: str) -> bytes:
     _find_task(connection, task_id)
-    row = connection.execute(
-        "SELECT m.tgz FROM tasks t JOIN model_definitions m ON m.experiment_id = t.experiment_id WHERE t.id = ?",
-        (task_id,),
-    ).fetchone()
-    return commands.context(connection, task_id) if row is None else bytes(row["tgz"])
+    return tasks.model_definition(connection, task_id)
 
 
 async def show_context_directory(request: ApiRequest) -> dict[str, Any]:

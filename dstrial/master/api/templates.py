@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,13 +21,13 @@ from dstrial.master.store.database import Transaction
 _WHERE = "the template's config"
 
 
-def template_json(row: sqlite3.Row, names: SecretNames) -> dict[str, Any]:
+def template_json(row: templates.Template, names: SecretNames) -> dict[str, Any]:
     """Return a row of ``store.templates`` as a ``v1Template``."""
     return message(
         bindings.v1Template,
-        name=row["name"],
-        config=shown_config(row["config"], names),
-        workspaceId=row["workspace_id"],
+        name=row.name,
+        config=shown_config(row.config, names),
+        workspaceId=row.workspace_id,
     )
 
 
@@ -49,7 +48,7 @@ async def _check(request: ApiRequest, config: Mapping[str, Any]) -> None:
 def _workspace_id(tx: Transaction, body: Fields) -> int:
     row = workspaces.require(tx.connection, body.integer("workspaceId") or workspaces.DEFAULT_ID)
     workspaces.refuse_archived(row, "take another template")
-    return int(row["id"])
+    return int(row.id)
 
 
 async def list_templates(request: ApiRequest) -> dict[str, Any]:
@@ -59,7 +58,7 @@ async def list_templates(request: ApiRequest) -> dict[str, Any]:
     rows = [
         row
         for row in await request.services.read(templates.list_templates)
-        if name in row["name"].casefold() and (not workspace_ids or row["workspace_id"] in workspace_ids)
+        if name in row.name.casefold() and (not workspace_ids or row.workspace_id in workspace_ids)
     ]
     if request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC":
         rows.reverse()
@@ -97,8 +96,8 @@ async def put_template(request: ApiRequest) -> dict[str, Any]:
     config = await _config(request, body)
 
     def write(tx: Transaction) -> None:
-        known = [row for row in templates.list_templates(tx.connection) if row["name"] == name]
-        real = unmasked(config, [json.loads(row["config"]) for row in known], _WHERE)
+        known = [row for row in templates.list_templates(tx.connection) if row.name == name]
+        real = unmasked(config, [json.loads(row.config) for row in known], _WHERE)
         if known:
             templates.change(tx, name, real)
         else:
@@ -120,7 +119,7 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 
     def write(tx: Transaction) -> None:
         row = templates.require(tx.connection, name)
-        templates.change(tx, name, unmasked(config, [json.loads(row["config"])], _WHERE))
+        templates.change(tx, name, unmasked(config, [json.loads(row.config)], _WHERE))
 
     await request.services.write(write)
     return message(bindings.v1PatchTemplateConfigResponse, template=await _shown(request, name))

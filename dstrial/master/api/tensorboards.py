@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -20,13 +19,13 @@ from dstrial.master.store import commands
 from dstrial.master.store.commands import NewCommand
 
 
-def _json(request: ApiRequest, row: sqlite3.Row) -> dict[str, Any]:
+def _json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
     return message(
         bindings.v1Tensorboard,
         **shapes.common_fields(request, row),
-        experimentIds=json.loads(row["experiment_ids"]),
-        trialIds=json.loads(row["trial_ids"]),
-        serviceAddress=f"/proxy/{row['task_id']}/",
+        experimentIds=json.loads(row.experiment_ids),
+        trialIds=json.loads(row.trial_ids),
+        serviceAddress=f"/proxy/{row.task_id}/",
     )
 
 

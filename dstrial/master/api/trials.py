@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
 from determined.common.api import bindings
@@ -16,11 +15,11 @@ from dstrial.master.api.shapes import as_data, checkpoint_workload, metrics_work
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import trials
 from dstrial.master.experiment.allocations import mark_ready
+from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, metrics
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.checkpoints import note_user, note_version_user, storage_id
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 
 
 async def list_trials(request: ApiRequest) -> dict[str, Any]:
@@ -35,7 +34,7 @@ async def list_trials(request: ApiRequest) -> dict[str, Any]:
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> tuple[Any, list[sqlite3.Row]]:
+    def read(connection: Connection) -> tuple[Any, list[listings.ListedTrial]]:
         experiment_rows.require(connection, experiment_id)
         chosen = sorted(states)
         page = page_of(listings.count_trials(connection, experiment_id, chosen), offset, limit)
@@ -60,7 +59,7 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
     """``GET trials/{id}``."""
     trial_id = request.path_params["trial_id"]
 
-    def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+    def read(connection: Connection) -> list[listings.ListedTrial]:
         trial_rows.require(connection, trial_id)
         return listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
 
@@ -78,33 +77,30 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
     has_batches = request.query_flag("includeBatchMetrics")
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: sqlite3.Connection) -> list[tuple[int, int, dict[str, Any]]]:
+    def read(connection: Connection) -> list[tuple[int, int, dict[str, Any]]]:
         trial_rows.require(connection, trial_id)
         found: list[tuple[int, int, dict[str, Any]]] = []
         for row in metrics.every_report(connection, trial_id):
-            group = row["group_name"]
+            group = row.group_name
             if wanted_group not in (None, "", group):
                 continue
             kind = "validation" if group == "validation" else "training"
-            per_batch = row["per_batch"] if has_batches else None
-            workload = metrics_workload(row["metrics"], row["steps"], row["end_us"], per_batch)
-            found.append((row["steps"], 1 if kind == "validation" else 0, {kind: workload}))
-        rows = connection.execute(
-            "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us", (trial_id,)
-        )
-        for row in rows:
-            if hides_deleted and row["state"] == "DELETED":
+            per_batch = row.per_batch if has_batches else None
+            workload = metrics_workload(row.metrics, row.steps, row.end_us, per_batch)
+            found.append((row.steps, 1 if kind == "validation" else 0, {kind: workload}))
+        for saved in checkpoint_rows.by_batch(connection, trial_id):
+            if hides_deleted and saved.state == "DELETED":
                 continue
             workload = checkpoint_workload(
-                uuid=row["uuid"],
-                state=row["state"],
-                steps=row["steps"],
-                report_us=row["report_us"],
-                resources=row["resources"],
-                metadata=row["metadata"],
+                uuid=saved.uuid,
+                state=saved.state,
+                steps=saved.steps,
+                report_us=saved.report_us,
+                resources=saved.resources,
+                metadata=saved.metadata,
                 names=request.services.secret_names,
             )
-            found.append((row["steps"], 2, {"checkpoint": workload}))
+            found.append((saved.steps, 2, {"checkpoint": workload}))
         return found
 
     found = await request.services.read(read)
@@ -169,7 +165,7 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
 
     def perform(tx: Transaction) -> None:
         trial_rows.require(tx.connection, trial_id)
-        tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))
+        trial_rows.keep_logs(tx, trial_id, days)
 
     await request.services.write(perform)
     return {}
@@ -187,7 +183,7 @@ async def start_run(request: ApiRequest) -> dict[str, Any]:
         trial_rows.require(tx.connection, run_id)
         if allocation is not None:
             mark_ready(tx, allocation.id)
-        return None if storage is None else storage_id(tx, storage)
+        return None if storage is None else checkpoint_rows.storage_id(tx, storage)
 
     number = await request.services.write(perform)
     return message(bindings.v1RunPrepareForReportingResponse, storageId=number)
@@ -196,7 +192,7 @@ async def start_run(request: ApiRequest) -> dict[str, Any]:
 async def show_run_metadata(request: ApiRequest) -> dict[str, Any]:
     """``GET runs/{id}/metadata``: what the trial's code keeps there."""
     row = await request.services.read(trial_rows.require, request.path_params["run_id"])
-    return {"metadata": json.loads(row["metadata"]) if row["metadata"] else {}}
+    return {"metadata": json.loads(row.metadata) if row.metadata else {}}
 
 
 async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
@@ -219,9 +215,9 @@ async def report_source(request: ApiRequest) -> dict[str, Any]:
 
     def perform(tx: Transaction) -> None:
         trial_rows.require(tx.connection, trial_id)
-        note_user(tx, uuid, trial_id, kind)
+        checkpoint_rows.note_user(tx, uuid, trial_id, kind)
         if model_id is not None and version is not None:
-            note_version_user(tx, model_id, version, trial_id, kind)
+            checkpoint_rows.note_version_user(tx, model_id, version, trial_id, kind)
 
     await request.services.write(perform)
     return {"trialId": trial_id, "checkpointUuid": uuid}

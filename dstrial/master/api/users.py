@@ -8,12 +8,14 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
+from dstrial.master.advice import text_of
 from dstrial.master.api.fields import Fields
 from dstrial.master.api.frame import ADMIN, USER, ApiRequest, route
 from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import StoreError
 from dstrial.master.store.tokens import User
 
 _ADMIN_ONLY = ("username", "admin", "active")
@@ -71,7 +73,7 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
 async def show(request: ApiRequest) -> dict[str, Any]:
     """``GET users/{id}``."""
     row = await request.services.read(users.find_by_id, request.path_params["user_id"])
-    return {"user": user_json(User.from_row(row))}
+    return {"user": user_json(row.without_password())}
 
 
 async def show_by_name(request: ApiRequest) -> dict[str, Any]:
@@ -80,7 +82,7 @@ async def show_by_name(request: ApiRequest) -> dict[str, Any]:
     row = await request.services.read(users.find_by_name, username)
     if row is None:
         raise RequestError(404, f"user {username!r} does not exist; see `det user list --all`")
-    return {"user": user_json(User.from_row(row))}
+    return {"user": user_json(row.without_password())}
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
@@ -105,7 +107,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
             display_name=name,
             active=active is not False,
         )
-        return User.from_row(users.find_by_id(tx.connection, user_id))
+        return users.find_by_id(tx.connection, user_id).without_password()
 
     return {"user": user_json(await request.services.write(write))}
 
@@ -130,7 +132,7 @@ async def patch(request: ApiRequest) -> dict[str, Any]:
             password=password,
         )
         _end_tokens(tx, request, user_id, has_password=password is not None, active=active)
-        return User.from_row(users.find_by_id(tx.connection, user_id))
+        return users.find_by_id(tx.connection, user_id).without_password()
 
     return {"user": user_json(await request.services.write(write))}
 
@@ -149,7 +151,7 @@ async def set_password(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> User:
         users.change_user(tx, user_id, password=password)
         _end_tokens(tx, request, user_id, has_password=True, active=None)
-        return User.from_row(users.find_by_id(tx.connection, user_id))
+        return users.find_by_id(tx.connection, user_id).without_password()
 
     return {"user": user_json(await request.services.write(write))}
 
@@ -166,14 +168,12 @@ async def patch_many(request: ApiRequest) -> dict[str, Any]:
         results = []
         for user_id in ids:
             error = ""
-            tx.execute("SAVEPOINT one_user")
             try:
-                users.change_user(tx, user_id, active=activate)
-                _end_tokens(tx, request, user_id, has_password=False, active=activate)
-            except RequestError as refusal:
-                tx.execute("ROLLBACK TO one_user")
-                error = str(refusal)
-            tx.execute("RELEASE one_user")
+                with tx.savepoint():
+                    users.change_user(tx, user_id, active=activate)
+                    _end_tokens(tx, request, user_id, has_password=False, active=activate)
+            except (RequestError, StoreError) as refusal:
+                error = text_of(refusal)
             results.append({"id": user_id, "error": error})
         return results
 

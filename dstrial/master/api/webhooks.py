@@ -6,7 +6,6 @@ Source: Determined 0.38.1 ``master/internal/webhooks/api_webhook.go`` and ``auth
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import time
 import uuid
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from dstrial.master.api.frame import OWNER, TRIAL, USER, ApiRequest, route
 from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us
 from dstrial.master.store import experiments, trials, webhooks, workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.logs import LEVELS, add_master_line
 from dstrial.master.store.tokens import User
 from dstrial.master.store.webhooks import Trigger, Webhook
@@ -72,22 +71,21 @@ def masked_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{MASK}"
 
 
-def seen_workspaces(connection: sqlite3.Connection, user: User) -> set[int] | None:
+def seen_workspaces(connection: Connection, user: User) -> set[int] | None:
     """Return the workspaces whose webhooks a user sees, beside those of all workspaces; None for any."""
     if user.admin:
         return None
-    rows = connection.execute("SELECT id FROM workspaces WHERE owner_id = ?", (user.id,))
-    return {row["id"] for row in rows}
+    return workspaces.owned_by(connection, user.id)
 
 
-def _may_edit(connection: sqlite3.Connection, user: User, workspace_id: int | None) -> bool:
+def _may_edit(connection: Connection, user: User, workspace_id: int | None) -> bool:
     """Whether a user may make and see the webhooks of a workspace: its owner, and administrators all."""
     return user.admin or (
-        workspace_id is not None and workspaces.require(connection, workspace_id)["owner_id"] == user.id
+        workspace_id is not None and workspaces.require(connection, workspace_id).owner_id == user.id
     )
 
 
-def _require_may_edit(connection: sqlite3.Connection, user: User, workspace_id: int | None) -> None:
+def _require_may_edit(connection: Connection, user: User, workspace_id: int | None) -> None:
     if not _may_edit(connection, user, workspace_id):
         raise RequestError(
             403,
@@ -100,7 +98,7 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
     """``GET webhooks``: those of all workspaces, and those of one's own; administrators see every one."""
     user = request.user
 
-    def read(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    def read(connection: Connection) -> list[dict[str, Any]]:
         return [
             webhook_json(one, shows_url=user.admin or one.workspace_id is not None)
             for one in webhooks.list_webhooks(connection, seen_workspaces(connection, user))
@@ -179,7 +177,7 @@ async def try_out(request: ApiRequest) -> dict[str, Any]:
     """``POST webhooks/{id}/test``: send an event now, once, and say whether the receiver has taken it."""
     services, webhook_id = request.services, request.path_params["webhook_id"]
 
-    def read(connection: sqlite3.Connection) -> Webhook:
+    def read(connection: Connection) -> Webhook:
         found = webhooks.require(connection, webhook_id)
         _require_may_edit(connection, request.user, found.workspace_id)
         return found
@@ -228,10 +226,10 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> None:
         experiments.require(tx.connection, experiment_id)
         trial = None if trial_id is None else trials.require(tx.connection, trial_id)
-        if trial is not None and trial["experiment_id"] != experiment_id:
+        if trial is not None and trial.experiment_id != experiment_id:
             raise RequestError(
                 400,
-                f"trial {trial_id} is one of experiment {trial['experiment_id']}; expected one of {experiment_id}. Send both "
+                f"trial {trial_id} is one of experiment {trial.experiment_id}; expected one of {experiment_id}. Send both "
                 "as they belong together.",
             )
         told = events.tell_alert(
@@ -247,7 +245,7 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
                 f"the alert {title[:80]!r} is told to nobody: integrations.webhooks of the config names no webhook with a "
                 "custom trigger in this workspace"
             )
-            add_master_line(tx, trial["task_id"], trial_id, text, level="WARNING")
+            add_master_line(tx, trial.task_id, trial_id, text, level="WARNING")
 
     await request.services.write(write)
     return {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from determined.common.api import bindings
 
@@ -19,9 +18,15 @@ from dstrial.master.clock import format_us
 from dstrial.master.experiment import holders
 from dstrial.master.settings import MasterSettings
 from dstrial.master.store import workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.projects import ProjectInfo
 
-_ORDER = {"SORT_BY_NAME": lambda row: row["name"].casefold()}
+Held: TypeAlias = "workspaces.WorkspaceInfo | ProjectInfo"
+HeldT = TypeVar("HeldT", workspaces.WorkspaceInfo, ProjectInfo)
+
+_ORDER: dict[str, Callable[[workspaces.WorkspaceInfo], Any]] = {
+    "SORT_BY_NAME": lambda row: row.name.casefold()
+}
 _KUBERNETES = ("clusterNamespaceMeta", "clusterQuotaPairs")
 _POOLS = (
     "defaultComputePool",
@@ -31,63 +36,57 @@ _POOLS = (
 )
 
 
-def workspace_json(row: sqlite3.Row, settings: MasterSettings) -> dict[str, Any]:
+def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> dict[str, Any]:
     """Return a row of ``store.workspaces`` as a ``v1Workspace``."""
     return message(
         bindings.v1Workspace,
-        id=row["id"],
-        name=row["name"],
-        archived=bool(row["is_archived"]),
-        immutable=bool(row["is_immutable"]),
-        pinned=row["pinned_us"] is not None,
-        pinnedAt=None if row["pinned_us"] is None else format_us(row["pinned_us"]),
-        state=f"WORKSPACE_STATE_{row['state']}",
-        errorMessage=row["error"],
-        numProjects=row["num_projects"],
-        numExperiments=row["num_experiments"],
-        userId=row["owner_id"],
-        username=row["username"],
-        agentUserGroup=stored(row["agent_user_group"]),
-        checkpointStorageConfig=shown_config(row["checkpoint_storage"], settings.secret_names),
+        id=row.id,
+        name=row.name,
+        archived=bool(row.is_archived),
+        immutable=bool(row.is_immutable),
+        pinned=row.pinned_us is not None,
+        pinnedAt=None if row.pinned_us is None else format_us(row.pinned_us),
+        state=f"WORKSPACE_STATE_{row.state}",
+        errorMessage=row.error,
+        numProjects=row.num_projects,
+        numExperiments=row.num_experiments,
+        userId=row.owner_id,
+        username=row.username,
+        agentUserGroup=stored(row.agent_user_group),
+        checkpointStorageConfig=shown_config(row.checkpoint_storage, settings.secret_names),
         defaultComputePool=settings.pool_name,
         defaultAuxPool=settings.pool_name,
     )
 
 
-def named(request: ApiRequest, archived_column: str = "is_archived") -> Callable[[sqlite3.Row], bool]:
+def named(request: ApiRequest) -> Callable[[Held], bool]:
     """Return whether a workspace or a project is among those that a query asks for.
 
-    ``name`` is the whole name whatever its case: clients take the first of what they get.
-
-    Args:
-        request: with the query.
-        archived_column: which column of the rows says whether one is archived.
+    ``name`` is the whole name whatever its case: clients take the first of what they get. A project of an archived workspace
+    counts as archived.
     """
     exact, name = request.query("nameCaseSensitive"), request.query("name")
     user_ids, usernames = request.query_ints("userIds"), request.queries("users")
     archived = request.query_flag("archived")
 
-    def is_wanted(row: sqlite3.Row) -> bool:
+    def is_wanted(row: Held) -> bool:
         return (
-            exact in (None, "", row["name"])
-            and (not name or name.casefold() == row["name"].casefold())
-            and archived in (None, bool(row[archived_column]))
-            and (not user_ids or row["owner_id"] in user_ids)
-            and (not usernames or row["username"] in usernames)
+            exact in (None, "", row.name)
+            and (not name or name.casefold() == row.name.casefold())
+            and archived in (None, row.is_shut if isinstance(row, ProjectInfo) else row.is_archived)
+            and (not user_ids or row.owner_id in user_ids)
+            and (not usernames or row.username in usernames)
         )
 
     return is_wanted
 
 
 def ordered(
-    rows: list[sqlite3.Row],
-    keys: dict[str, Callable[[sqlite3.Row], Any]],
-    sort_by: str | None,
-    order: str | None,
-) -> list[sqlite3.Row]:
+    rows: list[HeldT], keys: dict[str, Callable[[HeldT], Any]], sort_by: str | None, order: str | None
+) -> list[HeldT]:
     """Return rows, which come by number, in the order of a query."""
     is_descending = order == "ORDER_BY_DESC"
-    return sorted(rows, key=keys.get(sort_by or "", lambda row: row["id"]), reverse=is_descending)
+    return sorted(rows, key=keys.get(sort_by or "", lambda row: row.id), reverse=is_descending)
 
 
 async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
@@ -96,7 +95,7 @@ async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspacesRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
     rows = await request.services.read(workspaces.list_workspaces, request.user.id)
-    found = [row for row in rows if is_wanted(row) and pinned in (None, row["pinned_us"] is not None)]
+    found = [row for row in rows if is_wanted(row) and pinned in (None, row.pinned_us is not None)]
     found = ordered(found, _ORDER, sort_by, order)
     page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
     return {
@@ -148,14 +147,14 @@ async def create_workspace(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _own(connection: sqlite3.Connection, request: ApiRequest, verb: str) -> sqlite3.Row:
+def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
     """Return the workspace of the path, which the user may change.
 
     Raises:
         RequestError: 404 unknown, 403 another user's, 400 immutable; in this order, before anything of the body is said.
     """
     row = workspaces.require(connection, request.path_params["workspace_id"])
-    require_owner(request.user, row["owner_id"], f"workspace {row['name']!r}")
+    require_owner(request.user, row.owner_id, f"workspace {row.name!r}")
     workspaces.refuse_immutable(row, verb)
     return row
 
@@ -190,7 +189,7 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
         def write(tx: Transaction) -> None:
             row = _own(tx.connection, request, "be archived")
-            workspaces.change(tx, row["id"], is_archived=is_archived)
+            workspaces.change(tx, row.id, is_archived=is_archived)
 
         await request.services.write(write)
         return {}
@@ -220,7 +219,7 @@ async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
     """``DELETE workspaces/{id}``: with its projects, experiments and templates."""
 
     def write(tx: Transaction) -> bool:
-        return holders.delete_workspace(tx, _own(tx.connection, request, "be deleted")["id"])
+        return holders.delete_workspace(tx, _own(tx.connection, request, "be deleted").id)
 
     return message(bindings.v1DeleteWorkspaceResponse, completed=await request.services.write(write))
 

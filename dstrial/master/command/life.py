@@ -7,15 +7,14 @@ master goes down, or a slot that it has is switched off. Every other one ends wi
 from __future__ import annotations
 
 import json
-import sqlite3
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands
+from dstrial.master.store import commands, tasks, tokens, workspaces
 from dstrial.master.store.commands import ENDED, NewCommand
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.logs import add_master_line
 
 STOP_TIMEOUT_S = 30
@@ -29,12 +28,11 @@ _STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
 def create(tx: Transaction, new: NewCommand) -> str:
     """Store a command, which starts as soon as there are slots for it, and return its task id."""
     if new.parent_id is not None:
-        state = commands.require(tx.connection, new.parent_id, ("GENERIC",))["state"]
+        state = commands.require(tx.connection, new.parent_id, ("GENERIC",)).state
         if state == "CANCELED" or state.startswith("STOPPING"):
-            raise RequestError(
-                400,
+            raise InvalidError(
                 f"task {new.parent_id}, which is to be the parent, is {state}; expected one that nobody is "
-                "stopping or has stopped. Leave --parent out.",
+                "stopping or has stopped. Leave --parent out."
             )
     task_id = commands.insert(tx, new)
     if new.spec.config["bind_mounts"]:
@@ -57,42 +55,29 @@ def assign(
     resources_id: str,
     directory: str,
     token_hashes: dict[str, str],
-) -> sqlite3.Row | None:
+) -> allocation_rows.Allocation | None:
     """Give a command slots; arguments as for an allocation of a trial.
 
     Returns:
         The allocation; None if the command does not want one any more.
     """
     row = commands.require(tx.connection, task_id)
-    if row["state"] != "ACTIVE" or row["allocation_id"] is not None:
+    if row.state != "ACTIVE" or row.allocation_id is not None:
         return None
-    run_id, now = row["run_id"] + 1, now_us()
-    allocation_id = f"{task_id}.{run_id}"
-    tx.execute(
-        "UPDATE commands SET run_id = ?, exit_status = NULL, stop_reason = NULL WHERE task_id = ?",
-        (run_id, task_id),
+    run_id = row.run_id + 1
+    commands.update(tx, task_id, run_id=run_id, exit_status=None, stop_reason=None)
+    allocation_id = allocation_rows.insert(
+        tx,
+        task_id=task_id,
+        run_id=run_id,
+        slots=slots,
+        ports=ports,
+        resources_id=resources_id,
+        directory=directory,
+        workspace_name=workspaces.name_of(tx.connection, row.workspace_id),
     )
-    tx.execute(
-        "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-        "directory, start_us, workspace_name) VALUES (?, ?, 0, 0, ?, 'ASSIGNED', ?, ?, ?, ?, ?, "
-        "(SELECT name FROM workspaces WHERE id = ?))",
-        (
-            allocation_id,
-            task_id,
-            run_id,
-            json.dumps(slots),
-            json.dumps(ports),
-            resources_id,
-            f"{directory}/{allocation_id}",
-            now,
-            row["workspace_id"],
-        ),
-    )
-    tx.executemany(
-        "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
-        [(hash_, kind, row["owner_id"], allocation_id, now) for kind, hash_ in token_hashes.items()],
-    )
-    _say(tx, task_id, allocation_id, f"Scheduling {row['description']} (id: {allocation_id})")
+    tokens.keep_allocation_tokens(tx, allocation_id, row.owner_id, token_hashes)
+    _say(tx, task_id, allocation_id, f"Scheduling {row.description} (id: {allocation_id})")
     _publish(tx, task_id, f"allocation:{allocation_id}")
     return allocation_rows.get(tx.connection, allocation_id)
 
@@ -104,56 +89,57 @@ def _say(tx: Transaction, task_id: str, allocation_id: str | None, text: str, le
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
     """Record the supervisor of an allocation; whatever has no port to wait for is ready then."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    command = commands.require(tx.connection, row["task_id"])
-    tx.execute(
-        "UPDATE allocations SET state = 'RUNNING', supervisor_pid = ?, supervisor_start = ?, is_ready = MAX(is_ready, ?) "
-        "WHERE id = ? AND state != 'TERMINATED'",
-        (handle.pid, handle.start_time, command["kind"] != "TENSORBOARD", allocation_id),
-    )
-    _say(tx, row["task_id"], allocation_id, f"Resources for {command['description']} have started")
-    _publish(tx, row["task_id"], f"allocation:{allocation_id}")
+    command = commands.require(tx.connection, row.task_id)
+    if row.state != "TERMINATED":
+        allocation_rows.update(
+            tx,
+            allocation_id,
+            state="RUNNING",
+            supervisor_pid=handle.pid,
+            supervisor_start=handle.start_time,
+            is_ready=row.is_ready or command.kind != "TENSORBOARD",
+        )
+    _say(tx, row.task_id, allocation_id, f"Resources for {command.description} have started")
+    _publish(tx, row.task_id, f"allocation:{allocation_id}")
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
     """Record that the service of an allocation answers."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    if not row["is_ready"] and row["state"] != "TERMINATED":
-        tx.execute("UPDATE allocations SET is_ready = 1 WHERE id = ?", (allocation_id,))
-        _say(tx, row["task_id"], allocation_id, "Service of the task is available")
-        _publish(tx, row["task_id"], f"allocation:{allocation_id}")
+    if not row.is_ready and row.state != "TERMINATED":
+        allocation_rows.update(tx, allocation_id, is_ready=True)
+        _say(tx, row.task_id, allocation_id, "Service of the task is available")
+        _publish(tx, row.task_id, f"allocation:{allocation_id}")
 
 
-def release(tx: Transaction, allocation: sqlite3.Row, why: str, *, is_kill: bool = False) -> None:
+def release(
+    tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
+) -> None:
     """Ask the process of an allocation to end, with SIGTERM, or at once for ``is_kill``."""
     now = now_us()
     if is_kill:
-        if allocation["kill_us"] is not None:
+        if allocation.kill_us is not None:
             return
-        tx.execute(
-            "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?", (now, why, allocation["id"])
-        )
+        allocation_rows.update(tx, allocation.id, kill_us=now, kill_reason=why)
         text = f"forcibly killing allocation: {why}"
     else:
-        if allocation["preempt_us"] is not None or allocation["kill_us"] is not None:
+        if allocation.preempt_us is not None or allocation.kill_us is not None:
             return
-        tx.execute(
-            "UPDATE allocations SET preempt_us = ?, preempt_deadline_us = ? WHERE id = ?",
-            (now, now + STOP_TIMEOUT_S * 1_000_000, allocation["id"]),
+        allocation_rows.update(
+            tx, allocation.id, preempt_us=now, preempt_deadline_us=now + STOP_TIMEOUT_S * 1_000_000
         )
-        tx.execute(
-            "UPDATE commands SET stop_reason = COALESCE(stop_reason, ?) WHERE task_id = ?",
-            (why, allocation["task_id"]),
-        )
+        if commands.require(tx.connection, allocation.task_id).stop_reason is None:
+            commands.update(tx, allocation.task_id, stop_reason=why)
         text = f"gracefully terminating allocation: {why}"
-    _say(tx, allocation["task_id"], allocation["id"], text)
-    _publish(tx, allocation["task_id"], f"allocation:{allocation['id']}")
+    _say(tx, allocation.task_id, allocation.id, text)
+    _publish(tx, allocation.task_id, f"allocation:{allocation.id}")
 
 
 def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> None:
     """Kill a command and the tasks that it has made; nothing happens to what has ended."""
     for one in commands.tree(tx.connection, task_id):
         row = commands.require(tx.connection, one)
-        if row["state"] not in ENDED:
+        if row.state not in ENDED:
             _stop(tx, row, "STOPPING_CANCELED", why, is_kill=True)
 
 
@@ -161,17 +147,17 @@ def pause(tx: Transaction, task_id: str) -> None:
     """Pause a generic task and those of the tasks that it has made which may be paused.
 
     Raises:
-        RequestError: 404 unknown, 400 it has ended or may not be paused.
+        StoreError: unknown, it has ended or may not be paused.
     """
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "pause")
-    if not row["is_pausable"]:
-        raise RequestError(
-            400, f"task {task_id} was made with --no_pause; expected one that may be paused. Kill it instead."
+    if not row.is_pausable:
+        raise InvalidError(
+            f"task {task_id} was made with --no_pause; expected one that may be paused. Kill it instead."
         )
     for one in commands.tree(tx.connection, task_id):
         below = commands.require(tx.connection, one)
-        if below["state"] == "ACTIVE" and below["is_pausable"]:
+        if below.state == "ACTIVE" and below.is_pausable:
             _stop(tx, below, "STOPPING_PAUSED", "the task was paused")
 
 
@@ -179,84 +165,80 @@ def unpause(tx: Transaction, task_id: str) -> None:
     """Start a paused task again, with those that it has made and that are paused.
 
     Raises:
-        RequestError: 404 unknown, 400 it is not paused.
+        StoreError: unknown, it is not paused.
     """
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "unpause")
-    if row["state"] not in ("PAUSED", "STOPPING_PAUSED"):
-        raise RequestError(400, f"task {task_id} is {row['state']}; expected PAUSED. Leave it as it is.")
+    if row.state not in ("PAUSED", "STOPPING_PAUSED"):
+        raise InvalidError(f"task {task_id} is {row.state}; expected PAUSED. Leave it as it is.")
     for one in commands.tree(tx.connection, task_id):
         # One that is still ending starts anew when it has ended.
-        tx.execute(
-            "UPDATE commands SET state = 'ACTIVE', stop_reason = NULL WHERE task_id = ? "
-            "AND state IN ('PAUSED', 'STOPPING_PAUSED')",
-            (one,),
-        )
+        if commands.require(tx.connection, one).state in ("PAUSED", "STOPPING_PAUSED"):
+            commands.update(tx, one, state="ACTIVE", stop_reason=None)
         _publish(tx, one)
 
 
-def _require_open(row: sqlite3.Row, verb: str) -> None:
-    if row["state"] in ENDED or row["state"] == "STOPPING_CANCELED":
-        raise RequestError(
-            400,
-            f"task {row['task_id']} is {row['state']}; expected one that has not ended to {verb} it. "
-            "Fork it with `det task fork`.",
+def _require_open(row: commands.CommandInfo, verb: str) -> None:
+    if row.state in ENDED or row.state == "STOPPING_CANCELED":
+        raise InvalidError(
+            f"task {row.task_id} is {row.state}; expected one that has not ended to {verb} it.",
+            Hint.FORK_TASK,
         )
 
 
 def set_priority(tx: Transaction, task_id: str, priority: int) -> None:
     """Change how urgent a command is, 1 to 99."""
-    config = json.loads(commands.require(tx.connection, task_id)["config"])
+    config = json.loads(commands.require(tx.connection, task_id).config)
     config["resources"]["priority"] = priority
-    tx.execute(
-        "UPDATE commands SET priority = ?, config = ? WHERE task_id = ?",
-        (priority, json.dumps(config), task_id),
-    )
+    commands.update(tx, task_id, priority=priority, config=json.dumps(config))
     _publish(tx, task_id)
 
 
-def _stop(tx: Transaction, row: sqlite3.Row, stopping: str, why: str, *, is_kill: bool = False) -> None:
-    tx.execute(
-        "UPDATE commands SET state = ?, stop_reason = ? WHERE task_id = ?", (stopping, why, row["task_id"])
-    )
-    if row["allocation_id"] is None:
+def _stop(
+    tx: Transaction, row: commands.CommandInfo, stopping: str, why: str, *, is_kill: bool = False
+) -> None:
+    commands.update(tx, row.task_id, state=stopping, stop_reason=why)
+    if row.allocation_id is None:
         _close(tx, row, _STOPPING_END[stopping], why)
         return
-    release(tx, allocation_rows.require(tx.connection, row["allocation_id"]), why, is_kill=is_kill)
+    release(tx, allocation_rows.require(tx.connection, row.allocation_id), why, is_kill=is_kill)
 
 
-def _close(tx: Transaction, row: sqlite3.Row, state: str, exit_status: str) -> None:
+def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: str) -> None:
     """Put a command that has no allocation into a state in which it stays."""
     now = now_us()
     is_end = state in ENDED
-    tx.execute(
-        "UPDATE commands SET state = ?, exit_status = ?, end_us = ? WHERE task_id = ?",
-        (state, exit_status, now if is_end else None, row["task_id"]),
-    )
+    commands.update(tx, row.task_id, state=state, exit_status=exit_status, end_us=now if is_end else None)
     if is_end:
-        tx.execute("UPDATE tasks SET end_us = ? WHERE id = ?", (now, row["task_id"]))
-        if row["kind"] != "GENERIC":
+        tasks.update(tx, row.task_id, end_us=now)
+        if row.kind != "GENERIC":
             # Generic tasks can be forked as long as logs are kept.
-            tx.execute("DELETE FROM command_contexts WHERE task_id = ?", (row["task_id"],))
-    _publish(tx, row["task_id"])
+            commands.forget_context(tx, row.task_id)
+    _publish(tx, row.task_id)
 
 
 def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _traceback: str | None = None) -> None:
     """End an allocation, all of whose lines are taken in, and decide what becomes of its command."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    if row["state"] == "TERMINATED":
+    if row.state == "TERMINATED":
         return
-    command = commands.require(tx.connection, row["task_id"])
-    was_asked = row["kill_us"] is not None or row["preempt_us"] is not None
-    is_unbegun = exit_.was_lost and row["state"] == "ASSIGNED" and not was_asked
-    reason = _UNBEGUN if is_unbegun else _describe(row, exit_, command["stop_reason"])
-    tx.execute(
-        "UPDATE allocations SET state = 'TERMINATED', end_us = ?, exit_code = ?, exit_reason = ? WHERE id = ?",
-        (exit_.time_us, exit_.exit_code, reason, allocation_id),
+    command = commands.require(tx.connection, row.task_id)
+    was_asked = row.kill_us is not None or row.preempt_us is not None
+    is_unbegun = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
+    reason = _UNBEGUN if is_unbegun else _describe(row, exit_, command.stop_reason)
+    allocation_rows.update(
+        tx,
+        allocation_id,
+        state="TERMINATED",
+        end_us=exit_.time_us,
+        exit_code=exit_.exit_code,
+        exit_reason=reason,
     )
-    tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
-    tx.publish("tokens", f"allocation:{allocation_id}")
-    starts_again = is_unbegun and _num_unbegun(tx, row["task_id"]) < _MAX_UNBEGUN
+    tokens.end_allocation_tokens(tx, allocation_id)
+    tx.publish(f"allocation:{allocation_id}")
+    starts_again = (
+        is_unbegun and allocation_rows.count_ended_as(tx.connection, row.task_id, _UNBEGUN) < _MAX_UNBEGUN
+    )
     is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
     # The words of Determined 0.38.1, which scripts look for in logs.
     if exit_.exit_code == 0 and not was_asked:
@@ -267,31 +249,25 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
         told += f": {exit_.explanation}" if exit_.explanation else ""
     else:
         told = reason
-    text = f"{command['description']} {'has failed' if is_failure else 'was terminated'}: {told}"
-    _say(tx, row["task_id"], allocation_id, text, "ERROR" if is_failure else "INFO")
-    state = command["state"]
+    text = f"{command.description} {'has failed' if is_failure else 'was terminated'}: {told}"
+    _say(tx, row.task_id, allocation_id, text, "ERROR" if is_failure else "INFO")
+    state = command.state
     if state in _STOPPING_END:
         _close(tx, command, _STOPPING_END[state], reason)
-    elif (was_asked and command["is_pausable"]) or starts_again:
-        _publish(tx, row["task_id"])
+    elif (was_asked and command.is_pausable) or starts_again:
+        _publish(tx, row.task_id)
     elif was_asked:
         _close(tx, command, "CANCELED", reason)
     else:
         _close(tx, command, "ERROR" if is_failure else "COMPLETED", reason)
 
 
-def _num_unbegun(tx: Transaction, task_id: str) -> int:
-    """Return how many allocations of a command ended before their process began."""
-    count = "SELECT COUNT(*) FROM allocations WHERE task_id = ? AND exit_reason = ?"
-    return int(tx.execute(count, (task_id, _UNBEGUN)).fetchone()[0])
-
-
-def _describe(row: sqlite3.Row, exit_: AllocationExit, stop_reason: str | None) -> str:
-    if row["kill_us"] is not None:
-        return f"allocation killed: {row['kill_reason']}"
+def _describe(row: allocation_rows.Allocation, exit_: AllocationExit, stop_reason: str | None) -> str:
+    if row.kill_us is not None:
+        return f"allocation killed: {row.kill_reason}"
     if exit_.was_lost:
         return "allocation lost: its supervisor was killed"
-    if row["preempt_us"] is not None:
+    if row.preempt_us is not None:
         return f"allocation terminated: {stop_reason}"
     if exit_.exit_code == 0:
         return "exited with code 0"

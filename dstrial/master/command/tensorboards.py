@@ -10,19 +10,20 @@ best ones, are shown (`det tensorboard start --help`).
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Collection
 from pathlib import Path
 
-from dstrial.errors import MasterError, RequestError
+from dstrial.errors import MasterError
 from dstrial.master import checkpoint_gc
 from dstrial.master.store import experiments, trials
+from dstrial.master.store.database import Connection
+from dstrial.master.store.errors import InvalidError
 
 MAX_TRIALS = 100
 
 
 def sources(
-    connection: sqlite3.Connection,
+    connection: Connection,
     cluster_id: str,
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
@@ -30,18 +31,16 @@ def sources(
     """Return name -> directory of everything that is to be shown; a directory need not exist yet.
 
     Raises:
-        RequestError: 404 for an experiment or trial that does not exist, 400 for none, for more than 100 trials, and
+        StoreError: an experiment or trial that does not exist, none, more than 100 trials, and
             for one whose storage is no directory of this machine.
     """
     if not experiment_ids and not trial_ids:
-        raise RequestError(
-            400,
-            "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t.",
+        raise InvalidError(
+            "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."
         )
     if len(trial_ids) > MAX_TRIALS:
-        raise RequestError(
-            400,
-            f"trialIds has {len(trial_ids)} items; expected at most {MAX_TRIALS}. Name fewer, or the experiment.",
+        raise InvalidError(
+            f"trialIds has {len(trial_ids)} items; expected at most {MAX_TRIALS}. Name fewer, or the experiment."
         )
     found: dict[str, Path] = {}
     for experiment_id in experiment_ids:
@@ -53,31 +52,24 @@ def sources(
             found[f"experiment-{experiment_id}-trial-{trial_id}"] = directory / "trial" / str(trial_id)
     for trial_id in trial_ids:
         row = trials.require(connection, trial_id)
-        directory = _directory(connection, cluster_id, row["experiment_id"])
+        directory = _directory(connection, cluster_id, row.experiment_id)
         found[f"trial-{trial_id}"] = directory / "trial" / str(trial_id)
     return found
 
 
-def _directory(connection: sqlite3.Connection, cluster_id: str, experiment_id: int) -> Path:
-    config = json.loads(experiments.require(connection, experiment_id)["config"])
+def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> Path:
+    config = json.loads(experiments.require(connection, experiment_id).config)
     try:
         return checkpoint_gc.tensorboard_directory(config["checkpoint_storage"], cluster_id, experiment_id)
     except MasterError as error:
         kind = config["checkpoint_storage"].get("type")
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"checkpoint_storage.type of experiment {experiment_id} is {kind!r}; expected shared_fs or directory, whose "
-            "event files this machine has. Fetch them with the storage's own tools, and run `tensorboard --logdir`.",
+            "event files this machine has. Fetch them with the storage's own tools, and run `tensorboard --logdir`."
         ) from error
 
 
-def _best_trials(connection: sqlite3.Connection, experiment_id: int) -> list[int] | None:
+def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
     """Return the trials to show of an experiment; None for all, those that begin later among them."""
-    row = experiments.require(connection, experiment_id)
-    order = "ASC" if row["smaller_is_better"] else "DESC"
-    rows = connection.execute(
-        "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
-        f"ORDER BY searcher_metric_value IS NULL, searcher_metric_value {order}, id LIMIT ?",
-        (experiment_id, MAX_TRIALS + 1),
-    ).fetchall()
-    return None if len(rows) <= MAX_TRIALS else [int(row["id"]) for row in rows[:MAX_TRIALS]]
+    found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
+    return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
-from dstrial.master.clock import now_us
 from dstrial.master.experiment import ending
 from dstrial.master.experiment.states import END_OF, STOPPING, TERMINAL
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
@@ -15,7 +13,7 @@ from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import metrics as metric_rows
-from dstrial.master.store import projects
+from dstrial.master.store import projects, tokens
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
@@ -36,7 +34,7 @@ def assign(
     resources_id: str,
     directory: str,
     token_hashes: dict[str, str],
-) -> sqlite3.Row | None:
+) -> allocation_rows.Allocation | None:
     """Give a trial slots: a new run of it begins.
 
     Args:
@@ -52,90 +50,74 @@ def assign(
         The allocation; None if the trial does not want one any more.
     """
     trial = trial_rows.require(tx.connection, trial_id)
-    experiment = experiment_rows.require(tx.connection, trial["experiment_id"])
-    if trial["state"] != "ACTIVE" or experiment["state"] != "ACTIVE":
+    experiment = experiment_rows.require(tx.connection, trial.experiment_id)
+    if trial.state != "ACTIVE" or experiment.state != "ACTIVE":
         return None
     if allocation_rows.live(tx.connection, trial_id) is not None:
         return None
-    now = now_us()
-    run_id = trial["run_id"] + 1
-    allocation_id = f"{trial['task_id']}.{run_id}"
+    run_id = trial.run_id + 1
     uuid, steps = _start_point(tx, trial)
-    tx.execute("UPDATE trials SET run_id = ?, runner_state = 'UNSPECIFIED' WHERE id = ?", (run_id, trial_id))
-    tx.execute(
-        "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-        "directory, steps_at_start, checkpoint_uuid, start_us, workspace_name) "
-        "VALUES (?, ?, ?, ?, ?, 'ASSIGNED', ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            allocation_id,
-            trial["task_id"],
-            trial_id,
-            trial["experiment_id"],
-            run_id,
-            json.dumps(slots),
-            json.dumps(ports),
-            resources_id,
-            f"{directory}/{allocation_id}",
-            steps,
-            uuid,
-            now,
-            projects.require(tx.connection, experiment["project_id"])["workspace_name"],
-        ),
+    trial_rows.update(tx, trial_id, run_id=run_id, runner_state="UNSPECIFIED")
+    allocation_id = allocation_rows.insert(
+        tx,
+        task_id=trial.task_id,
+        run_id=run_id,
+        slots=slots,
+        ports=ports,
+        resources_id=resources_id,
+        directory=directory,
+        workspace_name=projects.require(tx.connection, experiment.project_id).workspace_name,
+        trial_id=trial_id,
+        experiment_id=trial.experiment_id,
+        steps_at_start=steps,
+        checkpoint_uuid=uuid,
     )
-    tx.executemany(
-        "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
-        [(hash_, kind, experiment["owner_id"], allocation_id, now) for kind, hash_ in token_hashes.items()],
-    )
-    name = f"Trial {trial_id} (Experiment {trial['experiment_id']})"
+    tokens.keep_allocation_tokens(tx, allocation_id, experiment.owner_id, token_hashes)
+    name = f"Trial {trial_id} (Experiment {trial.experiment_id})"
     for text in (f"Scheduling {name} (id: {allocation_id})", f"{name} was assigned to an agent"):
-        add_master_line(tx, trial["task_id"], trial_id, text, allocation_id=allocation_id)
-    tx.publish(f"trial:{trial_id}", f"experiment:{trial['experiment_id']}", f"allocation:{allocation_id}")
+        add_master_line(tx, trial.task_id, trial_id, text, allocation_id=allocation_id)
+    tx.publish(f"trial:{trial_id}", f"experiment:{trial.experiment_id}", f"allocation:{allocation_id}")
     return allocation_rows.get(tx.connection, allocation_id)
 
 
-def _start_point(tx: Transaction, trial: sqlite3.Row) -> tuple[str | None, int]:
+def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, int]:
     """Return the checkpoint to start from and the batches that are completed then."""
-    latest = checkpoint_rows.latest_completed(tx.connection, trial["id"])
+    latest = checkpoint_rows.latest_completed(tx.connection, trial.id)
     if latest is not None:
-        return str(latest["uuid"]), int(latest["steps"])
-    return trial["warm_start_uuid"], 0
+        return str(latest.uuid), int(latest.steps)
+    return trial.warm_start_uuid, 0
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
     """Record the supervisor of an allocation."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    tx.execute(
-        "UPDATE allocations SET state = 'RUNNING', supervisor_pid = ?, supervisor_start = ? "
-        "WHERE id = ? AND state != 'TERMINATED'",
-        (handle.pid, handle.start_time, allocation_id),
-    )
-    name = f"Trial {row['trial_id']} (Experiment {row['experiment_id']})"
+    if row.state != "TERMINATED":
+        allocation_rows.update(
+            tx, allocation_id, state="RUNNING", supervisor_pid=handle.pid, supervisor_start=handle.start_time
+        )
+    name = f"Trial {row.trial_id} (Experiment {row.experiment_id})"
     add_master_line(
-        tx, row["task_id"], row["trial_id"], f"Resources for {name} have started", allocation_id=allocation_id
+        tx, row.task_id, row.trial_id, f"Resources for {name} have started", allocation_id=allocation_id
     )
-    tx.publish(
-        f"allocation:{allocation_id}", f"trial:{row['trial_id']}", f"experiment:{row['experiment_id']}"
-    )
+    tx.publish(f"allocation:{allocation_id}", f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
     """Record that the trial's own code has called, so that it can be asked to stop from now on."""
     row = allocation_rows.require(tx.connection, allocation_id)
-    if not row["is_ready"]:
-        tx.execute("UPDATE allocations SET is_ready = 1 WHERE id = ?", (allocation_id,))
-        tx.publish(
-            f"allocation:{allocation_id}", f"trial:{row['trial_id']}", f"experiment:{row['experiment_id']}"
-        )
+    if not row.is_ready:
+        allocation_rows.update(tx, allocation_id, is_ready=True)
+        tx.publish(f"allocation:{allocation_id}", f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
 
 def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
     """Record that the trial has seen that it should stop.
 
     Raises:
-        RequestError: 404 unknown.
+        StoreError: unknown.
     """
     allocation_rows.require(tx.connection, allocation_id)
-    tx.execute("UPDATE allocations SET preempt_acked = 1 WHERE id = ?", (allocation_id,))
+    allocation_rows.update(tx, allocation_id, preempt_acked=True)
 
 
 def allocation_exited(
@@ -150,24 +132,27 @@ def allocation_exited(
         traceback: of the rank that failed first, None if its output has none.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
-    if row["state"] == "TERMINATED":
+    if row.state == "TERMINATED":
         return
     reason = _describe(row, exit_)
-    tx.execute(
-        "UPDATE allocations SET state = 'TERMINATED', end_us = ?, exit_code = ?, exit_reason = ? WHERE id = ?",
-        (exit_.time_us, exit_.exit_code, reason, allocation_id),
+    allocation_rows.update(
+        tx,
+        allocation_id,
+        state="TERMINATED",
+        end_us=exit_.time_us,
+        exit_code=exit_.exit_code,
+        exit_reason=reason,
     )
-    tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
-    trial = trial_rows.require(tx.connection, row["trial_id"])
+    tokens.end_allocation_tokens(tx, allocation_id)
+    trial = trial_rows.require(tx.connection, row.trial_id)
     tx.publish(
-        "tokens",
         "scheduler",
         f"allocation:{allocation_id}",
-        f"trial:{trial['id']}",
-        f"experiment:{row['experiment_id']}",
+        f"trial:{trial.id}",
+        f"experiment:{row.experiment_id}",
     )
-    name = f"Trial {trial['id']} (Experiment {row['experiment_id']})"
-    is_failure = exit_.exit_code != 0 and row["kill_us"] is None and not row["preempt_acked"]
+    name = f"Trial {trial.id} (Experiment {row.experiment_id})"
+    is_failure = exit_.exit_code != 0 and row.kill_us is None and not row.preempt_acked
     if exit_.exit_code == 0:
         text = f"{name} was terminated: resources exited successfully with a zero exit code"
     elif is_failure:
@@ -175,13 +160,13 @@ def allocation_exited(
     else:
         text = f"{name} was terminated: {reason}"
     level = "ERROR" if is_failure else "INFO"
-    add_master_line(tx, row["task_id"], trial["id"], text, level=level, allocation_id=allocation_id)
+    add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=allocation_id)
     _judge(tx, row, trial, exit_, reason, traceback if is_failure else None)
 
 
-def _describe(row: sqlite3.Row, exit_: AllocationExit) -> str:
-    if row["kill_us"] is not None:
-        return f"allocation killed: {row['kill_reason']}"
+def _describe(row: allocation_rows.Allocation, exit_: AllocationExit) -> str:
+    if row.kill_us is not None:
+        return f"allocation killed: {row.kill_reason}"
     if exit_.was_lost:
         return "allocation lost: its supervisor was killed"
     text = f"container failed with non-zero exit code: {exit_.exit_code} (exit code {exit_.exit_code})"
@@ -192,22 +177,22 @@ def _describe(row: sqlite3.Row, exit_: AllocationExit) -> str:
 
 def _judge(
     tx: Transaction,
-    row: sqlite3.Row,
-    trial: sqlite3.Row,
+    row: allocation_rows.Allocation,
+    trial: trial_rows.Trial,
     exit_: AllocationExit,
     reason: str,
     traceback: str | None,
 ) -> None:
-    state, trial_id = trial["state"], trial["id"]
+    state, trial_id = trial.state, trial.id
     if state in TERMINAL:
         return
-    was_asked = row["kill_us"] is not None or row["preempt_acked"]
-    is_stop = state == "STOPPING_COMPLETED" and trial["early_exit"] is None and row["kill_us"] is None
+    was_asked = row.kill_us is not None or row.preempt_acked
+    is_stop = state == "STOPPING_COMPLETED" and trial.early_exit is None and row.kill_us is None
     is_stop = is_stop and exit_.exit_code != 0
     has_end = is_stop and _has_last_checkpoint(tx, trial_id)
     if is_stop and not has_end and _may_save_later(tx, row, exit_):
-        experiment = experiment_rows.require(tx.connection, row["experiment_id"])
-        tx.execute("UPDATE trials SET state = ? WHERE id = ?", (experiment["state"], trial_id))
+        experiment = experiment_rows.require(tx.connection, row.experiment_id)
+        trial_rows.update(tx, trial_id, state=experiment.state)
         if not exit_.was_lost:
             _failed(tx, row, trial, reason, traceback)
     elif state in STOPPING:
@@ -215,9 +200,9 @@ def _judge(
         ending.close_trial(
             tx, trial_id, END_OF[state] if is_clean else "ERROR", why=None if is_clean else reason
         )
-    elif trial["early_exit"] is not None:
+    elif trial.early_exit is not None:
         ending.close_trial(tx, trial_id, "COMPLETED", ExitReason.INVALID_HP)
-    elif was_asked or (exit_.was_lost and _losses(tx, trial_id, row["run_id"]) < _MAX_LOSSES):
+    elif was_asked or (exit_.was_lost and _losses(tx, trial_id, row.run_id) < _MAX_LOSSES):
         return
     elif exit_.exit_code == 0:
         ending.close_trial(tx, trial_id, "COMPLETED")
@@ -228,34 +213,28 @@ def _judge(
 def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
     """Say whether a trial has saved a checkpoint at or behind its last validation."""
     checkpoint = checkpoint_rows.latest_completed(tx.connection, trial_id)
-    return checkpoint is not None and checkpoint["steps"] >= metric_rows.last_validation(
-        tx.connection, trial_id
-    )
+    return checkpoint is not None and checkpoint.steps >= metric_rows.last_validation(tx.connection, trial_id)
 
 
-def _may_save_later(tx: Transaction, row: sqlite3.Row, exit_: AllocationExit) -> bool:
+def _may_save_later(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
     """Say whether a trial that failed while the searcher's stop was on its way is to come to that point again.
 
     It goes on from its latest checkpoint, and its next validation there stops it again.
     """
-    experiment = experiment_rows.require(tx.connection, row["experiment_id"])
-    if experiment["state"] not in ("ACTIVE", "PAUSED"):
+    experiment = experiment_rows.require(tx.connection, row.experiment_id)
+    if experiment.state not in ("ACTIVE", "PAUSED"):
         return False
-    if row["preempt_acked"] and checkpoint_rows.latest_completed(tx.connection, row["trial_id"]) is None:
+    if row.preempt_acked and checkpoint_rows.latest_completed(tx.connection, row.trial_id) is None:
         # One that ends with an error whenever it is asked to stop, and never saves.
         return False
-    return not exit_.was_lost or _losses(tx, row["trial_id"], row["run_id"]) < _MAX_LOSSES
+    return not exit_.was_lost or _losses(tx, row.trial_id, row.run_id) < _MAX_LOSSES
 
 
 def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
     """Return how many runs in a row were lost without a report, with this one."""
     count = 0
-    for row in tx.execute(
-        "SELECT exit_reason, num_reports FROM allocations WHERE trial_id = ? AND run_id <= ? "
-        "ORDER BY run_id DESC LIMIT ?",
-        (trial_id, run_id, _MAX_LOSSES),
-    ):
-        if row["num_reports"] or not str(row["exit_reason"]).startswith("allocation lost"):
+    for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
+        if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):
             break
         count += 1
     return count
@@ -267,38 +246,40 @@ def _kind_of_error(traceback: str) -> str:
 
 
 def _failed(
-    tx: Transaction, row: sqlite3.Row, trial: sqlite3.Row, reason: str, traceback: str | None
+    tx: Transaction,
+    row: allocation_rows.Allocation,
+    trial: trial_rows.Trial,
+    reason: str,
+    traceback: str | None,
 ) -> None:
-    experiment = experiment_rows.require(tx.connection, row["experiment_id"])
-    config: dict[str, Any] = json.loads(experiment["config"])
-    restarts, limit = trial["restarts"] + 1, int(config["max_restarts"])
-    is_before_first_batch = row["num_reports"] == 0 and row["steps_at_start"] == 0
+    experiment = experiment_rows.require(tx.connection, row.experiment_id)
+    config: dict[str, Any] = json.loads(experiment.config)
+    restarts, limit = trial.restarts + 1, int(config["max_restarts"])
+    is_before_first_batch = row.num_reports == 0 and row.steps_at_start == 0
     mark = fingerprint(traceback) if is_before_first_batch and traceback is not None else None
     verdict = None
-    if trial["retry_cancelled"]:
+    if trial.retry_cancelled:
         verdict = "trial failed and matched logs to a don't retry policy"
     elif restarts > limit:
         verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
     elif traceback is not None and _kind_of_error(traceback) == _ENDS_FOR_GOOD:
         verdict = "it trains nothing any more, and would not after a restart"
-    elif mark is not None and mark == trial["last_failure"]:
+    elif mark is not None and mark == trial.last_failure:
         verdict = "failed twice in the same way before its first batch, and is not tried again"
-    num_restarts = trial["restarts"] if verdict is not None else restarts
-    tx.execute(
-        "UPDATE trials SET restarts = ?, last_failure = ? WHERE id = ?", (num_restarts, mark, trial["id"])
-    )
+    num_restarts = trial.restarts if verdict is not None else restarts
+    trial_rows.update(tx, trial.id, restarts=num_restarts, last_failure=mark)
 
     def say(text: str, level: str = "ERROR") -> None:
-        add_master_line(tx, row["task_id"], trial["id"], text, level=level, allocation_id=row["id"])
+        add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=row.id)
 
     if verdict is None:
         count = f"({restarts} of {limit} restarts)"
-        if trial["is_node_excluded"]:
-            tx.execute("UPDATE trials SET is_node_excluded = 2 WHERE id = ?", (trial["id"],))
+        if trial.is_node_excluded:
+            trial_rows.update(tx, trial.id, is_node_excluded=2)
             say(f"trial failed and is started again where it may be {count}", "WARNING")
         else:
             say(f"trial failed and is started again {count}", "WARNING")
         return
-    say(f"trial {trial['id']} has failed: {verdict}")
+    say(f"trial {trial.id} has failed: {verdict}")
     last = traceback.rpartition("\n")[2] if traceback else reason
-    ending.close_trial(tx, trial["id"], "ERROR", why=f"{verdict}: {last}")
+    ending.close_trial(tx, trial.id, "ERROR", why=f"{verdict}: {last}")

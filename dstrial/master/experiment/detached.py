@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.submission import Submission
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.experiment import ending
 from dstrial.master.experiment.states import DELETING, TERMINAL
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import projects
+from dstrial.master.store import projects, tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.logs import add_master_line
 from dstrial.master.webhooks import events
 
@@ -62,12 +61,12 @@ def create(
         Its id; that of the existing one if there is one of this external id.
 
     Raises:
-        RequestError: 404 no such project, 400 an archived one, or an experiment that is being deleted.
+        StoreError: no such project, an archived one, or an experiment that is being deleted.
     """
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
         _refuse_going(known)
-        return int(known["id"])
+        return int(known.id)
     projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
     experiment_id = experiment_rows.insert(
         tx,
@@ -77,10 +76,8 @@ def create(
         parent_id=None,
         project_id=project_id,
     )
-    tx.execute(
-        "UPDATE experiments SET unmanaged = 1, external_id = ? WHERE id = ?", (external_id, experiment_id)
-    )
-    tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, b""))
+    experiment_rows.update(tx, experiment_id, unmanaged=True, external_id=external_id)
+    experiment_rows.add_model_definition(tx, experiment_id, b"")
     tx.publish(f"experiment:{experiment_id}")
     return experiment_id
 
@@ -100,7 +97,7 @@ def create_trial(
         Its id; that of the existing one if there is one of this external id, with the new hyperparameters.
 
     Raises:
-        RequestError: 404 unknown, 400 not an experiment of detached runs, or one that is being deleted.
+        StoreError: unknown, not an experiment of detached runs, or one that is being deleted.
     """
     experiment = _require(tx, experiment_id)
     _refuse_going(experiment)
@@ -110,8 +107,8 @@ def create_trial(
     if known is None:
         return trial_rows.insert_detached(tx, experiment_id, hparams or {}, external_id, now_us())
     if hparams is not None:
-        tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps(dict(hparams)), known["id"]))
-    return int(known["id"])
+        trial_rows.update(tx, known.id, hparams=json.dumps(dict(hparams)))
+    return int(known.id)
 
 
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
@@ -125,38 +122,35 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
         resumes: whether to go on from its latest checkpoint.
 
     Raises:
-        RequestError: 404 unknown, 400 not detached, or its project is archived.
+        StoreError: unknown, not detached, or its project is archived.
     """
     trial = trial_rows.require(tx.connection, trial_id)
-    experiment = _require(tx, trial["experiment_id"])
+    experiment = _require(tx, trial.experiment_id)
     _refuse_going(experiment)
-    projects.refuse_shut(projects.require(tx.connection, experiment["project_id"]), "be changed")
+    projects.refuse_shut(projects.require(tx.connection, experiment.project_id), "be changed")
     _reopen(tx, trial)
     latest = checkpoint_rows.latest_completed(tx.connection, trial_id) if resumes else None
-    run_id = trial["run_id"] + 1
-    tx.execute(
-        "UPDATE trials SET run_id = ?, runner_state = 'UNSPECIFIED', heartbeat_us = ? WHERE id = ?",
-        (run_id, now_us(), trial_id),
-    )
-    since = "anew" if latest is None else f"from checkpoint {latest['uuid']}"
+    run_id = trial.run_id + 1
+    trial_rows.update(tx, trial_id, run_id=run_id, runner_state="UNSPECIFIED", heartbeat_us=now_us())
+    since = "anew" if latest is None else f"from checkpoint {latest.uuid}"
     _say(tx, trial, f"detached run {run_id} of trial {trial_id} has begun {since}")
     if latest is None:
         return StartPoint(run_id, None, 0)
-    return StartPoint(run_id, str(latest["uuid"]), int(latest["steps"]))
+    return StartPoint(run_id, str(latest.uuid), int(latest.steps))
 
 
-def hear(tx: Transaction, trial: sqlite3.Row, *, is_current_run: bool = False) -> None:
+def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
     """Note a sign of life of a trial; one that had been given up goes on. Nothing happens to trials that are not detached."""
-    if trial["heartbeat_us"] is None:
+    if trial.heartbeat_us is None:
         return
-    tx.execute("UPDATE trials SET heartbeat_us = ? WHERE id = ?", (now_us(), trial["id"]))
-    experiment = experiment_rows.require(tx.connection, trial["experiment_id"])
-    if experiment["state"] in DELETING:
+    trial_rows.update(tx, trial.id, heartbeat_us=now_us())
+    experiment = experiment_rows.require(tx.connection, trial.experiment_id)
+    if experiment.state in DELETING:
         return
     # A person's end is CANCELED. Another one may be that of an earlier run, whose script knows no better.
-    if trial["is_lost"] or (is_current_run and trial["state"] in ("COMPLETED", "ERROR")):
-        _reopen(tx, trial, is_archived=bool(experiment["archived"]))
-        _say(tx, trial, f"trial {trial['id']} was heard of again")
+    if trial.is_lost or (is_current_run and trial.state in ("COMPLETED", "ERROR")):
+        _reopen(tx, trial, is_archived=bool(experiment.archived))
+        _say(tx, trial, f"trial {trial.id} was heard of again")
 
 
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
@@ -168,19 +162,18 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
         state: RUNNING, COMPLETED, CANCELED or ERROR; None for a heartbeat.
 
     Raises:
-        RequestError: 404 unknown, 400 not detached, or another state.
+        StoreError: unknown, not detached, or another state.
     """
     trial = trial_rows.require(tx.connection, trial_id)
-    experiment = _require(tx, trial["experiment_id"])
+    experiment = _require(tx, trial.experiment_id)
     if state not in (None, "RUNNING", *_ENDS):
-        raise RequestError(
-            400,
-            f"state is STATE_{state}; expected STATE_RUNNING, STATE_COMPLETED, STATE_CANCELED or STATE_ERROR. Send one of these.",
+        raise InvalidError(
+            f"state is STATE_{state}; expected STATE_RUNNING, STATE_COMPLETED, STATE_CANCELED or STATE_ERROR. Send one of these."
         )
     hear(tx, trial)
-    if state is None or state == "RUNNING" or experiment["state"] in DELETING:
+    if state is None or state == "RUNNING" or experiment.state in DELETING:
         return
-    if trial["state"] in TERMINAL and not trial["is_lost"]:
+    if trial.state in TERMINAL and not trial.is_lost:
         return
     why = f"its script {_ENDS[state]}"
     _say(tx, trial, f"trial {trial_id} has ended: {why}", "ERROR" if state == "ERROR" else "INFO")
@@ -197,85 +190,69 @@ def give_up_silent(tx: Transaction, before_us: int) -> int:
     Returns:
         How many trials that were.
     """
-    rows = silent(tx.connection, before_us)
+    rows = trial_rows.silent_since(tx.connection, before_us)
     for row in rows:
-        minutes = (now_us() - row["heartbeat_us"]) / 60e6
+        assert row.heartbeat_us is not None
+        minutes = (now_us() - row.heartbeat_us) / 60e6
         why = f"nothing was heard of its script for {minutes:.1f} minutes"
-        _say(tx, row, f"trial {row['id']} is given up: {why}", "ERROR")
-        ending.close_trial(tx, row["id"], "ERROR", why=why)
-        tx.execute("UPDATE trials SET is_lost = 1 WHERE id = ?", (row["id"],))
-    for row in _empty(tx.connection, before_us):
-        ending.finish_experiment(tx, row["id"], "ERROR", "its script ended before it had a trial")
+        _say(tx, row, f"trial {row.id} is given up: {why}", "ERROR")
+        ending.close_trial(tx, row.id, "ERROR", why=why)
+        trial_rows.update(tx, row.id, is_lost=True)
+    for experiment_id in experiment_rows.detached_without_trial(tx.connection, before_us):
+        ending.finish_experiment(tx, experiment_id, "ERROR", "its script ended before it had a trial")
     return len(rows)
 
 
-def silent(connection: sqlite3.Connection, before_us: int) -> list[sqlite3.Row]:
-    """Return the detached runs that are active and were not heard of since a time."""
-    return connection.execute(
-        "SELECT * FROM trials WHERE state = 'ACTIVE' AND heartbeat_us < ? ORDER BY id", (before_us,)
-    ).fetchall()
-
-
-def is_anyone_silent(connection: sqlite3.Connection, before_us: int) -> bool:
+def is_anyone_silent(connection: Connection, before_us: int) -> bool:
     """Say whether :func:`give_up_silent` has something to do."""
-    return bool(silent(connection, before_us) or _empty(connection, before_us))
+    return bool(
+        trial_rows.silent_since(connection, before_us)
+        or experiment_rows.detached_without_trial(connection, before_us)
+    )
 
 
-def _empty(connection: sqlite3.Connection, before_us: int) -> list[sqlite3.Row]:
-    return connection.execute(
-        "SELECT id FROM experiments WHERE state = 'ACTIVE' AND unmanaged = 1 AND start_us < ? "
-        "AND NOT EXISTS (SELECT 1 FROM trials WHERE experiment_id = experiments.id)",
-        (before_us,),
-    ).fetchall()
-
-
-def refuse_detached(row: sqlite3.Row, verb: str) -> None:
+def refuse_detached(row: experiment_rows.Experiment, verb: str) -> None:
     """Refuse (400) what the master would have to do to processes that are not its own.
 
     Args:
         row: an experiment.
         verb: what was asked for, ``pause`` for example.
     """
-    if row["unmanaged"]:
-        raise RequestError(
-            400,
-            f"experiment {row['id']} has detached runs; expected one whose processes the master starts, to {verb} it. "
-            "Do it where its script runs; `det experiment kill` marks it as canceled.",
+    if row.unmanaged:
+        raise InvalidError(
+            f"experiment {row.id} has detached runs; "
+            f"expected one whose processes the master starts, to {verb} it.",
+            Hint.KILL_DETACHED,
         )
 
 
-def _require(tx: Transaction, experiment_id: int) -> sqlite3.Row:
+def _require(tx: Transaction, experiment_id: int) -> experiment_rows.Experiment:
     row = experiment_rows.require(tx.connection, experiment_id)
-    if not row["unmanaged"]:
-        raise RequestError(
-            400,
+    if not row.unmanaged:
+        raise InvalidError(
             f"experiment {experiment_id} is not one of detached runs; expected one that a script has created with "
-            "determined.experimental.core_v2. Use the external ids of such a one.",
+            "determined.experimental.core_v2. Use the external ids of such a one."
         )
     return row
 
 
-def _refuse_going(row: sqlite3.Row) -> None:
-    if row["state"] in DELETING:
-        raise RequestError(
-            400, f"experiment {row['id']} is being deleted; expected one that stays. Wait until it is gone."
+def _refuse_going(row: experiment_rows.Experiment) -> None:
+    if row.state in DELETING:
+        raise InvalidError(
+            f"experiment {row.id} is being deleted; expected one that stays. Wait until it is gone."
         )
 
 
-def _reopen(tx: Transaction, trial: sqlite3.Row, *, is_archived: bool = False) -> None:
+def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
     """Let a trial that has ended be active again, and its experiment with it."""
-    tx.execute(
-        "UPDATE trials SET state = 'ACTIVE', end_us = NULL, is_closed = 0, is_lost = 0 WHERE id = ?",
-        (trial["id"],),
+    trial_rows.update(tx, trial.id, state="ACTIVE", end_us=None, is_closed=False, is_lost=False)
+    tasks.update(tx, trial.task_id, end_us=None)
+    experiment_rows.update(
+        tx, trial.experiment_id, state="ACTIVE", end_us=None, end_reason=None, archived=is_archived
     )
-    tx.execute("UPDATE tasks SET end_us = NULL WHERE id = ?", (trial["task_id"],))
-    tx.execute(
-        "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, archived = ? WHERE id = ?",
-        (is_archived, trial["experiment_id"]),
-    )
-    events.tell_state(tx, trial["experiment_id"])
-    tx.publish(f"trial:{trial['id']}", f"experiment:{trial['experiment_id']}")
+    events.tell_state(tx, trial.experiment_id)
+    tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
 
 
-def _say(tx: Transaction, trial: sqlite3.Row, text: str, level: str = "INFO") -> None:
-    add_master_line(tx, trial["task_id"], trial["id"], text, level=level)
+def _say(tx: Transaction, trial: trial_rows.Trial, text: str, level: str = "INFO") -> None:
+    add_master_line(tx, trial.task_id, trial.id, text, level=level)

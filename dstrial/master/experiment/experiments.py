@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
 from dstrial.config.submission import Submission
-from dstrial.errors import RequestError
-from dstrial.master.experiment import ending, searching
+from dstrial.master.experiment import ending
 from dstrial.master.experiment.detached import refuse_detached
 from dstrial.master.experiment.states import DELETING, TERMINAL
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -16,6 +14,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import models, projects, work
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.webhooks import events
 from dstrial.search import Create, Searcher
 
@@ -45,7 +44,7 @@ def create(
         Its id.
 
     Raises:
-        RequestError: 404 if there is no such project, 400 if it is archived, or the trial or checkpoint that the
+        StoreError: there is no such project, it is archived, or the trial or checkpoint that the
             experiment is to start from does not exist.
     """
     projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
@@ -58,8 +57,8 @@ def create(
         parent_id=parent_id,
         project_id=project_id,
     )
-    tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
-    searching.begin(tx, experiment_id)
+    experiment_rows.add_model_definition(tx, experiment_id, tgz)
+    ending.begin_search(tx, experiment_id)
     return experiment_id
 
 
@@ -67,21 +66,20 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
     trial_id = config["searcher"].get("source_trial_id")
     uuid = config["searcher"].get("source_checkpoint_uuid")
     if trial_id is not None and checkpoint_rows.latest_completed(tx.connection, int(trial_id)) is None:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"searcher.source_trial_id is {trial_id}; expected a trial with a complete checkpoint. "
-            "Name another trial, or remove it.",
+            "Name another trial, or remove it."
         )
     if uuid is None:
         return
     checkpoint = checkpoint_rows.get_checkpoint(tx.connection, str(uuid))
-    if checkpoint is None or checkpoint["state"] not in ("COMPLETED", "PARTIALLY_DELETED"):
-        raise RequestError(
-            400,
-            f"searcher.source_checkpoint_uuid is {uuid}; expected a checkpoint that exists and has not been deleted. "
-            "Take its uuid from `det experiment list-checkpoints`.",
+    if checkpoint is None or checkpoint.state not in ("COMPLETED", "PARTIALLY_DELETED"):
+        raise InvalidError(
+            f"searcher.source_checkpoint_uuid is {uuid}; "
+            f"expected a checkpoint that exists and has not been deleted.",
+            Hint.TAKE_CHECKPOINT,
         )
-    if checkpoint["state"] == "COMPLETED":
+    if checkpoint.state == "COMPLETED":
         checkpoint_rows.refuse_going(tx.connection, checkpoint)
 
 
@@ -89,17 +87,17 @@ def pause(tx: Transaction, experiment_id: int) -> None:
     """Pause an experiment: trials save a checkpoint and free their slots.
 
     Raises:
-        RequestError: 404 unknown, 400 ended or stopping.
+        StoreError: unknown, ended or stopping.
     """
     state = _require_changeable(tx, experiment_id, "pause")
     if state == "PAUSED":
         return
-    tx.execute("UPDATE experiments SET state = 'PAUSED' WHERE id = ?", (experiment_id,))
+    experiment_rows.update(tx, experiment_id, state="PAUSED")
     events.tell_state(tx, experiment_id)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
-        if trial_rows.require(tx.connection, trial_id)["state"] == "ACTIVE":
-            tx.execute("UPDATE trials SET state = 'PAUSED' WHERE id = ?", (trial_id,))
+        if trial_rows.require(tx.connection, trial_id).state == "ACTIVE":
+            trial_rows.update(tx, trial_id, state="PAUSED")
             tx.publish(f"trial:{trial_id}")
             ending.release(tx, trial_id, "the experiment was paused")
 
@@ -108,16 +106,14 @@ def activate(tx: Transaction, experiment_id: int) -> None:
     """Let a paused experiment go on from its checkpoints.
 
     Raises:
-        RequestError: 404 unknown, 400 ended or stopping.
+        StoreError: unknown, ended or stopping.
     """
     state = _require_changeable(tx, experiment_id, "activate")
     if state == "ACTIVE":
         return
-    tx.execute("UPDATE experiments SET state = 'ACTIVE' WHERE id = ?", (experiment_id,))
+    experiment_rows.update(tx, experiment_id, state="ACTIVE")
     events.tell_state(tx, experiment_id)
-    tx.execute(
-        "UPDATE trials SET state = 'ACTIVE' WHERE experiment_id = ? AND state = 'PAUSED'", (experiment_id,)
-    )
+    trial_rows.activate_paused(tx, experiment_id)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         tx.publish(f"trial:{trial_id}")
     tx.publish(f"experiment:{experiment_id}", "scheduler")
@@ -126,12 +122,11 @@ def activate(tx: Transaction, experiment_id: int) -> None:
 def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, verb)
-    state = str(row["state"])
+    state = str(row.state)
     if state not in ("ACTIVE", "PAUSED"):
-        raise RequestError(
-            400,
-            f"experiment {experiment_id} is {state}; expected ACTIVE or PAUSED to {verb} it. "
-            "Use `det experiment continue` for one that has ended.",
+        raise InvalidError(
+            f"experiment {experiment_id} is {state}; expected ACTIVE or PAUSED to {verb} it.",
+            Hint.CONTINUE_EXPERIMENT,
         )
     return state
 
@@ -152,16 +147,15 @@ def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) ->
     """Archive an experiment that has ended, or take it back.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended.
+        StoreError: unknown, not ended.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] not in TERMINAL:
-        raise RequestError(
-            400,
-            f"experiment {experiment_id} is {row['state']}; expected one that has ended. "
-            "Cancel or kill it first.",
+    if row.state not in TERMINAL:
+        raise InvalidError(
+            f"experiment {experiment_id} is {row.state}; expected one that has ended. "
+            "Cancel or kill it first."
         )
-    tx.execute("UPDATE experiments SET archived = ? WHERE id = ?", (is_archived, experiment_id))
+    experiment_rows.update(tx, experiment_id, archived=is_archived)
     tx.publish(f"experiment:{experiment_id}")
 
 
@@ -174,30 +168,28 @@ def delete(tx: Transaction, experiment_id: int) -> None:
     """Begin to delete an experiment with its checkpoints, metrics and logs; it is DELETING until they are gone.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended, or with checkpoints that are registered as versions of models.
+        StoreError: unknown, not ended, or with checkpoints that are registered as versions of models.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] == "DELETING":
+    if row.state == "DELETING":
         return
     check_deletable(tx, row)
-    tx.execute("UPDATE experiments SET state = 'DELETING' WHERE id = ?", (experiment_id,))
+    experiment_rows.update(tx, experiment_id, state="DELETING")
     tx.publish(f"experiment:{experiment_id}")
     work.request(tx, "delete_experiment", experiment_id)
 
 
-def check_deletable(tx: Transaction, row: sqlite3.Row) -> None:
+def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
     """Refuse (400) to delete an experiment that has not ended, or whose checkpoints are registered."""
-    if row["state"] not in TERMINAL | DELETING:
-        raise RequestError(
-            400,
-            f"experiment {row['id']} is {row['state']}; expected one that has ended. Cancel or kill it first.",
+    if row.state not in TERMINAL | DELETING:
+        raise InvalidError(
+            f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."
         )
-    versions = models.registered_of(tx.connection, row["id"])
+    versions = models.registered_of(tx.connection, row.id)
     if versions:
-        raise RequestError(
-            400,
-            f"experiment {row['id']} has checkpoints that are registered as {', '.join(versions[:5])}; expected none that is. "
-            "Delete these versions first, or archive the experiment instead.",
+        raise InvalidError(
+            f"experiment {row.id} has checkpoints that are registered as {', '.join(versions[:5])}; expected none that is. "
+            "Delete these versions first, or archive the experiment instead."
         )
 
 
@@ -205,21 +197,20 @@ def move(tx: Transaction, experiment_id: int, project_id: int) -> None:
     """Put an experiment into another project.
 
     Raises:
-        RequestError: 404 unknown, 400 if the experiment or one of the projects is archived.
+        StoreError: unknown, the experiment or one of the projects is archived.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     target = projects.require(tx.connection, project_id)
-    source = projects.require(tx.connection, row["project_id"])
-    if row["archived"] or row["state"] == "DELETING":
-        state = "archived" if row["archived"] else "being deleted"
-        raise RequestError(
-            400,
-            f"experiment {experiment_id} is {state} and cannot be moved; expected one that is not. "
-            "Take it back with `det experiment unarchive` first.",
+    source = projects.require(tx.connection, row.project_id)
+    if row.archived or row.state == "DELETING":
+        state = "archived" if row.archived else "being deleted"
+        raise InvalidError(
+            f"experiment {experiment_id} is {state} and cannot be moved; expected one that is not.",
+            Hint.UNARCHIVE_EXPERIMENT,
         )
     projects.refuse_shut(source, "be changed")
     projects.refuse_shut(target, "take another experiment")
-    tx.execute("UPDATE experiments SET project_id = ? WHERE id = ?", (project_id, experiment_id))
+    experiment_rows.update(tx, experiment_id, project_id=project_id)
     tx.publish(f"experiment:{experiment_id}")
 
 
@@ -227,14 +218,13 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
     """Begin to delete the TensorBoard files of an experiment that has ended.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended.
+        StoreError: unknown, not ended.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] not in TERMINAL:
-        raise RequestError(
-            400,
-            f"experiment {experiment_id} is {row['state']}; expected one that has ended, which writes no files any more. "
-            "Cancel or kill it first.",
+    if row.state not in TERMINAL:
+        raise InvalidError(
+            f"experiment {experiment_id} is {row.state}; expected one that has ended, which writes no files any more. "
+            "Cancel or kill it first."
         )
     work.request(tx, "delete_tensorboard", experiment_id)
 
@@ -246,15 +236,15 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     the trial runs again even if it had completed.
 
     Raises:
-        RequestError: 404 unknown, 400 not ended, a searcher that adapts, or nothing left to do.
+        StoreError: unknown, not ended, a searcher that adapts, or nothing left to do.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
-    searcher = row["searcher_type"]
+    searcher = row.searcher_type
     problem = None
-    if row["state"] not in TERMINAL:
+    if row.state not in TERMINAL:
         problem = (
-            f"experiment {experiment_id} is {row['state']}; expected one that has ended. Activate it instead."
+            f"experiment {experiment_id} is {row.state}; expected one that has ended. Activate it instead."
         )
     elif searcher not in ("single", "random", "grid"):
         problem = (
@@ -267,29 +257,34 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
             "config. Continue without --config."
         )
     if problem is not None:
-        raise RequestError(400, problem)
+        raise InvalidError(problem)
     trials = trial_rows.of_experiment(tx.connection, experiment_id)
-    again = [trial for trial in trials if trial["state"] != "COMPLETED"]
+    again = [trial for trial in trials if trial.state != "COMPLETED"]
     if searcher == "single":
         again = trials
     if not again:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"experiment {experiment_id} has completed all of its trials; expected one that is left to run. "
-            "Create a new experiment.",
+            "Create a new experiment."
         )
     if submission is not None:
         experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)
-        _resample(tx, again[0]["id"], submission)
-    snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id)["searcher_snapshot"])
-    reopened = {trial["request_id"] for trial in again}
+        _resample(tx, again[0].id, submission)
+    # Not unmanaged, as that was refused, so it has one.
+    snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id).searcher_snapshot or "")
+    reopened = {trial.request_id for trial in again}
     for name in ("closed", "failed", "cancelled", "stopped"):
         snapshot[name] = [request_id for request_id in snapshot[name] if request_id not in reopened]
     snapshot["is_shut_down"] = False
-    tx.execute(
-        "UPDATE experiments SET state = 'ACTIVE', end_us = NULL, end_reason = NULL, progress = 0, archived = 0, "
-        "searcher_snapshot = ? WHERE id = ?",
-        (json.dumps(snapshot), experiment_id),
+    experiment_rows.update(
+        tx,
+        experiment_id,
+        state="ACTIVE",
+        end_us=None,
+        end_reason=None,
+        progress=0,
+        archived=False,
+        searcher_snapshot=json.dumps(snapshot),
     )
     events.tell_state(tx, experiment_id)
     for trial in again:
@@ -303,7 +298,7 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
     seed = int(submission.config["reproducibility"]["experiment_seed"])
     for action in Searcher.new(submission.config, seed).initial_trials():
         if isinstance(action, Create):
-            tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps(action.hparams), trial_id))
+            trial_rows.update(tx, trial_id, hparams=json.dumps(action.hparams))
 
 
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
@@ -317,19 +312,19 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
             ``checkpoint_storage`` (any of its ``save_…`` numbers, which collects checkpoints anew).
 
     Raises:
-        RequestError: 404 unknown, 400 a wrong value.
+        StoreError: unknown, a wrong value.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
-    if row["state"] in DELETING:
-        raise RequestError(400, f"experiment {experiment_id} is being deleted; expected one that stays.")
-    config = json.loads(row["config"])
+    if row.state in DELETING:
+        raise InvalidError(f"experiment {experiment_id} is being deleted; expected one that stays.")
+    config = json.loads(row.config)
     _check_fields(fields)
     for name in ("name", "description", "notes", "max_slots", "priority", "weight", "log_retention_days"):
         if name in fields:
-            tx.execute(f"UPDATE experiments SET {name} = ? WHERE id = ?", (fields[name], experiment_id))  # noqa: S608 - a name from the list above
+            experiment_rows.update(tx, experiment_id, **{name: fields[name]})
     if "labels" in fields:
         labels = sorted(set(fields["labels"]))
-        tx.execute("UPDATE experiments SET labels = ? WHERE id = ?", (json.dumps(labels), experiment_id))
+        experiment_rows.update(tx, experiment_id, labels=json.dumps(labels))
         config["labels"] = labels
     for name in ("name", "description"):
         if name in fields:
@@ -340,24 +335,20 @@ def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
     if fields.get("checkpoint_storage"):
         config["checkpoint_storage"].update(fields["checkpoint_storage"])
         work.request(tx, "gc", experiment_id)
-    tx.execute("UPDATE experiments SET config = ? WHERE id = ?", (json.dumps(config), experiment_id))
+    experiment_rows.update(tx, experiment_id, config=json.dumps(config))
     tx.publish(f"experiment:{experiment_id}", "scheduler")
 
 
 def _check_fields(fields: dict[str, Any]) -> None:
     priority, weight, max_slots = fields.get("priority"), fields.get("weight"), fields.get("max_slots")
     if priority is not None and not 1 <= priority <= 99:
-        raise RequestError(
-            400, f"priority is {priority}; expected 1 to 99, 1 the most urgent. Choose another."
-        )
+        raise InvalidError(f"priority is {priority}; expected 1 to 99, 1 the most urgent. Choose another.")
     if weight is not None and not 0 < weight < 1e9:
-        raise RequestError(400, f"weight is {weight}; expected a number above 0. Choose another.")
+        raise InvalidError(f"weight is {weight}; expected a number above 0. Choose another.")
     if max_slots is not None and max_slots < 0:
-        raise RequestError(400, f"max_slots is {max_slots}; expected at least 0, or none. Choose another.")
+        raise InvalidError(f"max_slots is {max_slots}; expected at least 0, or none. Choose another.")
     for name, value in (fields.get("checkpoint_storage") or {}).items():
         if not isinstance(value, int) or value < 0:
-            raise RequestError(
-                400, f"{name} is {value!r}; expected an integer of at least 0. Choose another."
-            )
+            raise InvalidError(f"{name} is {value!r}; expected an integer of at least 0. Choose another.")
     if fields.get("name") is not None and not str(fields["name"]).strip():
-        raise RequestError(400, "name is empty; expected a text. Choose a name.")
+        raise InvalidError("name is empty; expected a text. Choose a name.")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.experiment import experiments
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import projects, work, workspaces
-from dstrial.master.store.database import Transaction
+from dstrial.master.store import models, projects, work, workspaces
+from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.errors import Hint, InvalidError
 
 
-def place(connection: sqlite3.Connection, project_id: int | None, config: Mapping[str, Any]) -> sqlite3.Row:
+def place(connection: Connection, project_id: int | None, config: Mapping[str, Any]) -> projects.ProjectInfo:
     """Return the project of a new experiment: the request's, else the config's, else the one that is always there.
 
     Args:
@@ -22,7 +21,7 @@ def place(connection: sqlite3.Connection, project_id: int | None, config: Mappin
         config: an experiment config, perhaps not checked yet.
 
     Raises:
-        RequestError: 404, there is no such project; 400, it is archived or only one of the two names is given.
+        NotFoundError: there is no such project; it is archived or only one of the two names is given.
 
     Source: Determined 0.38.1, order of request and config.
     """
@@ -44,7 +43,7 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
         Whether it is gone already, as it held none.
 
     Raises:
-        RequestError: 404 unknown, 400 if it is the one that is always there, or one of its experiments cannot be deleted.
+        StoreError: unknown, it is the one that is always there, or one of its experiments cannot be deleted.
     """
     row = projects.require(tx.connection, project_id)
     projects.refuse_immutable(row, "be deleted")
@@ -52,7 +51,7 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
     for experiment in held:
         experiments.check_deletable(tx, experiment)
     for experiment in held:
-        experiments.delete(tx, experiment["id"])
+        experiments.delete(tx, experiment.id)
     if not held:
         projects.delete(tx, project_id)
         return True
@@ -68,19 +67,17 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
         Whether it is gone already, as there were no experiments in it.
 
     Raises:
-        RequestError: 404 unknown, 400 if it is the one that is always there, has models, or an experiment in it cannot be
+        StoreError: unknown, it is the one that is always there, has models, or an experiment in it cannot be
             deleted.
     """
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
-    models = tx.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchall()
-    if models:
-        raise RequestError(
-            400,
-            f"workspace {row['name']!r} has the model {models[0]['name']!r}; expected none. "
-            "Move or delete its models first, see `det model list -w`.",
+    model = models.any_name_in(tx.connection, workspace_id)
+    if model is not None:
+        raise InvalidError(
+            f"workspace {row.name!r} has the model {model!r}; expected none.", Hint.MOVE_MODELS
         )
-    gone = [delete_project(tx, one["id"]) for one in projects.list_projects(tx.connection, workspace_id)]
+    gone = [delete_project(tx, one.id) for one in projects.list_projects(tx.connection, workspace_id)]
     if all(gone):
         workspaces.delete(tx, workspace_id)
         return True
@@ -95,9 +92,9 @@ def finish_project(tx: Transaction, project_id: int) -> None:
     if not left:
         projects.delete(tx, project_id)
         return
-    why = next((row["end_reason"] for row in left if row["end_reason"]), "it came while they were deleted")
+    why = next((row.end_reason for row in left if row.end_reason), "it came while they were deleted")
     projects.change(
-        tx, project_id, state="DELETE_FAILED", error=f"experiment {left[0]['id']} could not be deleted: {why}"
+        tx, project_id, state="DELETE_FAILED", error=f"experiment {left[0].id} could not be deleted: {why}"
     )
 
 
@@ -105,8 +102,8 @@ def finish_workspace(tx: Transaction, workspace_id: int) -> None:
     """Delete a workspace whose projects have been deleted; if one could not be, say so and keep it."""
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
-        why = f"project {left[0]['name']!r} could not be deleted: {left[0]['error']}"
-    elif tx.execute("SELECT 1 FROM models WHERE workspace_id = ?", (workspace_id,)).fetchone() is not None:
+        why = f"project {left[0].name!r} could not be deleted: {left[0].error}"
+    elif models.any_name_in(tx.connection, workspace_id) is not None:
         why = "a model came while its projects were deleted"
     else:
         workspaces.delete(tx, workspace_id)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.experiment import detached, ending, searching
+from dstrial.master.experiment import detached, ending
 from dstrial.master.experiment.states import TERMINAL
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import InvalidError
 from dstrial.master.store.logs import add_master_line
 
 _INVALID_HP_GRACE_US = 10_000_000
@@ -44,7 +43,7 @@ def report_metrics(
         per_batch: values by name of each batch since the last report, which are only kept.
 
     Raises:
-        RequestError: 404 unknown trial, 400 an older run or values that contradict an earlier report.
+        StoreError: unknown trial, an older run or values that contradict an earlier report.
     """
     added = metric_rows.add_report(
         tx,
@@ -58,19 +57,16 @@ def report_metrics(
     )
     if not added.is_new:
         return
-    tx.execute(
-        "UPDATE allocations SET num_reports = num_reports + 1, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
-        (trial_id, run_id),
-    )
+    allocation_rows.note_report(tx, trial_id, run_id)
     tx.publish(f"trial:{trial_id}")
     trial = trial_rows.require(tx.connection, trial_id)
     detached.hear(tx, trial, is_current_run=True)
     if group == "validation":
-        tx.publish(f"experiment:{trial['experiment_id']}")
-        if trial["state"] in TERMINAL:
+        tx.publish(f"experiment:{trial.experiment_id}")
+        if trial.state in TERMINAL:
             return
-        if not trial["is_stopped_by_searcher"]:
-            searching.validation_completed(tx, trial, metrics)
+        if not trial.is_stopped_by_searcher:
+            ending.validation_completed(tx, trial, metrics)
         elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
             # One that failed on its way to the end, and is there again.
             ending.stop_trial(tx, trial_id, "STOPPING_COMPLETED", ending.STOPPED_BY_SEARCHER)
@@ -80,7 +76,7 @@ def report_checkpoint(
     tx: Transaction,
     *,
     uuid: str,
-    trial: sqlite3.Row,
+    trial: trial_rows.Trial,
     allocation_id: str | None,
     storage_id: int | None,
     state: str,
@@ -100,22 +96,22 @@ def report_checkpoint(
         metadata=metadata,
         report_us=report_us,
     )
-    tx.publish(f"trial:{trial['id']}", f"experiment:{trial['experiment_id']}")
+    tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
 
 
 def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
     """Store how far a trial is, 0 to 1."""
     trial = trial_rows.require(tx.connection, trial_id)
     share = min(max(progress, 0.0), 1.0) if progress == progress else 0.0
-    tx.execute("UPDATE trials SET progress = ? WHERE id = ?", (share, trial_id))
-    searching.update_progress(tx, trial["experiment_id"])
-    tx.publish(f"trial:{trial_id}", f"experiment:{trial['experiment_id']}")
+    trial_rows.update(tx, trial_id, progress=share)
+    ending.update_progress(tx, trial.experiment_id)
+    tx.publish(f"trial:{trial_id}", f"experiment:{trial.experiment_id}")
 
 
 def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
     """Store what a trial says it is doing: training, validating, checkpointing, restoring and so on."""
     trial_rows.require(tx.connection, trial_id)
-    tx.execute("UPDATE trials SET runner_state = ? WHERE id = ?", (state, trial_id))
+    trial_rows.update(tx, trial_id, runner_state=state)
     tx.publish(f"trial:{trial_id}")
 
 
@@ -123,20 +119,17 @@ def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
     """Take that a trial will end because its hyperparameters are invalid; it has ten seconds to do so.
 
     Raises:
-        RequestError: 404 unknown trial, 400 another reason.
+        StoreError: unknown trial, another reason.
     """
     if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
-        raise RequestError(400, f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
+        raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
     trial = trial_rows.require(tx.connection, trial_id)
-    tx.execute("UPDATE trials SET early_exit = 'INVALID_HP' WHERE id = ?", (trial_id,))
+    trial_rows.update(tx, trial_id, early_exit="INVALID_HP")
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is not None:
-        tx.execute(
-            "UPDATE allocations SET preempt_deadline_us = ? WHERE id = ?",
-            (now_us() + _INVALID_HP_GRACE_US, allocation["id"]),
-        )
+        allocation_rows.update(tx, allocation.id, preempt_deadline_us=now_us() + _INVALID_HP_GRACE_US)
     add_master_line(
-        tx, trial["task_id"], trial_id, "the trial says that its hyperparameters are invalid", level="WARNING"
+        tx, trial.task_id, trial_id, "the trial says that its hyperparameters are invalid", level="WARNING"
     )
     tx.publish("scheduler", f"trial:{trial_id}")
 
@@ -150,5 +143,5 @@ def kill_trial(tx: Transaction, trial_id: int) -> None:
 def set_metadata(tx: Transaction, trial_id: int, metadata: dict[str, Any]) -> None:
     """Replace what ``core_context.train.set_metadata`` keeps."""
     trial_rows.require(tx.connection, trial_id)
-    tx.execute("UPDATE trials SET metadata = ? WHERE id = ?", (json.dumps(metadata), trial_id))
+    trial_rows.update(tx, trial_id, metadata=json.dumps(metadata))
     tx.publish(f"trial:{trial_id}")

@@ -26,8 +26,12 @@ from dstrial.config.startup_hook import install_timeout_s, may_install, requirem
 from dstrial.errors import MasterError
 from dstrial.master import file_limit
 from dstrial.master.launcher import supervisor
-from dstrial.master.launcher.command import command_for
-from dstrial.master.launcher.environment import MARKER_VARIABLE, cluster_info_files, trial_environment
+from dstrial.master.launcher.environment import (
+    MARKER_VARIABLE,
+    cluster_info_files,
+    command_for,
+    trial_environment,
+)
 from dstrial.master.launcher.failures import explain_exit
 from dstrial.master.launcher.overlay.start import BOOT
 from dstrial.master.launcher.request import AllocationRequest

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sqlite3
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
 from dstrial.errors import RequestError
 from dstrial.master.api.guard import ALLOCATION_HEADER, COOKIE
+from dstrial.master.store import tasks
+from dstrial.master.store.database import Connection
 
 PREFIX = "/proxy/"
 
@@ -54,7 +55,7 @@ def service_of(path: str) -> str:
     return unquote(path[len(PREFIX) :].partition("/")[0])
 
 
-def find(connection: sqlite3.Connection, name: str) -> Service:
+def find(connection: Connection, name: str) -> Service:
     """Return the service of a name.
 
     A TensorBoard has one; other tasks have those of ``environment.proxy_ports`` of their config, by port.
@@ -64,23 +65,16 @@ def find(connection: sqlite3.Connection, name: str) -> Service:
     """
     asked = _SERVICE.fullmatch(name)
     task_id = "" if asked is None else asked["task"]
-    row = connection.execute(
-        "SELECT a.is_ready, a.ports, COALESCE(c.config, e.config) AS config FROM allocations a "
-        "LEFT JOIN commands c ON c.task_id = a.task_id LEFT JOIN experiments e ON e.id = a.experiment_id "
-        "WHERE a.task_id = ? AND a.state != 'TERMINATED'",
-        (task_id,),
-    ).fetchone()
+    row = tasks.living_of(connection, task_id)
     if asked is None or row is None:
         raise RequestError(
             404,
             f"task {name[:80]!r} does not run; expected one that does. See `det task list`, and its log for why.",
         )
-    port = json.loads(row["ports"]).get("TENSORBOARD_PORT")
+    port = json.loads(row.ports).get("TENSORBOARD_PORT")
     if port is not None and asked["port"] is None:
-        return Service(task_id, port, False, bool(row["is_ready"]))
-    offered: list[dict[str, Any]] = (json.loads(row["config"]).get("environment") or {}).get(
-        "proxy_ports"
-    ) or []
+        return Service(task_id, port, False, row.is_ready)
+    offered: list[dict[str, Any]] = (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
     for one in offered:
         is_default = asked["port"] is None and (len(offered) == 1 or one.get("default_service_id"))
         if is_default or str(one["proxy_port"]) == asked["port"]:

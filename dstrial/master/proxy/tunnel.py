@@ -1,7 +1,7 @@
 """WebSockets to services: the bytes of a connection go to and fro after its handshake, whatever they mean.
 
 A service that speaks HTTP makes the handshake itself. For one that does not (``proxy_tcp``), as ``det experiment create
---publish`` asks for, the handshake is made here, and what it says travels in binary frames.
+--publish`` asks for, the handshake is made here, and what it says travels in binary frames, which ``wsproto`` reads and writes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.datastructures import Headers
+from wsproto.connection import Connection, ConnectionState, ConnectionType
+from wsproto.events import BytesMessage, CloseConnection, Ping, Pong, TextMessage
+from wsproto.extensions import Extension
+from wsproto.frame_protocol import CloseReason, FrameDecoder, FrameProtocol, Opcode, RsvBits
+from wsproto.utilities import generate_accept_token
 
 from dstrial.errors import RequestError
 from dstrial.master.api import guard
 from dstrial.master.api.errors import Problem, status_and_text
 from dstrial.master.proxy import services as named
-from dstrial.master.proxy.frames import (
-    BINARY,
-    CLOSE,
-    NORMAL,
-    PING,
-    PONG,
-    FrameError,
-    FrameReader,
-    accept_key,
-    frame,
-)
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -37,11 +31,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.proxy")
 
 _MAX_EARLY_BYTES = 1 << 20
+_MAX_FRAME_BYTES = 16 * 2**20
 
 
 def tunnel_protocol(services: Services) -> type[asyncio.Protocol]:
     """Return what uvicorn makes of a connection that asks to become a WebSocket."""
     return cast("type[asyncio.Protocol]", functools.partial(Tunnel, services))
+
+
+class FrameLimit(Extension):
+    """Refuses a client's frame of more than 16 MiB at its header, which wsproto leaves to its users.
+
+    It is never offered in a handshake; wsproto has extensions see each header (``frame_protocol.py: extension_processing``).
+    """
+
+    name = "dstrial-frame-limit"
+
+    def enabled(self) -> bool:
+        """Whether frames are shown to it."""
+        return True
+
+    def offer(self) -> bool:
+        """Whether a client would ask for it."""
+        return False
+
+    def frame_inbound_header(
+        self, proto: FrameDecoder | FrameProtocol, opcode: Opcode, rsv: RsvBits, payload_length: int
+    ) -> CloseReason | RsvBits:
+        """Judge a header; no reserved bit is this extension's."""
+        del proto, opcode, rsv
+        if payload_length > _MAX_FRAME_BYTES:
+            return CloseReason.MESSAGE_TOO_BIG
+        return RsvBits(False, False, False)
+
+
+def server_frames() -> Connection:
+    """Return what reads a client's frames and writes ours, behind the handshake."""
+    return Connection(ConnectionType.SERVER, [FrameLimit()])
 
 
 class _ServiceEnd(asyncio.Protocol):
@@ -85,7 +111,9 @@ class Tunnel(asyncio.Protocol):
         self._connections: set[Any] = server_state.connections
         self._transport: asyncio.Transport | None = None
         self._upstream: asyncio.Transport | None = None
-        self._frames: FrameReader | None = None
+        self._frames: Connection | None = None
+        self._is_client_behind = False
+        self._due_pong: bytes | None = None
         self._task: asyncio.Task[None] | None = None
         self._task_id = ""
         self._early = bytearray()
@@ -120,11 +148,16 @@ class Tunnel(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Let the service wait for the client."""
+        self._is_client_behind = True
         if self._upstream is not None and not self._upstream.is_closing():
             self._upstream.pause_reading()
 
     def resume_writing(self) -> None:
         """Let the service go on."""
+        self._is_client_behind = False
+        pong, self._due_pong = self._due_pong, None
+        if pong is not None and self._frames is not None:
+            self._write(self._frames.send(Pong(pong)))
         if self._upstream is not None and not self._upstream.is_closing():
             self._upstream.resume_reading()
 
@@ -192,10 +225,10 @@ class Tunnel(asyncio.Protocol):
             return
         if service.is_tcp:
             key = Headers(raw=raw).get("sec-websocket-key", "").encode()
-            self._frames = FrameReader()
+            self._frames = server_frames()
             self._transport.write(
                 b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-                b"Sec-WebSocket-Accept: %b\r\n\r\n" % accept_key(key)
+                b"Sec-WebSocket-Accept: %b\r\n\r\n" % generate_accept_token(key)
             )
         else:
             kept = named.forwarded(((name.lower(), value) for name, value in raw), is_upgrade=True)
@@ -226,24 +259,31 @@ class Tunnel(asyncio.Protocol):
         if self._frames is None:
             self._upstream.write(data)
             return
-        try:
-            for opcode, payload in self._frames.feed(data):
-                self._take_frame(opcode, payload)
-        except FrameError as error:
-            self._end_frames(error.code)
+        self._frames.receive_data(data)
+        for event in self._frames.events():
+            if isinstance(event, BytesMessage):
+                self._upstream.write(event.data)
+            elif isinstance(event, TextMessage):
+                self._upstream.write(event.data.encode())
+            elif isinstance(event, Ping):
+                self._answer_ping(bytes(event.payload))
+            elif isinstance(event, CloseConnection):
+                is_clients = self._frames.state is ConnectionState.REMOTE_CLOSING
+                self._end_frames(CloseReason.NORMAL_CLOSURE if is_clients else event.code)
+                return
 
-    def _take_frame(self, opcode: int, payload: bytes) -> None:
-        assert self._upstream is not None
-        if opcode == CLOSE:
-            self._end_frames(NORMAL)
-        elif opcode == PING:
-            self._write(frame(PONG, payload))
-        elif opcode != PONG:
-            self._upstream.write(payload)
+    def _answer_ping(self, payload: bytes) -> None:
+        """Answer at once, or a client that does not read with the last of its pings only (RFC 6455, section 5.5.3)."""
+        assert self._frames is not None
+        if self._is_client_behind:
+            self._due_pong = payload
+        else:
+            self._write(self._frames.send(Pong(payload)))
 
     def _end_frames(self, code: int) -> None:
+        assert self._frames is not None
+        self._write(self._frames.send(CloseConnection(code)))
         self._frames = None
-        self._write(frame(CLOSE, code.to_bytes(2, "big")))
         if self._upstream is not None:
             self._upstream.close()
         self._close()
@@ -251,12 +291,12 @@ class Tunnel(asyncio.Protocol):
     def from_service(self, data: bytes) -> None:
         """Pass on what the service says."""
         self._services.activity.touch(self._task_id)
-        self._write(data if self._frames is None else frame(BINARY, data))
+        self._write(data if self._frames is None else self._frames.send(BytesMessage(data)))
 
     def service_lost(self) -> None:
         """End the client's connection, behind what is still on its way to it."""
         if self._frames is not None:
-            self._end_frames(NORMAL)
+            self._end_frames(CloseReason.NORMAL_CLOSURE)
         self._close()
 
     def hold_client(self, is_held: bool) -> None:

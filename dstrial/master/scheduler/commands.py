@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,8 @@ from dstrial.master.command import life, tensorboards
 from dstrial.master.launcher import AllocationRequest, Slot, SupervisorHandle, resident_bytes
 from dstrial.master.launcher.ports import TENSORBOARD
 from dstrial.master.store import commands
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Connection, Transaction
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -26,16 +26,16 @@ _MEMORY_PERIOD_S = 2.0
 _CONNECT_TIMEOUT_S = 0.2
 
 
-def first_ports(connection: sqlite3.Connection, task_id: str) -> dict[str, int]:
+def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
     """Return the ports that a command needs, as ``choose_ports`` takes them."""
-    kind = commands.require(connection, task_id)["kind"]
+    kind = commands.require(connection, task_id).kind
     return dict(TENSORBOARD) if kind == "TENSORBOARD" else {}
 
 
 def request(
     services: Services,
-    connection: sqlite3.Connection,
-    allocation: sqlite3.Row,
+    connection: Connection,
+    allocation: Allocation,
     slots: tuple[Slot, ...],
     ports: dict[str, int],
     tokens: dict[str, str],
@@ -45,23 +45,23 @@ def request(
     Raises:
         RequestError: what a TensorBoard shows has been deleted.
     """
-    row = commands.require(connection, allocation["task_id"])
-    config: dict[str, Any] = json.loads(row["config"])
-    directory = Path(allocation["directory"])
+    row = commands.require(connection, allocation.task_id)
+    config: dict[str, Any] = json.loads(row.config)
+    directory = Path(allocation.directory)
     links: dict[str, Path] = {}
-    if row["kind"] == "TENSORBOARD":
+    if row.kind == "TENSORBOARD":
         links = tensorboards.sources(
-            connection, services.cluster_id, json.loads(row["experiment_ids"]), json.loads(row["trial_ids"])
+            connection, services.cluster_id, json.loads(row.experiment_ids), json.loads(row.trial_ids)
         )
-        words = _tensorboard(row["task_id"], directory / "events", ports, config["tensorboard_args"])
+        words = _tensorboard(row.task_id, directory / "events", ports, config["tensorboard_args"])
     else:
         words = _words(config["entrypoint"])
     return AllocationRequest(
-        allocation_id=allocation["id"],
-        task_id=row["task_id"],
+        allocation_id=allocation.id,
+        task_id=row.task_id,
         trial_id=0,
         experiment_id=0,
-        run_id=allocation["run_id"],
+        run_id=allocation.run_id,
         directory=directory,
         slots=slots,
         ports=ports,
@@ -72,17 +72,17 @@ def request(
         latest_checkpoint=None,
         session_token=tokens["allocation"],
         user_token=tokens["user"],
-        username=row["username"],
+        username=row.username,
         master_url=services.address,
         cluster_id=services.cluster_id,
         master_id=services.master_id,
         agent_id=services.agent_id,
-        resources_id=allocation["resources_id"],
-        model_definition=commands.context(connection, row["task_id"]),
+        resources_id=allocation.resources_id,
+        model_definition=commands.context(connection, row.task_id),
         entrypoint=words,
         interpreter=interpreter_of(config),
         startup_hook=services.settings.startup_hook or "",
-        task_type=row["kind"],
+        task_type=row.kind,
         working_directory=config["work_dir"],
         links=links,
     )
@@ -120,43 +120,43 @@ class CommandWatch:
         self._measured_s: dict[str, float] = {}
         self._limits_s: dict[str, float] = {}
 
-    def look(self, allocation: sqlite3.Row, handle: SupervisorHandle | None) -> None:
+    def look(self, allocation: Allocation, handle: SupervisorHandle | None) -> None:
         """Do what is due for one allocation that runs."""
-        port = json.loads(allocation["ports"]).get("TENSORBOARD_PORT")
-        if port is None or allocation["kill_us"] is not None:
+        port = json.loads(allocation.ports).get("TENSORBOARD_PORT")
+        if port is None or allocation.kill_us is not None:
             return
-        if not allocation["is_ready"]:
+        if not allocation.is_ready:
             if _answers(port):
-                self._services.database.write(lambda tx: life.mark_ready(tx, allocation["id"]))
+                self._services.database.write(lambda tx: life.mark_ready(tx, allocation.id))
             return
         problem = self._idle(allocation) or self._too_large(allocation, handle)
         if problem is not None:
             text = problem
-            self._services.database.write(lambda tx: self._end(tx, allocation["task_id"], text))
+            self._services.database.write(lambda tx: self._end(tx, allocation.task_id, text))
 
     def _end(self, tx: Transaction, task_id: str, why: str) -> None:
         life.kill(tx, task_id, why)
 
-    def _idle(self, allocation: sqlite3.Row) -> str | None:
-        idle_s = self._services.activity.idle_s(allocation["task_id"])
-        limit_s = self._limits_s.get(allocation["id"])
+    def _idle(self, allocation: Allocation) -> str | None:
+        idle_s = self._services.activity.idle_s(allocation.task_id)
+        limit_s = self._limits_s.get(allocation.id)
         if limit_s is None:
-            limit_s = self._limits_s[allocation["id"]] = self._limit_s(allocation["task_id"])
+            limit_s = self._limits_s[allocation.id] = self._limit_s(allocation.task_id)
         if limit_s == 0 or idle_s < limit_s:
             return None
         return f"nobody has looked at it for {limit_s:g} s (idle_timeout)"
 
     def _limit_s(self, task_id: str) -> float:
         with self._services.database.read() as connection:
-            config = json.loads(commands.require(connection, task_id)["config"])
+            config = json.loads(commands.require(connection, task_id).config)
         own_s = None if config["idle_timeout"] is None else seconds_of(config["idle_timeout"])
         return float(self._services.settings.tensorboard_timeout) if own_s is None else own_s
 
-    def _too_large(self, allocation: sqlite3.Row, handle: SupervisorHandle | None) -> str | None:
+    def _too_large(self, allocation: Allocation, handle: SupervisorHandle | None) -> str | None:
         limit_mib = self._services.settings.tensorboard_memory_mib
-        if handle is None or time.monotonic() < self._measured_s.get(allocation["id"], 0.0):
+        if handle is None or time.monotonic() < self._measured_s.get(allocation.id, 0.0):
             return None
-        self._measured_s[allocation["id"]] = time.monotonic() + _MEMORY_PERIOD_S
+        self._measured_s[allocation.id] = time.monotonic() + _MEMORY_PERIOD_S
         used_mib = resident_bytes(handle) / _MIB
         if used_mib <= limit_mib:
             return None
@@ -165,11 +165,11 @@ class CommandWatch:
             "tensorboard_memory_mib in the master's settings"
         )
 
-    def forget(self, allocation: sqlite3.Row) -> None:
+    def forget(self, allocation: Allocation) -> None:
         """Drop an allocation that has ended."""
-        self._measured_s.pop(allocation["id"], None)
-        self._limits_s.pop(allocation["id"], None)
-        self._services.activity.forget(allocation["task_id"])
+        self._measured_s.pop(allocation.id, None)
+        self._limits_s.pop(allocation.id, None)
+        self._services.activity.forget(allocation.task_id)
 
 
 def _answers(port: int) -> bool:

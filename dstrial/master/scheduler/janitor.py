@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import Any
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.master import checkpoint_gc
+from dstrial.master.advice import text_of
 from dstrial.master.changes import Changes
 from dstrial.master.experiment import holders
 from dstrial.master.launcher import remove
 from dstrial.master.launcher.environment import tracebacks_directory
 from dstrial.master.launcher.overlay.store import collect as collect_overlays
-from dstrial.master.store import checkpoints, experiments, logs, models, usage, work
-from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store import allocations, checkpoints, experiments, logs, models, usage, work
+from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.metrics import as_number
 
 logger = logging.getLogger("dstrial.master.janitor")
@@ -94,27 +94,27 @@ class Janitor:
         else:
             self._perform(row)
 
-    def _perform(self, row: sqlite3.Row) -> None:
-        experiment_id, payload = int(row["experiment_id"]), json.loads(row["payload"])
+    def _perform(self, row: work.Work) -> None:
+        experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
         try:
-            if row["kind"] == "gc":
+            if row.kind == "gc":
                 self._collect(experiment_id)
-            elif row["kind"] == "delete_checkpoints":
+            elif row.kind == "delete_checkpoints":
                 self._delete_checkpoints(payload["uuids"], payload["globs"])
-            elif row["kind"] == "delete_tensorboard":
+            elif row.kind == "delete_tensorboard":
                 self._delete_tensorboard(experiment_id)
-            elif row["kind"] == "delete_project":
+            elif row.kind == "delete_project":
                 self._database.write(lambda tx: holders.finish_project(tx, payload["id"]))
-            elif row["kind"] == "delete_workspace":
+            elif row.kind == "delete_workspace":
                 self._database.write(lambda tx: holders.finish_workspace(tx, payload["id"]))
             else:
                 self._delete_experiment(experiment_id)
-        except (DstrialError, OSError, sqlite3.IntegrityError, ValueError, LookupError) as error:
-            logger.error("%s of experiment %d: %s", row["kind"], experiment_id, error)
-            if row["kind"] == "delete_experiment":
-                why = str(error)
+        except (DstrialError, OSError, IntegrityError, ValueError, LookupError) as error:
+            logger.error("%s of experiment %d: %s", row.kind, experiment_id, text_of(error))
+            if row.kind == "delete_experiment":
+                why = text_of(error)
                 self._database.write(lambda tx: _mark_delete_failed(tx, experiment_id, why))
-        self._database.write(lambda tx: work.done(tx, row["id"]))
+        self._database.write(lambda tx: work.done(tx, row.id))
 
     def _collect(self, experiment_id: int) -> None:
         with self._database.read() as connection:
@@ -125,12 +125,10 @@ class Janitor:
                 connection, experiment_id=experiment_id, states=("COMPLETED",)
             )
             in_use = checkpoints.in_use(connection)
-        storage = json.loads(experiment["config"])["checkpoint_storage"]
-        candidates = [_candidate(row) for row in rows if row["uuid"] not in in_use]
+        storage = json.loads(experiment.config)["checkpoint_storage"]
+        candidates = [_candidate(row) for row in rows if row.uuid not in in_use]
         policy = checkpoint_gc.Policy.from_storage(storage)
-        uuids = checkpoint_gc.plan(
-            candidates, policy, smaller_is_better=bool(experiment["smaller_is_better"])
-        )
+        uuids = checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment.smaller_is_better))
         self._delete_checkpoints(uuids, ["**/*"])
 
     def _delete_checkpoints(self, uuids: list[str], globs: list[str]) -> None:
@@ -145,7 +143,7 @@ class Janitor:
             if used_as is not None:
                 logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
                 continue
-            storage = json.loads(row["experiment_config"])["checkpoint_storage"]
+            storage = json.loads(row.experiment_config)["checkpoint_storage"]
             try:
                 left = checkpoint_gc.delete_files(storage, uuid, globs)
             except DstrialError as error:
@@ -163,31 +161,27 @@ class Janitor:
                     "Delete these versions, and the experiment again."
                 )
             rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id)
-            directories = [
-                (Path(row["directory"]), int(row["trial_id"] or 0))
-                for row in connection.execute(
-                    "SELECT directory, trial_id FROM allocations WHERE experiment_id = ?", (experiment_id,)
-                )
-            ]
+            held = allocations.of_experiment(connection, experiment_id)
         for row in rows:
-            storage = json.loads(row["experiment_config"])["checkpoint_storage"]
-            checkpoint_gc.delete_files(storage, row["uuid"])
+            storage = json.loads(row.experiment_config)["checkpoint_storage"]
+            checkpoint_gc.delete_files(storage, row.uuid)
         self._delete_tensorboard(experiment_id)
-        for directory, trial_id in directories:
+        for allocation in held:
+            directory = Path(allocation.directory)
             remove(directory)
-            shutil.rmtree(tracebacks_directory(directory, trial_id), ignore_errors=True)
+            shutil.rmtree(tracebacks_directory(directory, allocation.trial_id), ignore_errors=True)
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:
         """Delete the TensorBoard files of an experiment, where its storage is one that this machine reaches."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
-            cluster = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
-        if row is None or cluster is None:
+            cluster_id = find_cluster_id(connection)
+        if row is None or cluster_id is None:
             return
-        storage = json.loads(row["config"])["checkpoint_storage"]
+        storage = json.loads(row.config)["checkpoint_storage"]
         if storage["type"] in ("shared_fs", "directory"):
-            checkpoint_gc.delete_tensorboard_files(storage, cluster["value"], experiment_id)
+            checkpoint_gc.delete_tensorboard_files(storage, cluster_id, experiment_id)
 
     def _collect_overlays(self) -> None:
         if self._overlays_path is not None:
@@ -198,25 +192,17 @@ class Janitor:
         self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))
 
 
-def _candidate(row: sqlite3.Row) -> checkpoint_gc.Candidate:
-    validation: dict[str, Any] = json.loads(row["validation"]) if row["validation"] else {}
-    metric = as_number(validation.get(row["searcher_metric"]))
-    return checkpoint_gc.Candidate(row["uuid"], row["trial_id"], row["steps"], metric)
+def _candidate(row: checkpoints.CheckpointInfo) -> checkpoint_gc.Candidate:
+    validation: dict[str, Any] = json.loads(row.validation) if row.validation else {}
+    metric = as_number(validation.get(row.searcher_metric))
+    return checkpoint_gc.Candidate(row.uuid, row.trial_id, row.steps, metric)
 
 
 def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:
-    tx.execute(
-        "UPDATE experiments SET state = 'DELETE_FAILED', end_reason = ? WHERE id = ?", (why, experiment_id)
-    )
+    experiments.update(tx, experiment_id, state="DELETE_FAILED", end_reason=why)
     tx.publish(f"experiment:{experiment_id}")
 
 
 def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
-    of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
     usage.remember(tx, experiment_id)
-    tx.execute(f"DELETE FROM metrics WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
-    tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
-    for table in ("checkpoints", "allocations", "tasks", "trials"):
-        tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
-    tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))
-    tx.publish(f"experiment:{experiment_id}")
+    experiments.forget(tx, experiment_id)

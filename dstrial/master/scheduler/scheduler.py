@@ -12,16 +12,16 @@ import json
 import logging
 import secrets
 import shutil
-import sqlite3
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstrial.errors import DstrialError
 from dstrial.master import launcher, resumption
+from dstrial.master.advice import text_of
 from dstrial.master.clock import now_us
 from dstrial.master.command import life
 from dstrial.master.experiment import allocations, ending
@@ -32,16 +32,16 @@ from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
-from dstrial.master.scheduler.queue import Waiting, assignments
+from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
 from dstrial.master.scheduler.silence import Silence
-from dstrial.master.scheduler.waiting import Holder, waiting_text
-from dstrial.master.slots import AGENT, disabled
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands
+from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.logs import add_master_line, add_task_logs
+from dstrial.master.store.slots import AGENT, disabled
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 
@@ -59,16 +59,6 @@ _LOOK_AGAIN_S = 1.0
 # For how long a master that ends goes on storing what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
 
-_UNASSIGNED = (
-    "SELECT trials.*, experiments.slots_per_trial, experiments.max_slots, experiments.config, experiments.priority, "
-    "experiments.queue_position FROM trials "
-    "JOIN experiments ON experiments.id = trials.experiment_id "
-    "WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND experiments.unmanaged = 0 "
-    "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')"
-)
-_ORDER = "ORDER BY experiments.priority, experiments.queue_position, trials.id"
-_EXCLUDED = f"{_UNASSIGNED} AND trials.is_node_excluded = 2"
-_WAITING = f"{_UNASSIGNED} AND trials.is_node_excluded != 2 {_ORDER}"
 # In place of how many slots there are, where it is told why something waits.
 _AGENT_OFF = -1
 
@@ -112,66 +102,66 @@ class Scheduler:
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         for row in live:
-            handle = launcher.find(Path(row["directory"]))
-            self._handles[row["id"]] = handle
+            handle = launcher.find(Path(row.directory))
+            self._handles[row.id] = handle
             if handle is not None:
-                logger.info("allocation %s is taken back (pid %d)", row["id"], handle.pid)
-                if row["state"] == "ASSIGNED":
+                logger.info("allocation %s is taken back (pid %d)", row.id, handle.pid)
+                if row.state == "ASSIGNED":
                     self._started(row, handle)
-        self._remove_left_over({row["id"] for row in live})
+        self._remove_left_over({row.id for row in live})
         with self._database.read() as connection:
-            rows = connection.execute(_WAITING).fetchall()
+            rows = jobs.waiting_trials(connection)
             self._waiting(connection, rows, len(self._services.slots))
         self._janitor.start()
         self._thread.start()
 
     def _waiting(
-        self, connection: sqlite3.Connection, rows: list[sqlite3.Row], num_enabled: int
+        self, connection: Connection, rows: list[jobs.WaitingTrial], num_enabled: int
     ) -> list[Waiting]:
         """Return who waits for how many slots; a trial that can go on with fewer than it asks for waits for those."""
         waiting = []
         for row in rows:
-            wanted, most = row["slots_per_trial"], row["max_slots"]
+            wanted, most = row.slots_per_trial, row.max_slots
             available = num_enabled if most is None else min(num_enabled, most)
             num_slots = wanted
             if wanted > available:
-                config = json.loads(row["config"])
+                config = json.loads(row.config)
                 fitting = self._slots_to_go_on_with(connection, row, config, available)
                 if fitting is not None:
                     num_slots = fitting
-                elif wanted > num_enabled and self._told.get(row["id"]) != (wanted, num_enabled):
-                    self._told[row["id"]] = (wanted, num_enabled)
+                elif wanted > num_enabled and self._told.get(row.id) != (wanted, num_enabled):
+                    self._told[row.id] = (wanted, num_enabled)
                     why = resumption.why_it_waits(connection, row, config, available)
                     self._tell_it_waits(row, num_enabled, why)
-            waiting.append(Waiting(row["id"], row["experiment_id"], num_slots, most))
+            waiting.append(Waiting(row.id, row.experiment_id, num_slots, most))
         return waiting
 
     def _slots_to_go_on_with(
-        self, connection: sqlite3.Connection, row: sqlite3.Row, config: dict[str, Any], available: int
+        self, connection: Connection, row: jobs.WaitingTrial, config: dict[str, Any], available: int
     ) -> int | None:
         """Return what ``resumption`` says, which is asked again only when something has changed."""
-        known_for = (row["run_id"], available, hash(row["config"]))
-        known = self._fitting.get(row["id"])
+        known_for = (row.run_id, available, hash(row.config))
+        known = self._fitting.get(row.id)
         if known is None or known[0] != known_for:
             known = known_for, resumption.slots_to_go_on_with(connection, row, config, available)
-            self._fitting[row["id"]] = known
+            self._fitting[row.id] = known
         return known[1]
 
-    def _tell_it_waits(self, row: sqlite3.Row, num_slots: int, why: str | None) -> None:
+    def _tell_it_waits(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
         """Say in its log that a trial needs more slots than there are."""
-        wanted = row["slots_per_trial"]
+        wanted = row.slots_per_trial
         text = (
             f"the trial needs {wanted} slots and waits; this master has {num_slots}. Start it again with at least {wanted} "
             "(`dstrial up --slots`)"
         )
         if why is not None:
             text += f", for its checkpoint cannot go on with fewer: {why}"
-        logger.warning("trial %d: %s", row["id"], text)
-        self._database.write(lambda tx: add_master_line(tx, row["task_id"], row["id"], text, level="WARNING"))
+        logger.warning("trial %d: %s", row.id, text)
+        self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level="WARNING"))
 
-    def _tell_command_waits(self, row: sqlite3.Row, num_slots: int) -> None:
+    def _tell_command_waits(self, row: commands.CommandInfo, num_slots: int) -> None:
         """Say in its log that a command needs more slots than there are."""
-        wanted, task_id = row["num_slots"], row["task_id"]
+        wanted, task_id = row.num_slots, row.task_id
         if wanted <= num_slots:
             self._told.pop(task_id, None)
         if wanted <= num_slots or self._told.get(task_id) == (wanted, num_slots):
@@ -183,17 +173,17 @@ class Scheduler:
         )
         self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
 
-    def _tell_agent_is_off(self, row: sqlite3.Row, trial_id: int | None) -> None:
+    def _tell_agent_is_off(self, row: jobs.WaitingTrial | commands.CommandInfo, trial_id: int | None) -> None:
         """Say in its log that a trial, or a command for None, waits for the agent."""
-        key = row["task_id"] if trial_id is None else trial_id
-        told = (row["run_id"], _AGENT_OFF)
+        key = row.task_id if trial_id is None else trial_id
+        told = (row.run_id, _AGENT_OFF)
         if self._told.get(key) == told:
             return
         self._told[key] = told
         text = f"the agent is disabled, and nothing starts; go on with `det agent enable {self._services.agent_id}`"
-        self._database.write(lambda tx: add_master_line(tx, row["task_id"], trial_id, text, level="WARNING"))
+        self._database.write(lambda tx: add_master_line(tx, row.task_id, trial_id, text, level="WARNING"))
 
-    def _end_without_node(self, row: sqlite3.Row) -> None:
+    def _end_without_node(self, row: jobs.WaitingTrial) -> None:
         """End a trial that may not start on the only machine, unless what cannot run waits here.
 
         Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
@@ -206,9 +196,9 @@ class Scheduler:
         )
 
         def end(tx: Transaction) -> None:
-            text = f"trial {row['id']} has failed: {why}"
-            add_master_line(tx, row["task_id"], row["id"], text, level="ERROR")
-            ending.close_trial(tx, row["id"], "ERROR", why=why)
+            text = f"trial {row.id} has failed: {why}"
+            add_master_line(tx, row.task_id, row.id, text, level="ERROR")
+            ending.close_trial(tx, row.id, "ERROR", why=why)
 
         self._database.write(end)
 
@@ -247,11 +237,7 @@ class Scheduler:
         def ask(tx: Transaction) -> bool:
             live = allocation_rows.all_live(tx.connection)
             for row in live:
-                wants = (
-                    row["kill_us"] is None
-                    if is_kill
-                    else row["preempt_us"] is None and row["kill_us"] is None
-                )
+                wants = row.kill_us is None if is_kill else row.preempt_us is None and row.kill_us is None
                 if wants:
                     _release(tx, row, "the master is going down", is_kill=is_kill)
             return bool(live)
@@ -262,9 +248,7 @@ class Scheduler:
         """Say whether any allocation runs; of one that does not, the next master takes in what is left."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
-        return any(
-            launcher.poll_exit(Path(row["directory"]), self._handles.get(row["id"])) is None for row in live
-        )
+        return any(launcher.poll_exit(Path(row.directory), self._handles.get(row.id)) is None for row in live)
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -283,14 +267,14 @@ class Scheduler:
             live = allocation_rows.all_live(connection)
         wait_s = _TICK_S if live else _IDLE_TICK_S
         for row in live:
-            if time.monotonic() < self._troubled_s.get(row["id"], 0.0):
+            if time.monotonic() < self._troubled_s.get(row.id, 0.0):
                 continue
             try:
                 if self._watch(row):
                     wait_s = 0.0
             except Exception:
-                logger.exception("allocation %s had a problem and is looked at again", row["id"])
-                self._troubled_s[row["id"]] = time.monotonic() + _LOOK_AGAIN_S
+                logger.exception("allocation %s had a problem and is looked at again", row.id)
+                self._troubled_s[row.id] = time.monotonic() + _LOOK_AGAIN_S
         if not self._is_draining and self._assign():
             wait_s = min(wait_s, _TICK_S)
         self._silence.check()
@@ -298,9 +282,9 @@ class Scheduler:
 
     # What runs
 
-    def _watch(self, row: sqlite3.Row) -> bool:
+    def _watch(self, row: Allocation) -> bool:
         """Do what is due for one allocation and say whether there is more to do at once."""
-        allocation_id, directory = row["id"], Path(row["directory"])
+        allocation_id, directory = row.id, Path(row.directory)
         handle = self._handles.get(allocation_id)
         if handle is None and allocation_id not in self._handles:
             handle = self._handles[allocation_id] = launcher.find(directory)
@@ -316,40 +300,36 @@ class Scheduler:
             self._end(row, exit_)
         return has_more
 
-    def _kill_if_due(self, row: sqlite3.Row, handle: SupervisorHandle | None) -> None:
-        allocation_id, deadline_us = row["id"], row["preempt_deadline_us"]
-        if row["kill_us"] is None and deadline_us is not None and now_us() > deadline_us:
+    def _kill_if_due(self, row: Allocation, handle: SupervisorHandle | None) -> None:
+        allocation_id, deadline_us = row.id, row.preempt_deadline_us
+        if row.kill_us is None and deadline_us is not None and now_us() > deadline_us:
             limit = f"{life.STOP_TIMEOUT_S} s" if _is_command(row) else "preemption_timeout"
             self._database.write(
                 lambda tx: _release(tx, row, f"it did not stop within {limit}", is_kill=True)
             )
-        if row["preempt_us"] is not None and _is_command(row) and allocation_id not in self._terminated:
+        if row.preempt_us is not None and _is_command(row) and allocation_id not in self._terminated:
             self._terminated.add(allocation_id)
             if handle is not None:
                 launcher.terminate(handle)
-        if row["kill_us"] is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
+        if row.kill_us is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
             self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
-            launcher.kill(handle, Path(row["directory"]))
+            launcher.kill(handle, Path(row.directory))
 
-    def _take_in(self, row: sqlite3.Row) -> bool:
+    def _take_in(self, row: Allocation) -> bool:
         """Take in what an allocation has printed since the stored offset, and say whether there may be more."""
-        offset = int(row["log_offset"])
-        lines, end = read_lines(Path(row["directory"]), offset, _CHUNK_BYTES)
+        offset = int(row.log_offset)
+        lines, end = read_lines(Path(row.directory), offset, _CHUNK_BYTES)
         if not lines:
             return False
-        policies = () if _is_command(row) else self._policies_of(row["experiment_id"])
+        policies = () if _is_command(row) else self._policies_of(row.experiment_id)
         matched = matches(policies, (line.text for line in lines))
         told = self._services.log_triggers.find(line.text for line in lines)
 
         def store(tx: Transaction) -> None:
-            cursor = tx.execute(
-                "UPDATE allocations SET log_offset = ? WHERE id = ? AND log_offset = ?",
-                (end, row["id"], offset),
-            )
-            if cursor.rowcount:
-                add_task_logs(tx, row["task_id"], row["trial_id"] or None, row["id"], lines)
+            if allocation_rows.advance_log(tx, row.id, offset, end):
+                add_task_logs(tx, row.task_id, row.trial_id or None, row.id, lines)
                 _note_policies(tx, row, matched, self._services.agent_id)
-                events.tell_lines(tx, row["task_id"], told)
+                events.tell_lines(tx, row.task_id, told)
 
         self._database.write(store)
         return end - offset > _CHUNK_BYTES // 2
@@ -358,35 +338,35 @@ class Scheduler:
         if experiment_id not in self._policies:
             with self._database.read() as connection:
                 row = experiment_rows.require(connection, experiment_id)
-            self._policies[experiment_id] = compile_policies(json.loads(row["config"]))
+            self._policies[experiment_id] = compile_policies(json.loads(row.config))
         return self._policies[experiment_id]
 
-    def _end(self, row: sqlite3.Row, exit_: AllocationExit) -> None:
+    def _end(self, row: Allocation, exit_: AllocationExit) -> None:
         traceback = None
         if exit_.exit_code != 0:
-            traceback = first_traceback(_printed(Path(row["directory"])))
+            traceback = first_traceback(_printed(Path(row.directory)))
             if traceback is None or is_of_launcher(traceback):
-                explanation = explain_rank(_printed(Path(row["directory"])))
+                explanation = explain_rank(_printed(Path(row.directory)))
                 if explanation is not None:
                     exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
             if exit_.explanation is None:
-                failure = explain_failure(_printed(Path(row["directory"])), traceback)
+                failure = explain_failure(_printed(Path(row.directory)), traceback)
                 exit_ = dataclasses.replace(exit_, explanation=failure)
         exited = life.exited if _is_command(row) else allocations.allocation_exited
-        self._database.write(lambda tx: exited(tx, row["id"], exit_, traceback))
+        self._database.write(lambda tx: exited(tx, row.id, exit_, traceback))
         self._commands.forget(row)
-        self._terminated.discard(row["id"])
-        self._handles.pop(row["id"], None)
-        self._killed_s.pop(row["id"], None)
-        self._troubled_s.pop(row["id"], None)
-        launcher.remove(Path(row["directory"]))
+        self._terminated.discard(row.id)
+        self._handles.pop(row.id, None)
+        self._killed_s.pop(row.id, None)
+        self._troubled_s.pop(row.id, None)
+        launcher.remove(Path(row.directory))
 
     # What waits
 
-    def _assign(self) -> list[sqlite3.Row]:
+    def _assign(self) -> list[Allocation]:
         with self._database.read() as connection:
-            excluded = connection.execute(_EXCLUDED).fetchall()
-            rows = connection.execute(_WAITING).fetchall()
+            excluded = jobs.excluded_trials(connection)
+            rows = jobs.waiting_trials(connection)
             others = commands.waiting(connection)
             if not rows and not others and not excluded:
                 return []
@@ -398,24 +378,24 @@ class Scheduler:
             self._end_without_node(row)
         if AGENT in off:
             for row in rows:
-                self._tell_agent_is_off(row, row["id"])
-            for row in others:
-                self._tell_agent_is_off(row, None)
+                self._tell_agent_is_off(row, row.id)
+            for command in others:
+                self._tell_agent_is_off(command, None)
             return []
-        for row in others:
-            self._tell_command_waits(row, len(enabled))
+        for command in others:
+            self._tell_command_waits(command, len(enabled))
         waiting = _by_urgency(
             [*zip(rows, trials, strict=True)],
-            [(row, Waiting(row["task_id"], 0, row["num_slots"], None)) for row in others],
+            [(row, Waiting(row.task_id, 0, row.num_slots, None)) for row in others],
         )
         in_use: set[int] = set()
         used_by: dict[int, int] = {}
-        for row in live:
-            slots = json.loads(row["slots"])
+        for holder in live:
+            slots = json.loads(holder.slots)
             in_use.update(slots)
-            used_by[row["experiment_id"]] = used_by.get(row["experiment_id"], 0) + len(slots)
-        wanted = {row["id"]: row["slots_per_trial"] for row in rows}
-        ports = {port for row in live for port in json.loads(row["ports"]).values()}
+            used_by[holder.experiment_id] = used_by.get(holder.experiment_id, 0) + len(slots)
+        wanted = {row.id: row.slots_per_trial for row in rows}
+        ports = {port for row in live for port in json.loads(row.ports).values()}
         begun = []
         for key, slots in assignments(waiting, enabled - in_use, len(enabled), used_by):
             if isinstance(key, str):
@@ -423,28 +403,27 @@ class Scheduler:
             else:
                 allocation = self._begin_trial(key, slots, wanted[key], ports)
             if allocation is not None:
-                ports |= set(json.loads(allocation["ports"]).values())
+                ports |= set(json.loads(allocation.ports).values())
                 begun.append(allocation)
         self._tell_waiting([*zip(rows, trials, strict=True)], [*live, *begun], len(enabled))
         return begun
 
     def _tell_waiting(
-        self, waiting: list[tuple[sqlite3.Row, Waiting]], live: list[sqlite3.Row], num_enabled: int
+        self, waiting: list[tuple[jobs.WaitingTrial, Waiting]], live: list[Allocation], num_enabled: int
     ) -> None:
         """Say once per run, in a trial's log, for which slots it waits and who holds them."""
-        is_begun = {row["trial_id"] for row in live}
-        left = [pair for pair in waiting if pair[0]["id"] not in is_begun]
+        is_begun = {row.trial_id for row in live}
+        left = [pair for pair in waiting if pair[0].id not in is_begun]
         told = [
             pair
             for pair in left
-            if pair[1].num_slots <= num_enabled
-            and (pair[0]["id"], pair[0]["run_id"]) not in self._told_waiting
+            if pair[1].num_slots <= num_enabled and (pair[0].id, pair[0].run_id) not in self._told_waiting
         ]
         if not told or self._is_draining:
             return
         with self._database.read() as connection:
-            holders = [_holder(connection, row) for row in live if json.loads(row["slots"])]
-        first = left[0][0]["id"]
+            holders = [_holder(connection, row) for row in live if json.loads(row.slots)]
+        first = left[0][0].id
 
         def say(tx: Transaction) -> None:
             for row, one in told:
@@ -454,21 +433,21 @@ class Scheduler:
                     holders,
                     experiment_id=one.experiment_id,
                     max_slots=one.max_slots,
-                    before=f"trial {first}" if first != row["id"] else None,
+                    before=f"trial {first}" if first != row.id else None,
                 )
-                add_master_line(tx, row["task_id"], row["id"], text)
+                add_master_line(tx, row.task_id, row.id, text)
 
         self._database.write(say)
-        self._told_waiting.update((row["id"], row["run_id"]) for row, _ in told)
+        self._told_waiting.update((row.id, row.run_id) for row, _ in told)
 
     def _begin_trial(
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
-    ) -> sqlite3.Row | None:
+    ) -> Allocation | None:
         """Give a trial slots, perhaps fewer than its config asks for, and start its processes."""
         ports = launcher.choose_ports(set(used_ports))
         tokens, hashes = _new_tokens()
 
-        def assign(tx: Transaction) -> sqlite3.Row | None:
+        def assign(tx: Transaction) -> Allocation | None:
             # In the transaction, so that `_release_all` sees either the allocation or that there will be none.
             if self._is_draining:
                 return None
@@ -488,11 +467,11 @@ class Scheduler:
                 )
                 add_master_line(
                     tx,
-                    allocation["task_id"],
+                    allocation.task_id,
                     trial_id,
                     text,
                     level="WARNING",
-                    allocation_id=allocation["id"],
+                    allocation_id=allocation.id,
                 )
             return allocation
 
@@ -500,11 +479,11 @@ class Scheduler:
         if row is None:
             return None
         # The experiment may have been continued with another config since its last run.
-        self._policies.pop(row["experiment_id"], None)
+        self._policies.pop(row.experiment_id, None)
         self._launch(row, lambda: self._request(row, slots, ports, tokens))
         return row
 
-    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> sqlite3.Row | None:
+    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
         """Give a command its slots, and start it."""
         services = self._services
         with self._database.read() as connection:
@@ -512,7 +491,7 @@ class Scheduler:
         ports = launcher.choose_ports(set(used_ports), first_ports)
         tokens, hashes = _new_tokens()
 
-        def assign(tx: Transaction) -> sqlite3.Row | None:
+        def assign(tx: Transaction) -> Allocation | None:
             if self._is_draining:
                 return None
             return life.assign(
@@ -537,67 +516,63 @@ class Scheduler:
         self._launch(row, request)
         return row
 
-    def _launch(self, row: sqlite3.Row, request: Callable[[], AllocationRequest]) -> None:
+    def _launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
         try:
             launcher.prepare(request())
-            handle = launcher.start(Path(row["directory"]))
+            handle = launcher.start(Path(row.directory))
         except (DstrialError, OSError) as error:
-            self._end(row, _failed_start(str(error)))
+            self._end(row, _failed_start(text_of(error)))
             return
-        self._handles[row["id"]] = handle
+        self._handles[row.id] = handle
         self._started(row, handle)
 
-    def _started(self, row: sqlite3.Row, handle: SupervisorHandle) -> None:
+    def _started(self, row: Allocation, handle: SupervisorHandle) -> None:
         def write(tx: Transaction) -> None:
             if _is_command(row):
-                life.started(tx, row["id"], handle)
+                life.started(tx, row.id, handle)
                 return
-            allocations.started(tx, row["id"], handle)
+            allocations.started(tx, row.id, handle)
             # In Determined the trial's own launcher says so (harness/determined/exec/launch.py), and scripts look for it.
-            text = f"New trial runner in (container {row['resources_id']}) on agent {self._services.agent_id}"
-            add_master_line(tx, row["task_id"], row["trial_id"], text, allocation_id=row["id"])
+            text = f"New trial runner in (container {row.resources_id}) on agent {self._services.agent_id}"
+            add_master_line(tx, row.task_id, row.trial_id, text, allocation_id=row.id)
 
         self._database.write(write)
 
     def _request(
-        self, row: sqlite3.Row, slots: list[int], ports: dict[str, int], tokens: dict[str, str]
+        self, row: Allocation, slots: list[int], ports: dict[str, int], tokens: dict[str, str]
     ) -> AllocationRequest:
         with self._database.read() as connection:
-            trial = trial_rows.require(connection, row["trial_id"])
-            experiment = experiment_rows.require(connection, row["experiment_id"])
-            owner = connection.execute(
-                "SELECT username FROM users WHERE id = ?", (experiment["owner_id"],)
-            ).fetchone()
-            model = connection.execute(
-                "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (row["experiment_id"],)
-            ).fetchone()
-        config = json.loads(experiment["config"])
+            trial = trial_rows.require(connection, row.trial_id)
+            experiment = experiment_rows.require(connection, row.experiment_id)
+            owner = users.find_by_id(connection, experiment.owner_id)
+            model_definition = experiment_rows.model_definition(connection, experiment.id)
+        config = json.loads(experiment.config)
         services = self._services
         return AllocationRequest(
-            allocation_id=row["id"],
-            task_id=row["task_id"],
-            trial_id=trial["id"],
-            experiment_id=experiment["id"],
-            run_id=row["run_id"],
-            directory=Path(row["directory"]),
+            allocation_id=row.id,
+            task_id=row.task_id,
+            trial_id=trial.id,
+            experiment_id=experiment.id,
+            run_id=row.run_id,
+            directory=Path(row.directory),
             slots=tuple(slot for slot in services.slots if slot.id in slots),
             ports=ports,
             config=config,
-            hparams=json.loads(trial["hparams"]),
-            trial_seed=trial["seed"],
-            steps_completed=row["steps_at_start"],
-            latest_checkpoint=row["checkpoint_uuid"],
+            hparams=json.loads(trial.hparams),
+            trial_seed=trial.seed,
+            steps_completed=row.steps_at_start,
+            latest_checkpoint=row.checkpoint_uuid,
             session_token=tokens["allocation"],
             user_token=tokens["user"],
-            username=owner["username"],
+            username=owner.username,
             master_url=services.address,
             cluster_id=services.cluster_id,
             master_id=services.master_id,
             agent_id=services.agent_id,
-            resources_id=row["resources_id"],
-            model_definition=bytes(model["tgz"]) if model is not None else b"",
+            resources_id=row.resources_id,
+            model_definition=model_definition,
             entrypoint=config["entrypoint"],
-            interpreter=experiment["interpreter"],
+            interpreter=experiment.interpreter,
             startup_hook=services.settings.startup_hook or "",
         )
 
@@ -610,34 +585,32 @@ class Scheduler:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def _holder(connection: sqlite3.Connection, allocation: sqlite3.Row) -> Holder:
-    num_slots = len(json.loads(allocation["slots"]))
+def _holder(connection: Connection, allocation: Allocation) -> Holder:
+    num_slots = len(json.loads(allocation.slots))
     if _is_command(allocation):
-        return Holder(f"task {allocation['task_id']}", 0, num_slots)
-    experiment_id = allocation["experiment_id"]
-    config = json.loads(experiment_rows.require(connection, experiment_id)["config"])
+        return Holder(f"task {allocation.task_id}", 0, num_slots)
+    experiment_id = allocation.experiment_id
+    config = json.loads(experiment_rows.require(connection, experiment_id).config)
     called = visible_line(str(config.get("name")))
-    name = f"trial {allocation['trial_id']} of experiment {experiment_id} ({called})"
+    name = f"trial {allocation.trial_id} of experiment {experiment_id} ({called})"
     return Holder(name, experiment_id, num_slots)
 
 
-def _is_command(allocation: sqlite3.Row) -> bool:
-    return not allocation["trial_id"]
+def _is_command(allocation: Allocation) -> bool:
+    return not allocation.trial_id
 
 
-def _release(tx: Transaction, allocation: sqlite3.Row, why: str, *, is_kill: bool) -> None:
+def _release(tx: Transaction, allocation: Allocation, why: str, *, is_kill: bool) -> None:
     if _is_command(allocation):
         life.release(tx, allocation, why, is_kill=is_kill)
     else:
-        ending.release(tx, allocation["trial_id"], why, is_kill=is_kill)
+        ending.release(tx, allocation.trial_id, why, is_kill=is_kill)
 
 
-def _by_urgency(*groups: Iterable[tuple[sqlite3.Row, Waiting]]) -> list[Waiting]:
+def _by_urgency(*groups: Iterable[tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]]) -> list[Waiting]:
     """Merge what waits, by priority and place in the queue; what is equal stays in its order."""
     found = [pair for group in groups for pair in group]
-    return [
-        one for _, one in sorted(found, key=lambda pair: (pair[0]["priority"], pair[0]["queue_position"]))
-    ]
+    return [one for _, one in sorted(found, key=lambda pair: (pair[0].priority, pair[0].queue_position))]
 
 
 def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
@@ -647,14 +620,13 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _note_policies(
-    tx: Transaction, row: sqlite3.Row, matched: list[tuple[LogPolicy, str]], agent_id: str
+    tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], agent_id: str
 ) -> None:
     """Store which policies a trial's output has matched, and say so once for those that have an action."""
     for policy, line in matched:
         if policy.name is not None:
-            tx.execute(
-                "UPDATE trials SET log_policy_matched = ? WHERE id = ?", (policy.name, row["trial_id"])
-            )
+            trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)
+        column: Literal["retry_cancelled", "is_node_excluded"]
         if policy.action == "cancel_retries":
             column, then = "retry_cancelled", "the trial will not be started again if it fails"
         elif policy.action == "exclude_node":
@@ -662,15 +634,9 @@ def _note_policies(
             column, then = "is_node_excluded", f"therefore will not schedule on {agent_id} again if it fails"
         else:
             continue
-        changed = tx.execute(
-            f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0",  # noqa: S608 - one of the two above
-            (row["trial_id"],),
-        )
-        if changed.rowcount:
+        if trial_rows.set_flag(tx, row.trial_id, column):
             text = f'(log {json.dumps(line, ensure_ascii=False)} matched regex "{policy.text}") {then}'
-            add_master_line(
-                tx, row["task_id"], row["trial_id"], text, level="WARNING", allocation_id=row["id"]
-            )
+            add_master_line(tx, row.task_id, row.trial_id, text, level="WARNING", allocation_id=row.id)
 
 
 def _printed(directory: Path) -> Iterable[tuple[int | None, str]]:

@@ -9,9 +9,9 @@ import dataclasses
 import secrets
 import sqlite3
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 from dstrial.master.store.tokens import TOPIC, hash_token
 
 MAX_ACTIVE = 200
@@ -57,14 +57,14 @@ def create(tx: Transaction, user_id: int, description: str, expires_us: int | No
         Its number, and the token itself, which is told this once.
 
     Raises:
-        RequestError: 404 no such user, 400 for one that is not active, has too many, or a bad description.
+        StoreError: no such user, one that is not active, has too many, or a bad description.
     """
     user = tx.execute("SELECT username, active FROM users WHERE id = ?", (user_id,)).fetchone()
     if user is None:
-        raise RequestError(404, f"user {user_id} does not exist; see `det user list --all`")
+        raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
     if not user["active"]:
-        raise RequestError(
-            400, f"user {user['username']!r} is not active; expected one that is. Activate it first."
+        raise InvalidError(
+            f"user {user['username']!r} is not active; expected one that is. Activate it first."
         )
     now = now_us()
     count = tx.execute(
@@ -73,10 +73,9 @@ def create(tx: Transaction, user_id: int, description: str, expires_us: int | No
         (user_id, now),
     ).fetchone()[0]
     if count >= MAX_ACTIVE:
-        raise RequestError(
-            400,
-            f"user {user['username']!r} has {count} access tokens; expected fewer than {MAX_ACTIVE}. Revoke some with "
-            "`det token revoke`.",
+        raise InvalidError(
+            f"user {user['username']!r} has {count} access tokens; expected fewer than {MAX_ACTIVE}.",
+            Hint.REVOKE_TOKENS,
         )
     token = secrets.token_urlsafe(32)
     cursor = tx.execute(
@@ -99,13 +98,11 @@ def require(connection: sqlite3.Connection, token_id: int) -> AccessToken:
     """Return one token.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = connection.execute("SELECT * FROM access_tokens WHERE id = ?", (token_id,)).fetchone()
     if row is None:
-        raise RequestError(
-            404, f"access token {token_id} is not found; expected one of `det token list`. Name another."
-        )
+        raise NotFoundError(f"access token {token_id} is not found", Hint.LIST_TOKENS)
     return AccessToken.from_row(row)
 
 
@@ -113,12 +110,12 @@ def change(tx: Transaction, token_id: int, description: str | None, *, is_revoke
     """Change a token's description, or end it; return what it is then.
 
     Raises:
-        RequestError: 404, or 400 for one that has ended or a bad description.
+        StoreError: unknown, one that has ended or a bad description.
     """
     now = now_us()
     if not require(tx.connection, token_id).is_active(now):
-        raise RequestError(
-            400, f"access token {token_id} is no longer active; expected one that is. Make a new one instead."
+        raise InvalidError(
+            f"access token {token_id} is no longer active; expected one that is. Make a new one instead."
         )
     if description is not None:
         tx.execute("UPDATE access_tokens SET description = ? WHERE id = ?", (_checked(description), token_id))
@@ -130,9 +127,8 @@ def change(tx: Transaction, token_id: int, description: str | None, *, is_revoke
 
 def _checked(description: str) -> str:
     if len(description) > _MAX_DESCRIPTION or not (description.isprintable() or description == ""):
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the description is {description[:80]!r}; expected at most {_MAX_DESCRIPTION} printable characters. "
-            "Write a shorter one.",
+            "Write a shorter one."
         )
     return description

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sqlite3
@@ -9,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.trials import Trial
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -28,11 +30,43 @@ _SELECT = (
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A row of checkpoints; ``schema.sql`` says what the columns hold."""
+
+    uuid: str
+    experiment_id: int
+    trial_id: int
+    task_id: str
+    allocation_id: str | None
+    run_id: int
+    storage_id: int | None
+    state: str
+    steps: int
+    resources: str
+    metadata: str
+    size: int
+    report_us: int
+    deleting_us: int | None
+    manifest_sha256: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointInfo(Checkpoint):
+    """A checkpoint with what its trial, experiment and validation say of it."""
+
+    trial_hparams: str
+    experiment_config: str
+    searcher_metric: str
+    smaller_is_better: bool
+    validation: str | None
+
+
 def add_checkpoint(
     tx: Transaction,
     *,
     uuid: str,
-    trial: sqlite3.Row,
+    trial: Trial,
     allocation_id: str | None,
     storage_id: int | None,
     state: str,
@@ -46,13 +80,12 @@ def add_checkpoint(
     with what its trial has written.
 
     Raises:
-        RequestError: 409 if it is another trial's.
+        StoreError: it is another trial's.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
-    if known is not None and known["trial_id"] != trial["id"]:
-        raise RequestError(
-            409,
-            f"checkpoint {uuid} belongs to trial {known['trial_id']}; expected a uuid that is not in use.",
+    if known is not None and known["trial_id"] != trial.id:
+        raise ConflictError(
+            f"checkpoint {uuid} belongs to trial {known['trial_id']}; expected a uuid that is not in use."
         )
     digest = None if known is None else known["manifest_sha256"]
     reported = metadata.get(MANIFEST_DIGEST)
@@ -65,11 +98,11 @@ def add_checkpoint(
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             uuid,
-            trial["experiment_id"],
-            trial["id"],
-            trial["task_id"],
+            trial.experiment_id,
+            trial.id,
+            trial.task_id,
             allocation_id,
-            trial["run_id"],
+            trial.run_id,
             storage_id,
             state,
             int(metadata.get("steps_completed") or 0),
@@ -80,7 +113,7 @@ def add_checkpoint(
             digest,
         ),
     )
-    _count(tx, trial["id"])
+    _count(tx, trial.id)
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
@@ -113,34 +146,32 @@ def update_best(tx: Transaction, trial_id: int) -> None:
     )
 
 
-def get_checkpoint(connection: sqlite3.Connection, uuid: str) -> sqlite3.Row | None:
+def get_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo | None:
     """Return a checkpoint with its trial's hyperparameters, its experiment's config and its validation."""
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE checkpoints.uuid = ?", (uuid,)).fetchone()
-    return row
+    return fetch_one(CheckpointInfo, connection, f"{_SELECT} WHERE checkpoints.uuid = ?", (uuid,))
 
 
-def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> sqlite3.Row:
+def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo:
     """Return a checkpoint, as :func:`get_checkpoint`.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = get_checkpoint(connection, uuid)
     if row is None:
-        raise RequestError(
-            404, f"checkpoint {uuid} is not found; expected one of `det experiment list-checkpoints`."
-        )
+        raise NotFoundError(f"checkpoint {uuid} is not found", Hint.LIST_CHECKPOINTS)
     return row
 
 
-def latest_completed(connection: sqlite3.Connection, trial_id: int) -> sqlite3.Row | None:
+def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
     """Return the complete checkpoint of a trial with the most batches, the newest of several."""
-    row: sqlite3.Row | None = connection.execute(
+    return fetch_one(
+        Checkpoint,
+        connection,
         "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' "
         "ORDER BY steps DESC, report_us DESC LIMIT 1",
         (trial_id,),
-    ).fetchone()
-    return row
+    )
 
 
 def in_use(connection: sqlite3.Connection) -> dict[str, str]:
@@ -179,18 +210,17 @@ def release_claims(tx: Transaction, uuid: str | None = None) -> None:
     tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
 
 
-def refuse_going(connection: sqlite3.Connection, row: sqlite3.Row) -> None:
+def refuse_going(connection: sqlite3.Connection, row: Checkpoint) -> None:
     """Refuse (400) a checkpoint that is not complete, or that is being deleted, by itself or with its experiment."""
-    state = row["state"]
+    state = row.state
     experiment = connection.execute(
-        "SELECT state FROM experiments WHERE id = ?", (row["experiment_id"],)
+        "SELECT state FROM experiments WHERE id = ?", (row.experiment_id,)
     ).fetchone()
-    if row["deleting_us"] is not None or experiment["state"] == "DELETING":
+    if row.deleting_us is not None or experiment["state"] == "DELETING":
         state = "being deleted"
     if state != "COMPLETED":
-        raise RequestError(
-            400,
-            f"checkpoint {row['uuid']} is {state}; expected a COMPLETED one, whose files are all there. Take another.",
+        raise InvalidError(
+            f"checkpoint {row.uuid} is {state}; expected a COMPLETED one, whose files are all there. Take another."
         )
 
 
@@ -200,13 +230,13 @@ def list_checkpoints(
     trial_id: int | None = None,
     experiment_id: int | None = None,
     states: tuple[str, ...] = (),
-) -> list[sqlite3.Row]:
+) -> list[CheckpointInfo]:
     """Return the checkpoints of a trial or an experiment, oldest first."""
     column, value = ("trial_id", trial_id) if trial_id is not None else ("experiment_id", experiment_id)
     sql = f"{_SELECT} WHERE checkpoints.{column} = ?"
     if states:
         sql += f" AND checkpoints.state IN ({', '.join('?' * len(states))})"
-    return connection.execute(f"{sql} ORDER BY checkpoints.report_us", (value, *states)).fetchall()
+    return fetch_all(CheckpointInfo, connection, f"{sql} ORDER BY checkpoints.report_us", (value, *states))
 
 
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
@@ -215,31 +245,31 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
     A deleted one keeps its list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = require_checkpoint(tx.connection, uuid)
-    before: dict[str, int] = json.loads(row["resources"])
+    before: dict[str, int] = json.loads(row.resources)
     if not [path for path in resources if not path.endswith("/")]:
         state, resources = "DELETED", before
     elif set(before) - set(resources):
         state = "PARTIALLY_DELETED"
     else:
-        state = row["state"]
+        state = row.state
     tx.execute(
         "UPDATE checkpoints SET state = ?, resources = ?, size = ?, deleting_us = NULL WHERE uuid = ?",
         (state, json.dumps(dict(resources)), sum(resources.values()), uuid),
     )
-    _count(tx, row["trial_id"])
-    tx.publish(f"trial:{row['trial_id']}", f"experiment:{row['experiment_id']}")
+    _count(tx, row.trial_id)
+    tx.publish(f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
 
 def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
     """Replace a checkpoint's metadata; its number of batches and the SHA-256 of its manifest stay.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    digest = require_checkpoint(tx.connection, uuid)["manifest_sha256"]
+    digest = require_checkpoint(tx.connection, uuid).manifest_sha256
     text = json.dumps(_with_digest(metadata, digest))
     tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (text, uuid))
 
@@ -248,7 +278,7 @@ def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
     """Store that a trial uses a checkpoint, for inference (``TRIAL_SOURCE_INFO_TYPE_INFERENCE``) for example.
 
     Raises:
-        RequestError: 404, there is no such checkpoint.
+        NotFoundError: there is no such checkpoint.
     """
     require_checkpoint(tx.connection, uuid)
     tx.execute(
@@ -261,14 +291,11 @@ def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: in
     """Store that a trial uses a version of a registered model.
 
     Raises:
-        RequestError: 404, there is no such version.
+        NotFoundError: there is no such version.
     """
     known = "SELECT 1 FROM model_versions WHERE model_id = ? AND version = ?"
     if tx.execute(known, (model_id, version)).fetchone() is None:
-        raise RequestError(
-            404,
-            f"version {version} of model {model_id} is not found; expected one of `det model list-versions`.",
-        )
+        raise NotFoundError(f"version {version} of model {model_id} is not found", Hint.LIST_VERSIONS)
     tx.execute(
         "INSERT OR IGNORE INTO trial_source_versions (model_id, version, trial_id, type) VALUES (?, ?, ?, ?)",
         (model_id, version, trial_id, kind),
@@ -302,3 +329,29 @@ def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
     text = json.dumps(config, sort_keys=True)
     tx.execute("INSERT OR IGNORE INTO storages (config) VALUES (?)", (text,))
     return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])
+
+
+def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:
+    """Return the experiment of a checkpoint, None if there is no such checkpoint."""
+    row = connection.execute("SELECT experiment_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
+    return None if row is None else int(row["experiment_id"])
+
+
+def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, allocation_id: str) -> bool:
+    """Say whether a trial, or one of its allocations, starts from a checkpoint."""
+    row = connection.execute(
+        "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
+        "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)",
+        (allocation_id, trial_id, uuid, uuid),
+    ).fetchone()
+    return row is not None
+
+
+def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
+    """Return the checkpoints of a trial by their batches."""
+    return fetch_all(
+        Checkpoint,
+        connection,
+        "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us",
+        (trial_id,),
+    )

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.command import NAMES, CommandConfig, CommandKind
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import Hint, NotFoundError
 
 ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 """States in which a command stays."""
@@ -23,6 +23,48 @@ _SELECT = (
     "a.resources_id, a.slots, a.ports FROM commands c JOIN users u ON u.id = c.owner_id "
     "LEFT JOIN allocations a ON a.task_id = c.task_id AND a.state != 'TERMINATED'"
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """A row of commands; ``schema.sql`` says what the columns hold."""
+
+    task_id: str
+    kind: str
+    job_id: str
+    state: str
+    description: str
+    config: str
+    owner_id: int
+    workspace_id: int
+    num_slots: int
+    priority: int
+    queue_position: float
+    run_id: int
+    is_pausable: bool
+    parent_id: str | None
+    forked_from: str | None
+    experiment_ids: str
+    trial_ids: str
+    stop_reason: str | None
+    exit_status: str | None
+    start_us: int
+    end_us: int | None
+    original_config: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommandInfo(Command):
+    """A command with its owner and, where it has one, its living allocation."""
+
+    username: str
+    display_name: str
+    allocation_id: str | None
+    allocation_state: str | None
+    is_ready: bool | None
+    resources_id: str | None
+    slots: str | None
+    ports: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,26 +132,23 @@ def insert(tx: Transaction, new: NewCommand) -> str:
     return task_id
 
 
-def get(connection: sqlite3.Connection, task_id: str) -> sqlite3.Row | None:
+def get(connection: sqlite3.Connection, task_id: str) -> CommandInfo | None:
     """Return a command with its owner and its living allocation, None if it does not exist."""
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE c.task_id = ?", (task_id,)).fetchone()
-    return row
+    return fetch_one(CommandInfo, connection, f"{_SELECT} WHERE c.task_id = ?", (task_id,))
 
 
 def require(
     connection: sqlite3.Connection, task_id: str, kinds: Collection[str] = tuple(NAMES)
-) -> sqlite3.Row:
+) -> CommandInfo:
     """Return a command as :func:`get` does.
 
     Raises:
-        RequestError: 404, there is none of these kinds.
+        NotFoundError: there is none of these kinds.
     """
     row = get(connection, task_id)
-    if row is None or row["kind"] not in kinds:
+    if row is None or row.kind not in kinds:
         what = " or ".join(NAMES[kind] for kind in kinds)
-        raise RequestError(
-            404, f"{what} {task_id[:80]!r} is not found; expected the id of one. See `det task list`."
-        )
+        raise NotFoundError(f"{what} {task_id[:80]!r} is not found; expected the id of one.", Hint.LIST_TASKS)
     return row
 
 
@@ -125,31 +164,37 @@ def kept_context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
     return None if row is None else bytes(row["tgz"])
 
 
-def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[sqlite3.Row]:
+def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
     """Return the commands of a kind that have not ended, or ended within the last day, oldest first."""
-    return connection.execute(
+    return fetch_all(
+        CommandInfo,
+        connection,
         f"{_SELECT} WHERE c.kind = ? AND (c.end_us IS NULL OR c.end_us > ?) ORDER BY c.start_us, c.task_id",
         (kind, now - _SHOWN_US),
-    ).fetchall()
+    )
 
 
-def living(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+def living(connection: sqlite3.Connection) -> list[CommandInfo]:
     """Return the commands that have a living allocation, oldest first."""
-    return connection.execute(f"{_SELECT} WHERE a.id IS NOT NULL ORDER BY a.start_us, a.id").fetchall()
+    return fetch_all(CommandInfo, connection, f"{_SELECT} WHERE a.id IS NOT NULL ORDER BY a.start_us, a.id")
 
 
-def queued(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+def queued(connection: sqlite3.Connection) -> list[CommandInfo]:
     """Return the commands that run or wait for slots, the most urgent first."""
-    return connection.execute(
-        f"{_SELECT} WHERE c.state = 'ACTIVE' OR a.id IS NOT NULL ORDER BY c.priority, c.queue_position, c.task_id"
-    ).fetchall()
+    return fetch_all(
+        CommandInfo,
+        connection,
+        f"{_SELECT} WHERE c.state = 'ACTIVE' OR a.id IS NOT NULL ORDER BY c.priority, c.queue_position, c.task_id",
+    )
 
 
-def waiting(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+def waiting(connection: sqlite3.Connection) -> list[CommandInfo]:
     """Return the commands that wait for slots, the most urgent first."""
-    return connection.execute(
-        f"{_SELECT} WHERE c.state = 'ACTIVE' AND a.id IS NULL ORDER BY c.priority, c.queue_position, c.task_id"
-    ).fetchall()
+    return fetch_all(
+        CommandInfo,
+        connection,
+        f"{_SELECT} WHERE c.state = 'ACTIVE' AND a.id IS NULL ORDER BY c.priority, c.queue_position, c.task_id",
+    )
 
 
 def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
@@ -179,3 +224,13 @@ def count_living(connection: sqlite3.Connection) -> dict[str, int]:
         "SELECT kind, COUNT(*) AS number FROM commands WHERE end_us IS NULL GROUP BY kind"
     )
     return {str(row["kind"]): int(row["number"]) for row in rows}
+
+
+def update(tx: Transaction, task_id: str, **columns: Any) -> None:
+    """Set columns of a command."""
+    tx.update("commands", task_id, columns, key="task_id")
+
+
+def forget_context(tx: Transaction, task_id: str) -> None:
+    """Delete what was sent along with a command."""
+    tx.execute("DELETE FROM command_contexts WHERE task_id = ?", (task_id,))

@@ -8,11 +8,14 @@ What a function publishes is told to listeners only after its commit.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import queue
 import sqlite3
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from importlib import resources
@@ -30,11 +33,71 @@ _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
 
 
+Connection: TypeAlias = sqlite3.Connection
+"""What the functions of the store read from; nobody else asks it anything."""
+
+
+SqlError = sqlite3.Error
+OperationalError = sqlite3.OperationalError
+IntegrityError = sqlite3.IntegrityError
+
+
+@functools.cache
+def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the names of a dataclass's fields, and which of them are truth values."""
+    fields = dataclasses.fields(kind)
+    flags = tuple(i for i, field in enumerate(fields) if field.type in ("bool", "bool | None"))
+    return tuple(field.name for field in fields), flags
+
+
+Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
+
+
+def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
+    """Yield what a statement finds.
+
+    Args:
+        kind: a dataclass whose fields are called as the columns, each of them and no other.
+        connection: to read from.
+        sql: the statement.
+        parameters: its values.
+
+    Raises:
+        TypeError: the statement does not give the fields.
+    """
+    cursor = connection.execute(sql, parameters)
+    cursor.row_factory = None  # Tuples are enough, and made in half the time.
+    columns = [column[0] for column in cursor.description]
+    names, flags = _fields(kind)  # type: ignore[arg-type]  # a class is hashable
+    if sorted(columns) != sorted(names):
+        raise TypeError(
+            f"columns are {columns}; expected those of {kind.__name__}, {list(names)}. Read these."
+        )
+    # By name: a table that an older release made has its columns in another order.
+    places = [columns.index(name) for name in names]
+    for row in cursor:
+        values = [row[place] for place in places]
+        for flag in flags:  # SQLite has no truth values: they are 0 and 1 there.
+            if values[flag] is not None:
+                values[flag] = bool(values[flag])
+        yield kind(*values)
+
+
+def fetch_all(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> list[T]:
+    """Return all that a statement finds."""
+    return list(fetch_each(kind, connection, sql, parameters))
+
+
+def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> T | None:
+    """Return the first that a statement finds, None for nothing."""
+    return next(fetch_each(kind, connection, sql, parameters), None)
+
+
 class Transaction:
     """One write in progress: statements on the writer's connection, and topics to publish at its commit.
 
     Attributes:
-        connection: the writer's connection; rows are ``sqlite3.Row``.
+        connection: the writer's connection.
     """
 
     __slots__ = ("_topics", "connection")
@@ -50,6 +113,23 @@ class Transaction:
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
         """Run one statement for many rows."""
         return self.connection.executemany(sql, rows)
+
+    def update(self, table: str, value: int | str, columns: dict[str, Any], *, key: str = "id") -> None:
+        """Set columns of one row; names of tables and columns are the program's own."""
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*columns.values(), value))  # noqa: S608 - as said
+
+    @contextlib.contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """Take back what is written inside if it raises, and nothing else."""
+        self.execute("SAVEPOINT part")
+        try:
+            yield
+        except BaseException:
+            self.execute("ROLLBACK TO part")
+            raise
+        finally:
+            self.execute("RELEASE part")
 
     def publish(self, *topics: str) -> None:
         """Tell listeners after the commit that something about these topics has changed."""
@@ -199,6 +279,27 @@ def _perform(
     connection.execute("RELEASE job")
     topics |= transaction._topics
     done.append((future, result))
+
+
+def make_cluster_id(tx: Transaction) -> str:
+    """Return the id of the cluster, which is made at the first start and stays."""
+    tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
+    return str(find_cluster_id(tx.connection))
+
+
+def find_cluster_id(connection: sqlite3.Connection) -> str | None:
+    """Return the id of the cluster, None before the first start."""
+    row = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
+    return None if row is None else str(row["value"])
+
+
+def ping(connection: sqlite3.Connection) -> None:
+    """Read a row, whatever it is.
+
+    Raises:
+        sqlite3.Error: the database does not answer.
+    """
+    connection.execute("SELECT 1 FROM cluster").fetchone()
 
 
 def unusable(path: Path, error: sqlite3.DatabaseError) -> MasterError:

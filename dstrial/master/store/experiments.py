@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 import uuid
@@ -9,62 +10,94 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.submission import Submission
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import Hint, NotFoundError
 
 
-def get(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experiment:
+    """A row of experiments; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    job_id: str
+    state: str
+    config: str
+    original_config: str
+    name: str
+    description: str
+    notes: str
+    labels: str
+    owner_id: int
+    archived: bool
+    parent_id: int | None
+    unmanaged: bool
+    searcher_type: str
+    searcher_metric: str
+    smaller_is_better: bool
+    priority: int
+    weight: float
+    max_slots: int | None
+    slots_per_trial: int
+    queue_position: float
+    progress: float
+    searcher_snapshot: str | None
+    start_us: int
+    end_us: int | None
+    end_reason: str | None
+    log_retention_days: int | None
+    best_trial_id: int | None
+    best_metric: float | None
+    interpreter: str | None
+    project_id: int
+    template: str | None
+    external_id: str | None
+
+
+def get(connection: sqlite3.Connection, experiment_id: int) -> Experiment | None:
     """Return an experiment's row, None if it does not exist."""
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM experiments WHERE id = ?", (experiment_id,)
-    ).fetchone()
-    return row
+    return fetch_one(Experiment, connection, "SELECT * FROM experiments WHERE id = ?", (experiment_id,))
 
 
-def require(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, experiment_id: int) -> Experiment:
     """Return an experiment's row.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = get(connection, experiment_id)
     if row is None:
-        raise RequestError(
-            404, f"experiment {experiment_id} is not found; expected one of `det experiment list --all`."
-        )
+        raise NotFoundError(f"experiment {experiment_id} is not found", Hint.LIST_EXPERIMENTS)
     return row
 
 
-def by_external_id(connection: sqlite3.Connection, external_id: str) -> sqlite3.Row | None:
+def by_external_id(connection: sqlite3.Connection, external_id: str) -> Experiment | None:
     """Return the experiment that detached runs know by this id."""
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM experiments WHERE external_id = ?", (external_id,)
-    ).fetchone()
-    return row
+    return fetch_one(
+        Experiment, connection, "SELECT * FROM experiments WHERE external_id = ?", (external_id,)
+    )
 
 
-def require_of_project(connection: sqlite3.Connection, experiment_id: int, project_id: int) -> sqlite3.Row:
+def require_of_project(connection: sqlite3.Connection, experiment_id: int, project_id: int) -> Experiment:
     """Return an experiment's row.
 
     Raises:
-        RequestError: 404, there is none, or it is in another project.
+        NotFoundError: there is none, or it is in another project.
     """
     row = require(connection, experiment_id)
-    if row["project_id"] != project_id:
-        raise RequestError(
-            404,
-            f"experiment {experiment_id} is in project {row['project_id']}; expected one of project {project_id}. "
-            "Ask in its own project.",
+    if row.project_id != project_id:
+        raise NotFoundError(
+            f"experiment {experiment_id} is in project {row.project_id}; expected one of project {project_id}. "
+            "Ask in its own project."
         )
     return row
 
 
-def of_project(connection: sqlite3.Connection, project_id: int) -> list[sqlite3.Row]:
+def of_project(connection: sqlite3.Connection, project_id: int) -> list[Experiment]:
     """Return all experiments of a project, oldest first."""
-    return connection.execute(
-        "SELECT * FROM experiments WHERE project_id = ? ORDER BY id", (project_id,)
-    ).fetchall()
+    return fetch_all(
+        Experiment, connection, "SELECT * FROM experiments WHERE project_id = ? ORDER BY id", (project_id,)
+    )
 
 
 def insert(
@@ -133,7 +166,7 @@ def replace_config(
             experiment_id,
         ),
     )
-    before, after = _columns(json.loads(row["config"])), _columns(config)
+    before, after = _columns(json.loads(row.config)), _columns(config)
     for name, value in after.items():
         if value != before[name]:
             tx.execute(f"UPDATE experiments SET {name} = ? WHERE id = ?", (value, experiment_id))  # noqa: S608 - a name of _columns
@@ -151,3 +184,55 @@ def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_slots": resources.get("max_slots"),
         "log_retention_days": (config.get("retention_policy") or {}).get("log_retention_days"),
     }
+
+
+def model_definition(connection: sqlite3.Connection, experiment_id: int) -> bytes:
+    """Return the model definition of an experiment, gzip tar; empty for none.
+
+    Raises:
+        NotFoundError: there is no such experiment.
+    """
+    require(connection, experiment_id)
+    row = connection.execute(
+        "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (experiment_id,)
+    ).fetchone()
+    return b"" if row is None else bytes(row["tgz"])
+
+
+def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
+    """Return active experiments of detached runs that have had no trial since a time."""
+    rows = connection.execute(
+        "SELECT id FROM experiments WHERE state = 'ACTIVE' AND unmanaged = 1 AND start_us < ? "
+        "AND NOT EXISTS (SELECT 1 FROM trials WHERE experiment_id = experiments.id)",
+        (before_us,),
+    )
+    return [int(row["id"]) for row in rows]
+
+
+def update(tx: Transaction, experiment_id: int, **columns: Any) -> None:
+    """Set columns of an experiment."""
+    tx.update("experiments", experiment_id, columns)
+
+
+def add_model_definition(tx: Transaction, experiment_id: int, tgz: bytes) -> None:
+    """Store the model definition of a new experiment, gzip tar; empty for none."""
+    tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
+
+
+def forget(tx: Transaction, experiment_id: int) -> None:
+    """Delete an experiment with everything that was stored for it."""
+    of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
+    tx.execute(f"DELETE FROM metrics WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    for table in ("checkpoints", "allocations", "tasks", "trials"):
+        tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
+    tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))
+    tx.publish(f"experiment:{experiment_id}")
+
+
+def take_progress(tx: Transaction, experiment_id: int) -> None:
+    """Let an experiment be as far as its trials are on average."""
+    tx.execute(
+        "UPDATE experiments SET progress = (SELECT AVG(progress) FROM trials WHERE experiment_id = ?) WHERE id = ?",
+        (experiment_id, experiment_id),
+    )

@@ -6,6 +6,10 @@ import dataclasses
 import sqlite3
 from collections.abc import Sequence
 
+from dstrial.master.store.database import fetch_all
+from dstrial.master.store.experiments import Experiment
+from dstrial.master.store.trials import Trial
+
 _EXPERIMENT_ORDER = {
     "SORT_BY_ID": "e.id",
     "SORT_BY_DESCRIPTION": "e.description",
@@ -71,6 +75,45 @@ LEFT JOIN metrics b ON b.id = t.best_validation_id
 LEFT JOIN metrics l ON l.id = t.latest_validation_id
 LEFT JOIN checkpoints c ON c.uuid = t.best_checkpoint_uuid
 """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListedExperiment(Experiment):
+    """An experiment with its owner, its place, and sums over its trials."""
+
+    username: str
+    display_name: str
+    project_name: str
+    workspace_id: int
+    workspace_name: str
+    project_owner_id: int
+    is_parent_archived: bool
+    num_trials: int
+    checkpoint_count: int
+    checkpoint_size: int
+    advance: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListedTrial(Trial):
+    """A trial with its best and latest validation and its best checkpoint."""
+
+    experiment_config: str
+    searcher_metric: str
+    best_steps: int | None
+    best_us: int | None
+    best_metrics: str | None
+    latest_steps: int | None
+    latest_us: int | None
+    latest_metrics: str | None
+    checkpoint_steps: int | None
+    checkpoint_us: int | None
+    checkpoint_state: str | None
+    checkpoint_resources: str | None
+    checkpoint_metadata: str | None
+    advance: int | None
+    run_us: int
+    task_ids: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,7 +203,7 @@ def list_experiments(
     is_descending: bool = False,
     offset: int = 0,
     limit: int = -1,
-) -> list[sqlite3.Row]:
+) -> list[ListedExperiment]:
     """Return experiments with their owner, number of trials, checkpoints, and how far their allocations are.
 
     Args:
@@ -175,10 +218,10 @@ def list_experiments(
     column = _EXPERIMENT_ORDER.get(sort_by or "", "e.id")
     order = "DESC" if is_descending else "ASC"
     sql = f"{_EXPERIMENT_SELECT} WHERE {where} ORDER BY {column} IS NULL, {column} {order}, e.id {order} LIMIT ? OFFSET ?"
-    return connection.execute(sql, (*values, limit, offset)).fetchall()
+    return fetch_all(ListedExperiment, connection, sql, (*values, limit, offset))
 
 
-def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> sqlite3.Row | None:
+def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> ListedExperiment | None:
     """Return one experiment as :func:`list_experiments` does, None if it does not exist."""
     rows = list_experiments(connection, ExperimentFilter(ids=[experiment_id]))
     return rows[0] if rows else None
@@ -203,7 +246,7 @@ def list_trials(
     is_descending: bool = False,
     offset: int = 0,
     limit: int = -1,
-) -> list[sqlite3.Row]:
+) -> list[ListedTrial]:
     """Return the trials of an experiment, or one trial, with best and latest validation and best checkpoint.
 
     Args:
@@ -235,4 +278,4 @@ def list_trials(
         "offset": offset,
         **names,
     }
-    return connection.execute(sql, values).fetchall()
+    return fetch_all(ListedTrial, connection, sql, values)

@@ -7,11 +7,28 @@ import sqlite3
 from collections.abc import Sequence
 
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all
 from dstrial.visible_text import visible
 
 _DAY_US = 24 * 3600 * 1_000_000
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredLine:
+    """A row of logs, with the container of its allocation."""
+
+    id: int
+    task_id: str
+    trial_id: int | None
+    allocation_id: str | None
+    time_us: int
+    level: str | None
+    rank: int | None
+    source: str
+    stdtype: str | None
+    log: str
+    container_id: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +147,7 @@ _SELECT = (
 )
 
 
-def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[sqlite3.Row]:
+def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[StoredLine]:
     """Return the lines that a filter wants, with the ``container_id`` of their allocation, in the order asked for."""
     conditions, values = _conditions(wanted)
     if conditions is None:
@@ -138,7 +155,7 @@ def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[sqlite3.Row
     order = "DESC" if wanted.is_descending else "ASC"
     limit = "" if wanted.limit is None else f" LIMIT {int(wanted.limit)}"
     sql = f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY logs.id {order}{limit}"
-    return connection.execute(sql, values).fetchall()
+    return fetch_all(StoredLine, connection, sql, values)
 
 
 def _conditions(wanted: LogFilter) -> tuple[list[str] | None, list[object]]:
@@ -210,22 +227,22 @@ def fields(
     }
 
 
-def format_message(row: sqlite3.Row) -> str:
+def format_message(row: StoredLine) -> str:
     """Return a line as Determined's master shows it, with nothing in it that a terminal obeys.
 
     ``[2026-11-21T02:00:00.000000Z] 1a2b3c4d [rank=0] || INFO: text``, with its newline.
     Source: Determined 0.38.1, format of task logs.
     """
-    container = f"{(row['container_id'] or '')[:8]:8} " if row["container_id"] else ""
-    rank = "" if row["rank"] is None else f"[rank={row['rank']}] "
-    level = "" if row["level"] is None else f"{row['level']}: "
+    container = f"{(row.container_id or '')[:8]:8} " if row.container_id else ""
+    rank = "" if row.rank is None else f"[rank={row.rank}] "
+    level = "" if row.level is None else f"{row.level}: "
     text = shown_text(row)
-    return f"[{format_us(row['time_us'])}] {container}{rank}|| {level}{text}"
+    return f"[{format_us(row.time_us)}] {container}{rank}|| {level}{text}"
 
 
-def shown_text(row: sqlite3.Row) -> str:
+def shown_text(row: StoredLine) -> str:
     """Return the text of a line with its newline; what is stored is as it was printed."""
-    text = visible(row["log"])
+    text = visible(row.log)
     return text if text.endswith("\n") else f"{text}\n"
 
 

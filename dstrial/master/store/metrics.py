@@ -9,12 +9,27 @@ import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.store import checkpoints
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_each, fetch_one
+from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError
 
 _NO_STEPS = -1
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """A row of metrics; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    trial_id: int
+    run_id: int
+    group_name: str
+    steps: int
+    end_us: int
+    metrics: str
+    per_batch: str | None
+    archived: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,16 +67,15 @@ def add_report(
     archives what older runs had reported beyond the checkpoint that it started from.
 
     Raises:
-        RequestError: 404 unknown trial, 400 the report of an older run, 409 another value for a metric that is stored.
+        StoreError: unknown trial, the report of an older run, another value for a metric that is stored.
     """
     trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
     if trial is None:
-        raise RequestError(404, f"trial {trial_id} is not found; expected one that exists.")
+        raise NotFoundError(f"trial {trial_id} is not found; expected one that exists.")
     if run_id != trial["run_id"]:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"trialRunId is {run_id}; expected {trial['run_id']}, the current run of trial {trial_id}. "
-            "Reports of an earlier run are refused.",
+            "Reports of an earlier run are refused."
         )
     at = _NO_STEPS if steps is None else steps
     if at >= 0:
@@ -125,10 +139,9 @@ def _merge(
     given = _plain(metrics)
     for name in stored.keys() & given.keys():
         if stored[name] != given[name]:
-            raise RequestError(
-                409,
+            raise ConflictError(
                 f"metric {name!r} of group {group!r} at batch {steps} is {given[name]!r}; expected {stored[name]!r}, "
-                "which was reported before. Report every metric once per batch.",
+                "which was reported before. Report every metric once per batch."
             )
     new = {name: value for name, value in given.items() if name not in stored}
     if not new:
@@ -278,14 +291,11 @@ def _plain_value(value: Any) -> Any:
     return [_plain_value(item) for item in value] if isinstance(value, list) else value
 
 
-def get_report(connection: sqlite3.Connection, report_id: int | None) -> sqlite3.Row | None:
+def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report | None:
     """Return one report, None for None."""
     if report_id is None:
         return None
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM metrics WHERE id = ?", (report_id,)
-    ).fetchone()
-    return row
+    return fetch_one(Report, connection, "SELECT * FROM metrics WHERE id = ?", (report_id,))
 
 
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
@@ -304,7 +314,7 @@ def reports(
     *,
     after: tuple[int, int] | None = None,
     limit: int = 1000,
-) -> list[sqlite3.Row]:
+) -> list[Report]:
     """Return reports that are not archived, by trial and batch.
 
     Args:
@@ -314,7 +324,7 @@ def reports(
         after: trial and offset (rows of that trial already taken), to go on.
         limit: at most this many.
     """
-    taken: list[sqlite3.Row] = []
+    taken: list[Report] = []
     condition = "" if group is None else " AND group_name = ?"
     for trial_id in sorted(trial_ids):
         offset = 0
@@ -322,21 +332,29 @@ def reports(
             if trial_id < after[0]:
                 continue
             offset = after[1] if trial_id == after[0] else 0
-        taken += connection.execute(
+        taken += fetch_all(
+            Report,
+            connection,
             f"SELECT * FROM metrics WHERE trial_id = ? AND archived = 0{condition} "  # noqa: S608 - a constant
             "ORDER BY steps, id LIMIT ? OFFSET ?",
             (trial_id, *(() if group is None else (group,)), limit - len(taken), offset),
-        ).fetchall()
+        )
         if len(taken) >= limit:
             break
     return taken
 
 
-def every_report(connection: sqlite3.Connection, trial_id: int) -> Iterator[sqlite3.Row]:
-    """Yield a trial's reports that are not archived and belong to a batch, by batch."""
-    yield from connection.execute(
-        "SELECT * FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
-        (trial_id,),
+def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
+    """Yield a trial's reports of one group or of all, by batch.
+
+    Not those that are archived or belong to no batch.
+    """
+    condition = "" if group is None else " AND group_name = ?"
+    yield from fetch_each(
+        Report,
+        connection,
+        f"SELECT * FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0{condition} ORDER BY steps, id",  # noqa: S608 - a constant
+        (trial_id, *(() if group is None else (group,))),
     )
 
 
@@ -351,3 +369,14 @@ def metric_names(connection: sqlite3.Connection, experiment_ids: Collection[int]
                 group = {"avg_metrics": "training", "validation_metrics": "validation"}.get(key, key)
                 found.update((group, name) for name in names)
     return sorted(found)
+
+
+def validations(connection: sqlite3.Connection, experiment_id: int) -> list[Report]:
+    """Return the validations of an experiment's trials that are not archived, by time."""
+    return fetch_all(
+        Report,
+        connection,
+        "SELECT m.* FROM metrics m JOIN trials t ON t.id = m.trial_id "
+        "WHERE t.experiment_id = ? AND m.group_name = 'validation' AND m.archived = 0 ORDER BY m.end_us",
+        (experiment_id,),
+    )

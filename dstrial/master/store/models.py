@@ -8,9 +8,9 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 _ORDER = {
     "SORT_BY_NAME": "m.name",
@@ -30,6 +30,58 @@ _VERSION_SELECT = (
 )
 _MODEL_FIELDS = ("name", "description", "notes", "metadata", "labels", "workspace_id", "is_archived")
 _VERSION_FIELDS = ("name", "comment", "notes", "metadata", "labels")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """A row of models; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    name: str
+    description: str
+    notes: str
+    metadata: str
+    labels: str
+    owner_id: int
+    workspace_id: int
+    is_archived: bool
+    last_version: int
+    created_us: int
+    updated_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Version:
+    """A row of model_versions; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    model_id: int
+    version: int
+    checkpoint_uuid: str
+    name: str
+    comment: str
+    notes: str
+    metadata: str
+    labels: str
+    owner_id: int
+    created_us: int
+    updated_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInfo(Model):
+    """A model with its owner and workspace, and its number of versions."""
+
+    username: str
+    workspace_name: str
+    num_versions: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VersionInfo(Version):
+    """A version with the name of who registered it."""
+
+    username: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +117,7 @@ def list_models(
     *,
     sort_by: str | None = None,
     is_descending: bool = False,
-) -> list[sqlite3.Row]:
+) -> list[ModelInfo]:
     """Return models with their owner's and workspace's name and their number of versions.
 
     Args:
@@ -100,20 +152,20 @@ def list_models(
     order = "DESC" if is_descending else "ASC"
     column = _ORDER.get(sort_by or "", "m.id")
     sql = f"{_SELECT} WHERE {' AND '.join(conditions)} ORDER BY {column} {order}, m.id {order}"
-    return connection.execute(sql, values).fetchall()
+    return fetch_all(ModelInfo, connection, sql, values)
 
 
-def require(connection: sqlite3.Connection, name_or_id: str) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
     """Return one model, by its name or else by its number; names are compared whatever the case.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE m.name = ?", (name_or_id,)).fetchone()
+    row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.name = ?", (name_or_id,))
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
-        row = connection.execute(f"{_SELECT} WHERE m.id = ?", (int(name_or_id),)).fetchone()
+        row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.id = ?", (int(name_or_id),))
     if row is None:
-        raise RequestError(404, f"model {name_or_id[:80]!r} is not found; expected one of `det model list`.")
+        raise NotFoundError(f"model {name_or_id[:80]!r} is not found", Hint.LIST_MODELS)
     return row
 
 
@@ -131,7 +183,7 @@ def create(
     """Store a model and return its number.
 
     Raises:
-        RequestError: 400 for a name that could not be asked for, 409 for one that exists.
+        StoreError: a name that could not be asked for, one that exists.
     """
     check_name(tx.connection, name, None)
     now = now_us()
@@ -159,14 +211,13 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
     Source: Determined 0.38.1; names and numbers share a place in the path of requests.
     """
     if not name.strip() or "/" in name or name.isdecimal():
-        raise RequestError(
-            400,
-            f"the model's name is {name[:80]!r}; expected a text without slashes that is not a number. Choose another.",
+        raise InvalidError(
+            f"the model's name is {name[:80]!r}; expected a text without slashes that is not a number. Choose another."
         )
     row = connection.execute("SELECT id FROM models WHERE name = ?", (name,)).fetchone()
     if row is not None and row["id"] != own_id:
-        raise RequestError(
-            409, f"model {name[:80]!r} exists; expected a name that is not in use. Choose another."
+        raise ConflictError(
+            f"model {name[:80]!r} exists; expected a name that is not in use. Choose another."
         )
 
 
@@ -216,29 +267,24 @@ def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: 
 
 def list_versions(
     connection: sqlite3.Connection, model_id: int, *, by_time: bool = False, is_descending: bool = False
-) -> list[sqlite3.Row]:
+) -> list[VersionInfo]:
     """Return the versions of a model with the name of who registered them, by number or by time."""
     order = "DESC" if is_descending else "ASC"
     column = "v.created_us" if by_time else "v.version"
-    return connection.execute(
-        f"{_VERSION_SELECT} ORDER BY {column} {order}, v.id {order}", (model_id,)
-    ).fetchall()
+    return fetch_all(
+        VersionInfo, connection, f"{_VERSION_SELECT} ORDER BY {column} {order}, v.id {order}", (model_id,)
+    )
 
 
-def require_version(connection: sqlite3.Connection, model: sqlite3.Row, version: int) -> sqlite3.Row:
+def require_version(connection: sqlite3.Connection, model: Model, version: int) -> VersionInfo:
     """Return one version of a model.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(
-        f"{_VERSION_SELECT} AND v.version = ?", (model["id"], version)
-    ).fetchone()
+    row = fetch_one(VersionInfo, connection, f"{_VERSION_SELECT} AND v.version = ?", (model.id, version))
     if row is None:
-        raise RequestError(
-            404,
-            f"version {version} of model {model['name']!r} is not found; expected one of `det model list-versions`.",
-        )
+        raise NotFoundError(f"version {version} of model {model.name!r} is not found", Hint.LIST_VERSIONS)
     return row
 
 
@@ -272,3 +318,9 @@ def _change(
     values = [json.dumps(value) if isinstance(value, (dict, list)) else value for value in fields.values()]
     columns = "".join(f"{name} = ?, " for name in fields)
     tx.execute(f"UPDATE {table} SET {columns}updated_us = ? WHERE id = ?", (*values, now_us(), row_id))  # noqa: S608 - names from the lists above
+
+
+def any_name_in(connection: sqlite3.Connection, workspace_id: int) -> str | None:
+    """Return the name of a model in a workspace, None if there is none."""
+    row = connection.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchone()
+    return None if row is None else str(row["name"])

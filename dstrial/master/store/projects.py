@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import secrets
@@ -9,9 +10,9 @@ import sqlite3
 import string
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 DEFAULT_ID = 1
 """Of the project of everything that was submitted without one."""
@@ -28,94 +29,121 @@ _SELECT = (
 )
 
 
-def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[sqlite3.Row]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Project:
+    """A row of projects; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    workspace_id: int
+    name: str
+    key: str
+    description: str
+    notes: str
+    owner_id: int
+    created_us: int
+    is_immutable: bool
+    is_archived: bool
+    state: str
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProjectInfo(Project):
+    """A project with its owner and workspace, and what is in it."""
+
+    username: str
+    workspace_name: str
+    is_shut: bool
+    num_experiments: int
+    num_active: int
+    num_runs: int
+    last_us: int | None
+
+
+def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[ProjectInfo]:
     """Return a workspace's projects by number, with their owner's name and what is in them.
 
     ``is_shut`` says whether the project or its workspace is archived.
     """
-    return connection.execute(f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)).fetchall()
+    return fetch_all(
+        ProjectInfo, connection, f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)
+    )
 
 
-def require(connection: sqlite3.Connection, project_id: int) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, project_id: int) -> ProjectInfo:
     """Return one project, as :func:`list_projects` does.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE p.id = ?", (project_id,)).fetchone()
+    row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.id = ?", (project_id,))
     if row is None:
-        raise RequestError(
-            404,
-            f"project {project_id} is not found; expected one of `det project list WORKSPACE`. Name another.",
-        )
+        raise NotFoundError(f"project {project_id} is not found", Hint.LIST_PROJECTS)
     return row
 
 
-def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> sqlite3.Row:
+def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> ProjectInfo:
     """Return the project of a workspace, both by name, whatever the case.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(
-        f"{_SELECT} WHERE w.name = ? AND p.name = ?", (workspace, project)
-    ).fetchone()
+    row = fetch_one(
+        ProjectInfo, connection, f"{_SELECT} WHERE w.name = ? AND p.name = ?", (workspace, project)
+    )
     if row is None:
-        raise RequestError(
-            404,
-            f"project {project[:80]!r} in workspace {workspace[:80]!r} is not found; expected one of "
-            "`det project list WORKSPACE`. Make it with `det project create`, or name another.",
+        raise NotFoundError(
+            f"project {project[:80]!r} in workspace {workspace[:80]!r} is not found",
+            Hint.LIST_OR_CREATE_PROJECTS,
         )
     return row
 
 
-def by_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
+def by_key(connection: sqlite3.Connection, key: str) -> ProjectInfo:
     """Return the project of a key, whatever its case.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE p.key = ?", (key,)).fetchone()
+    row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.key = ?", (key,))
     if row is None:
-        raise RequestError(404, f"project key {key[:80]!r} is not found; expected that of a project.")
+        raise NotFoundError(f"project key {key[:80]!r} is not found; expected that of a project.")
     return row
 
 
-def refuse_shut(row: sqlite3.Row, verb: str) -> None:
+def refuse_shut(row: ProjectInfo, verb: str) -> None:
     """Refuse (400) a project that is archived, itself or with its workspace, or being deleted for what ``verb`` says."""
-    state = "archived" if row["is_shut"] else "being deleted" if row["state"] != "UNSPECIFIED" else None
+    state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
-        raise RequestError(
-            400,
-            f"project {row['name']!r} of workspace {row['workspace_name']!r} is {state} and cannot {verb}; expected one "
-            "that is in use. Take it back with `det project unarchive` (or `det workspace unarchive`), or name another.",
+        raise InvalidError(
+            f"project {row.name!r} of workspace {row.workspace_name!r} is {state} and cannot {verb}; "
+            f"expected one that is in use.",
+            Hint.UNARCHIVE_PROJECT,
         )
 
 
-def refuse_immutable(row: sqlite3.Row, verb: str) -> None:
+def refuse_immutable(row: Project, verb: str) -> None:
     """Refuse (400) the project that is always there for what ``verb`` says."""
-    if row["is_immutable"]:
-        raise RequestError(
-            400,
-            f"project {row['name']!r} is immutable and cannot {verb}; expected one of your own. "
-            "Make one with `det project create`.",
+    if row.is_immutable:
+        raise InvalidError(
+            f"project {row.name!r} is immutable and cannot {verb}; expected one of your own.",
+            Hint.CREATE_PROJECT,
         )
 
 
 def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own_id: int | None) -> None:
     """Refuse a name that is empty or longer than 80 characters (400), or another's in this workspace (409)."""
     if not name.strip() or len(name) > 80:
-        raise RequestError(
-            400, f"the project's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
+        raise InvalidError(
+            f"the project's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
         )
     row = connection.execute(
         "SELECT id FROM projects WHERE workspace_id = ? AND name = ?", (workspace_id, name)
     ).fetchone()
     if row is not None and row["id"] != own_id:
-        raise RequestError(
-            409,
+        raise ConflictError(
             f"project {name!r} exists in this workspace; expected a name that is not in use, whatever its case. "
-            "Choose another.",
+            "Choose another."
         )
 
 
@@ -123,18 +151,17 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
     """Return a key as it is kept, in capitals.
 
     Raises:
-        RequestError: 400 for what is not up to five letters and digits, 409 for another project's.
+        StoreError: what is not up to five letters and digits, another project's.
 
     Source: Determined 0.38.1, length and letters of keys.
     """
     if re.fullmatch(rf"[A-Za-z0-9]{{1,{_MAX_KEY}}}", key) is None:
-        raise RequestError(
-            400,
-            f"the project's key is {key[:80]!r}; expected 1 to {_MAX_KEY} letters and digits. Choose another.",
+        raise InvalidError(
+            f"the project's key is {key[:80]!r}; expected 1 to {_MAX_KEY} letters and digits. Choose another."
         )
     row = connection.execute("SELECT id FROM projects WHERE key = ?", (key,)).fetchone()
     if row is not None and row["id"] != own_id:
-        raise RequestError(409, f"project key {key!r} is in use; expected one that is not. Choose another.")
+        raise ConflictError(f"project key {key!r} is in use; expected one that is not. Choose another.")
     return key.upper()
 
 
@@ -144,7 +171,7 @@ def create(
     """Store a project and return its number; without a key it gets one made of its name.
 
     Raises:
-        RequestError: 400 or 409, see :func:`check_name` and :func:`check_key`.
+        StoreError: see :func:`check_name` and :func:`check_key`.
     """
     check_name(tx.connection, workspace_id, name, None)
     kept = check_key(tx.connection, key, None) if key else _new_key(tx.connection, name)
@@ -186,3 +213,22 @@ def change(tx: Transaction, project_id: int, **fields: Any) -> None:
 def delete(tx: Transaction, project_id: int) -> None:
     """Delete a project that has no experiments any more."""
     tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))
+
+
+def recent_of(connection: sqlite3.Connection, user_id: int, limit: int) -> list[ProjectInfo]:
+    """Return the projects into which a user put an experiment last, the latest first."""
+    rows = connection.execute(
+        "SELECT project_id FROM experiments WHERE owner_id = ? GROUP BY project_id ORDER BY MAX(start_us) DESC LIMIT ?",
+        (user_id, limit),
+    )
+    return [require(connection, row["project_id"]) for row in rows]
+
+
+def metadata_of_runs(connection: sqlite3.Connection, project_id: int) -> list[str]:
+    """Return the metadata, JSON, of a project's runs that have some."""
+    rows = connection.execute(
+        "SELECT t.metadata FROM trials t JOIN experiments e ON e.id = t.experiment_id "
+        "WHERE e.project_id = ? AND t.metadata IS NOT NULL",
+        (project_id,),
+    )
+    return [str(row["metadata"]) for row in rows]

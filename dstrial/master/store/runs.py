@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 
-from dstrial.errors import RequestError
+from dstrial.master.store.database import fetch_all, fetch_one
+from dstrial.master.store.errors import NotFoundError
+from dstrial.master.store.trials import Trial
 
 _SELECT = (
     "SELECT t.*, e.name AS experiment_name, e.description AS experiment_description, e.state AS experiment_state, "
@@ -21,20 +24,50 @@ _SELECT = (
 )
 
 
-def list_runs(connection: sqlite3.Connection, project_id: int | None = None) -> list[sqlite3.Row]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run(Trial):
+    """A trial with its experiment, owner, project and workspace."""
+
+    experiment_name: str
+    experiment_description: str
+    experiment_state: str
+    experiment_archived: bool
+    labels: str
+    parent_id: int | None
+    experiment_progress: float
+    searcher_type: str
+    searcher_metric: str
+    unmanaged: bool
+    external_experiment_id: str | None
+    owner_id: int
+    username: str
+    project_id: int
+    project_name: str
+    project_key: str
+    workspace_id: int
+    workspace_name: str
+    is_parent_archived: bool
+    num_trials: int
+    advance: int | None
+
+
+def list_runs(connection: sqlite3.Connection, project_id: int | None = None) -> list[Run]:
     """Return the runs of a project, or all, by number, each with its experiment, owner, project and workspace."""
-    return connection.execute(
-        f"{_SELECT} WHERE ? IS NULL OR e.project_id = ? ORDER BY t.id", (project_id, project_id)
-    ).fetchall()
+    return fetch_all(
+        Run,
+        connection,
+        f"{_SELECT} WHERE ? IS NULL OR e.project_id = ? ORDER BY t.id",
+        (project_id, project_id),
+    )
 
 
-def require(connection: sqlite3.Connection, run_id: int) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, run_id: int) -> Run:
     """Return one run, as :func:`list_runs` does.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(f"{_SELECT} WHERE t.id = ?", (run_id,)).fetchone()
+    row = fetch_one(Run, connection, f"{_SELECT} WHERE t.id = ?", (run_id,))
     if row is None:
-        raise RequestError(404, f"run {run_id} is not found; expected the number of a trial. Name another.")
+        raise NotFoundError(f"run {run_id} is not found; expected the number of a trial. Name another.")
     return row

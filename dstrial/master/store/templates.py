@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.errors import RequestError
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 
-def list_templates(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """A row of templates; ``schema.sql`` says what the columns hold."""
+
+    name: str
+    config: str
+    workspace_id: int
+
+
+def list_templates(connection: sqlite3.Connection) -> list[Template]:
     """Return all templates by name."""
-    return connection.execute("SELECT * FROM templates ORDER BY name").fetchall()
+    return fetch_all(Template, connection, "SELECT * FROM templates ORDER BY name")
 
 
-def require(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, name: str) -> Template:
     """Return one template.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM templates WHERE name = ?", (name,)).fetchone()
+    row = fetch_one(Template, connection, "SELECT * FROM templates WHERE name = ?", (name,))
     if row is None:
-        raise RequestError(
-            404, f"template {name[:80]!r} is not found; expected one of `det template list`. Name another."
-        )
+        raise NotFoundError(f"template {name[:80]!r} is not found", Hint.LIST_TEMPLATES)
     return row
 
 
 def refuse_existing(connection: sqlite3.Connection, name: str) -> None:
     """Refuse a name that is empty (400) or in use (409)."""
     if not name.strip():
-        raise RequestError(400, "the template's name is empty; expected a text. Choose a name.")
+        raise InvalidError("the template's name is empty; expected a text. Choose a name.")
     if connection.execute("SELECT 1 FROM templates WHERE name = ?", (name,)).fetchone() is not None:
-        raise RequestError(
-            409,
-            f"template {name[:80]!r} exists; expected a name that is not in use. Change it with `det template set`.",
+        raise ConflictError(
+            f"template {name[:80]!r} exists; expected a name that is not in use.", Hint.SET_TEMPLATE
         )
 
 
@@ -45,7 +52,7 @@ def create(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: 
     """Store a template.
 
     Raises:
-        RequestError: see :func:`refuse_existing`.
+        StoreError: see :func:`refuse_existing`.
     """
     refuse_existing(tx.connection, name)
     tx.execute("INSERT INTO templates VALUES (?, ?, ?)", (name, json.dumps(config), workspace_id))
@@ -60,7 +67,7 @@ def rename(tx: Transaction, old: str, new: str) -> None:
     """Give a template another name.
 
     Raises:
-        RequestError: 404 unknown, and see :func:`refuse_existing`.
+        StoreError: unknown, and see :func:`refuse_existing`.
     """
     require(tx.connection, old)
     refuse_existing(tx.connection, new)

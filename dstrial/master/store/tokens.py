@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import secrets
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from dstrial.master.changes import Changes
@@ -109,6 +109,16 @@ def create_allocation_tokens(tx: Transaction, allocation_id: str, user_id: int) 
     return (
         _insert(tx, "allocation", user_id, allocation_id, None),
         _insert(tx, "user", user_id, allocation_id, None),
+    )
+
+
+def keep_allocation_tokens(
+    tx: Transaction, allocation_id: str, user_id: int, hashes: Mapping[str, str]
+) -> None:
+    """Store the SHA-256 of a new allocation's tokens by kind, "allocation" and "user"."""
+    tx.executemany(
+        "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
+        [(hash_, kind, user_id, allocation_id, now_us()) for kind, hash_ in hashes.items()],
     )
 
 

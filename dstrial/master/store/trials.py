@@ -2,64 +2,104 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.store import checkpoints
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import Hint, NotFoundError
+from dstrial.master.store.experiments import Experiment
 from dstrial.search import Create
 
 _TERMINAL = "('COMPLETED', 'CANCELED', 'ERROR')"
 
 
-def get(connection: sqlite3.Connection, trial_id: int) -> sqlite3.Row | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """A row of trials; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    experiment_id: int
+    request_id: str
+    state: str
+    hparams: str
+    seed: int
+    task_id: str
+    run_id: int
+    restarts: int
+    progress: float
+    total_batches: int
+    runner_state: str
+    start_us: int
+    end_us: int | None
+    summary_metrics: str
+    searcher_metric_value: float | None
+    best_validation_id: int | None
+    latest_validation_id: int | None
+    best_checkpoint_uuid: str | None
+    checkpoint_count: int
+    checkpoint_size: int
+    warm_start_uuid: str | None
+    metadata: str | None
+    log_policy_matched: str | None
+    early_exit: str | None
+    is_stopped_by_searcher: bool
+    is_closed: bool
+    retry_cancelled: bool
+    last_failure: str | None
+    log_retention_days: int | None
+    external_id: str | None
+    heartbeat_us: int | None
+    is_lost: bool
+    is_node_excluded: int
+
+
+def get(connection: sqlite3.Connection, trial_id: int) -> Trial | None:
     """Return a trial's row, None if it does not exist."""
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
-    return row
+    return fetch_one(Trial, connection, "SELECT * FROM trials WHERE id = ?", (trial_id,))
 
 
-def require(connection: sqlite3.Connection, trial_id: int) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, trial_id: int) -> Trial:
     """Return a trial's row.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = get(connection, trial_id)
     if row is None:
-        raise RequestError(
-            404, f"trial {trial_id} is not found; expected one of `det experiment list-trials`."
-        )
+        raise NotFoundError(f"trial {trial_id} is not found", Hint.LIST_TRIALS)
     return row
 
 
-def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> sqlite3.Row | None:
+def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
     """Return the trial that the searcher knows by this id."""
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?", (experiment_id, request_id)
-    ).fetchone()
-    return row
+    return fetch_one(
+        Trial,
+        connection,
+        "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?",
+        (experiment_id, request_id),
+    )
 
 
-def by_external_id(
-    connection: sqlite3.Connection, experiment_id: int, external_id: str
-) -> sqlite3.Row | None:
+def by_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
     """Return the trial that detached runs know by this id."""
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM trials WHERE experiment_id = ? AND external_id = ?", (experiment_id, external_id)
-    ).fetchone()
-    return row
+    return fetch_one(
+        Trial,
+        connection,
+        "SELECT * FROM trials WHERE experiment_id = ? AND external_id = ?",
+        (experiment_id, external_id),
+    )
 
 
-def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[sqlite3.Row]:
+def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
     """Return all trials of an experiment, oldest first."""
-    return connection.execute(
-        "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)
-    ).fetchall()
+    return fetch_all(
+        Trial, connection, "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)
+    )
 
 
 def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
@@ -71,21 +111,24 @@ def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
     return [int(row["id"]) for row in rows]
 
 
-def insert(tx: Transaction, experiment: sqlite3.Row, action: Create, now: int) -> int:
-    """Store the trial that a searcher asks for, with its task, and return its id."""
-    searcher = json.loads(experiment["config"])["searcher"]
-    task_id = f"{experiment['id']}.{action.request_id}"
-    warm_start = searcher.get("source_checkpoint_uuid")
-    if searcher.get("source_trial_id") is not None:
-        source = checkpoints.latest_completed(tx.connection, int(searcher["source_trial_id"]))
-        warm_start = None if source is None else source["uuid"]
+def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, warm_start: str | None) -> int:
+    """Store the trial that a searcher asks for, with its task, and return its id.
+
+    Args:
+        tx: the write.
+        experiment: whose it is.
+        action: what the searcher asks for.
+        now: the time, microseconds.
+        warm_start: the checkpoint of another trial that it starts from.
+    """
+    task_id = f"{experiment.id}.{action.request_id}"
     cursor = tx.execute(
         "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, warm_start_uuid) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            experiment["id"],
+            experiment.id,
             action.request_id,
-            "PAUSED" if experiment["state"] == "PAUSED" else "ACTIVE",
+            "PAUSED" if experiment.state == "PAUSED" else "ACTIVE",
             json.dumps(action.hparams),
             action.trial_seed,
             task_id,
@@ -94,7 +137,7 @@ def insert(tx: Transaction, experiment: sqlite3.Row, action: Create, now: int) -
         ),
     )
     trial_id = int(cursor.lastrowid or 0)
-    _insert_task(tx, task_id, experiment["id"], trial_id, now)
+    _insert_task(tx, task_id, experiment.id, trial_id, now)
     tx.publish(f"trial:{trial_id}")
     return trial_id
 
@@ -116,19 +159,19 @@ def insert_detached(
     return trial_id
 
 
-def reopen(tx: Transaction, trial: sqlite3.Row) -> None:
+def reopen(tx: Transaction, trial: Trial) -> None:
     """Let a trial that has ended run again, as another task that resumes from its checkpoint."""
     now = now_us()
-    number = tx.execute("SELECT COUNT(*) FROM tasks WHERE trial_id = ?", (trial["id"],)).fetchone()[0]
-    task_id = f"{trial['experiment_id']}.{trial['request_id']}-{number}"
+    number = tx.execute("SELECT COUNT(*) FROM tasks WHERE trial_id = ?", (trial.id,)).fetchone()[0]
+    task_id = f"{trial.experiment_id}.{trial.request_id}-{number}"
     tx.execute(
         "UPDATE trials SET state = 'ACTIVE', end_us = NULL, restarts = 0, progress = 0, is_closed = 0, task_id = ?, "
         "is_stopped_by_searcher = 0, retry_cancelled = 0, is_node_excluded = 0, last_failure = NULL, early_exit = NULL "
         "WHERE id = ?",
-        (task_id, trial["id"]),
+        (task_id, trial.id),
     )
-    _insert_task(tx, task_id, trial["experiment_id"], trial["id"], now)
-    tx.publish(f"trial:{trial['id']}")
+    _insert_task(tx, task_id, trial.experiment_id, trial.id, now)
+    tx.publish(f"trial:{trial.id}")
 
 
 def _insert_task(tx: Transaction, task_id: str, experiment_id: int, trial_id: int, now: int) -> None:
@@ -136,3 +179,65 @@ def _insert_task(tx: Transaction, task_id: str, experiment_id: int, trial_id: in
         "INSERT INTO tasks (id, type, experiment_id, trial_id, start_us) VALUES (?, 'TRIAL', ?, ?, ?)",
         (task_id, experiment_id, trial_id, now),
     )
+
+
+def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
+    """Return the trial of a task, None if there is no such task or it has none."""
+    return fetch_one(
+        Trial,
+        connection,
+        "SELECT trials.* FROM tasks JOIN trials ON trials.id = tasks.trial_id WHERE tasks.id = ?",
+        (task_id,),
+    )
+
+
+def keep_logs(tx: Transaction, trial_id: int, days: int) -> None:
+    """Say how long the logs of a trial are kept, in days; -1 for ever."""
+    tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))
+
+
+def silent_since(connection: sqlite3.Connection, before_us: int) -> list[Trial]:
+    """Return the detached runs that are active and were not heard of since a time."""
+    return fetch_all(
+        Trial,
+        connection,
+        "SELECT * FROM trials WHERE state = 'ACTIVE' AND heartbeat_us < ? ORDER BY id",
+        (before_us,),
+    )
+
+
+def update(tx: Transaction, trial_id: int, **columns: Any) -> None:
+    """Set columns of a trial."""
+    tx.update("trials", trial_id, columns)
+
+
+def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int) -> list[int]:
+    """Return the ids of an experiment's trials, those with the best validations first."""
+    order = "ASC" if experiment.smaller_is_better else "DESC"
+    rows = connection.execute(
+        "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
+        f"ORDER BY searcher_metric_value IS NULL, searcher_metric_value {order}, id LIMIT ?",
+        (experiment.id, limit),
+    )
+    return [int(row["id"]) for row in rows]
+
+
+def shares(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
+    """Return how far each trial of an experiment is, by the searcher's id of it."""
+    rows = connection.execute(
+        "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
+    )
+    return {row["request_id"]: float(row["progress"]) for row in rows}
+
+
+def activate_paused(tx: Transaction, experiment_id: int) -> None:
+    """Make the paused trials of an experiment active."""
+    tx.execute(
+        "UPDATE trials SET state = 'ACTIVE' WHERE experiment_id = ? AND state = 'PAUSED'", (experiment_id,)
+    )
+
+
+def set_flag(tx: Transaction, trial_id: int, column: Literal["retry_cancelled", "is_node_excluded"]) -> bool:
+    """Set what a log policy asks for, and say whether it was not set yet."""
+    cursor = tx.execute(f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0", (trial_id,))  # noqa: S608 - one of the two above
+    return bool(cursor.rowcount)

@@ -6,15 +6,16 @@ reading the database lets nobody log in. A blank password is stored blank.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import secrets
 import sqlite3
 from collections.abc import Mapping
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_one
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 from dstrial.master.store.tokens import TOPIC, User
 
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
@@ -27,6 +28,25 @@ _MAX_NAME = 256
 
 FIRST_USERS = {"determined": False, "admin": True}
 """Users of a fresh master -> whether each is an administrator."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredUser(User):
+    """A user with the hash of its password."""
+
+    password_hash: str = dataclasses.field(repr=False)
+
+    def without_password(self) -> User:
+        """Return the user as handlers may see one."""
+        return User(
+            self.id,
+            self.username,
+            self.display_name,
+            self.admin,
+            self.active,
+            self.modified_us,
+            self.last_auth_us,
+        )
 
 
 def new_passwords(*, is_blank: bool) -> dict[str, str]:
@@ -90,7 +110,7 @@ def create_user(
         active: whether it may log in.
 
     Raises:
-        RequestError: 400 for a name that cannot be one, 409 for one that exists.
+        StoreError: a name that cannot be one, one that exists.
     """
     _check_name(username)
     if find_by_name(tx.connection, username) is not None:
@@ -117,13 +137,13 @@ def change_user(
     """Change what is given of a user.
 
     Raises:
-        RequestError: 404 for no such user, 400 or 409 for the new name, 409 for the last active administrator.
+        StoreError: no such user, a new name that cannot be one or is taken, the last active administrator.
     """
     row = find_by_id(tx.connection, user_id)
-    if username is not None and username != row["username"]:
+    if username is not None and username != row.username:
         _check_name(username)
         other = find_by_name(tx.connection, username)
-        if other is not None and other["id"] != user_id:
+        if other is not None and other.id != user_id:
             raise _taken(username)
     columns = {
         "username": username,
@@ -137,30 +157,26 @@ def change_user(
     assignments = ", ".join(f"{column} = :{column}" for column in given)
     tx.execute(f"UPDATE users SET {assignments} WHERE id = :id", {**given, "id": user_id})  # noqa: S608 - our columns
     if tx.execute("SELECT 1 FROM users WHERE admin AND active").fetchone() is None:
-        raise RequestError(
-            409,
-            f"user {row['username']!r} is the last active administrator; expected one to remain. Make another one first.",
+        raise ConflictError(
+            f"user {row.username!r} is the last active administrator; expected one to remain. Make another one first."
         )
     tx.publish(TOPIC)
 
 
-def find_by_name(connection: sqlite3.Connection, username: str) -> sqlite3.Row | None:
+def find_by_name(connection: sqlite3.Connection, username: str) -> StoredUser | None:
     """Return a user's row."""
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM users WHERE username = ?", (username,)
-    ).fetchone()
-    return row
+    return fetch_one(StoredUser, connection, "SELECT * FROM users WHERE username = ?", (username,))
 
 
-def find_by_id(connection: sqlite3.Connection, user_id: int) -> sqlite3.Row:
+def find_by_id(connection: sqlite3.Connection, user_id: int) -> StoredUser:
     """Return a user's row.
 
     Raises:
-        RequestError: 404, there is none.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute("SELECT * FROM users WHERE id = ?", (user_id,)).fetchone()
+    row = fetch_one(StoredUser, connection, "SELECT * FROM users WHERE id = ?", (user_id,))
     if row is None:
-        raise RequestError(404, f"user {user_id} does not exist; see `det user list --all`")
+        raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
     return row
 
 
@@ -172,11 +188,10 @@ def list_users(connection: sqlite3.Connection) -> list[User]:
 
 def _check_name(username: str) -> None:
     if not username.strip() or len(username) > _MAX_NAME or not username.isprintable():
-        raise RequestError(
-            400,
-            f"username is {username[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose another name.",
+        raise InvalidError(
+            f"username is {username[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose another name."
         )
 
 
-def _taken(username: str) -> RequestError:
-    return RequestError(409, f"user {username!r} already exists; expected a new name. Choose another name.")
+def _taken(username: str) -> ConflictError:
+    return ConflictError(f"user {username!r} already exists; expected a new name. Choose another name.")

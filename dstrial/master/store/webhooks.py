@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from dstrial.config.log_patterns import compile_pattern
-from dstrial.errors import RequestError
+from dstrial.config.mounts import compile_pattern
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.experiments import Experiment
 
 TOPIC = "webhooks"
 """Published when webhooks are made or deleted."""
@@ -35,6 +36,41 @@ _MAX_LOG_TRIGGERS = 50
 _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_PATTERN = 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TriggeredWebhook:
+    """A webhook with one of its triggers."""
+
+    id: int
+    name: str
+    url: str = dataclasses.field(repr=False)
+    type: str
+    mode: str
+    workspace_id: int | None
+    created_us: int
+    num_delivered: int
+    num_failed: int
+    num_dropped: int
+    last_us: int | None
+    last_result: str | None
+    trigger_id: int
+    condition: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DueEvent:
+    """The waiting event of a webhook that is due first, with where it goes."""
+
+    id: int
+    webhook_id: int
+    event: str
+    created_us: int
+    due_us: int
+    num_attempts: int
+    given_up_us: int | None
+    url: str = dataclasses.field(repr=False)
+    type: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,27 +117,26 @@ def create(tx: Transaction, webhook: Webhook) -> int:
     """Store a webhook and return its number.
 
     Raises:
-        RequestError: 400 for a name, address or trigger that cannot be one, or too many; 409 for a name that is taken.
+        StoreError: a name, address or trigger that cannot be one, or too many; a name that is taken.
     """
     check(webhook)
     if tx.execute("SELECT COUNT(*) FROM webhooks").fetchone()[0] >= _MAX_WEBHOOKS:
-        raise RequestError(
-            400, f"there are {_MAX_WEBHOOKS} webhooks; expected fewer. Delete one that is not needed."
+        raise InvalidError(
+            f"there are {_MAX_WEBHOOKS} webhooks; expected fewer. Delete one that is not needed."
         )
     num_log = tx.execute("SELECT COUNT(*) FROM webhook_triggers WHERE type = 'TASK_LOG'").fetchone()[0]
     if num_log + sum(one.type == "TASK_LOG" for one in webhook.triggers) > _MAX_LOG_TRIGGERS:
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"there are {num_log} triggers on logs; expected at most {_MAX_LOG_TRIGGERS} with the new ones. Join patterns "
-            "with |.",
+            "with |."
         )
     taken = tx.execute(
         "SELECT 1 FROM webhooks WHERE name = ? AND COALESCE(workspace_id, 0) = ?",
         (webhook.name, webhook.workspace_id or 0),
     ).fetchone()
     if taken is not None:
-        raise RequestError(
-            409, f"webhook {webhook.name!r} already exists there; expected a new name. Choose another."
+        raise ConflictError(
+            f"webhook {webhook.name!r} already exists there; expected a new name. Choose another."
         )
     cursor = tx.execute(
         "INSERT INTO webhooks (name, url, type, mode, workspace_id, created_us) VALUES (?, ?, ?, ?, ?, ?)",
@@ -119,16 +154,14 @@ def create(tx: Transaction, webhook: Webhook) -> int:
 def check(webhook: Webhook) -> None:
     """Refuse (400) a webhook that cannot be one."""
     if not 1 <= len(webhook.name.strip()) <= _MAX_NAME or not webhook.name.isprintable():
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the name of the webhook is {webhook.name[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose "
-            "another.",
+            "another."
         )
     check_url(webhook.url)
     if not 1 <= len(webhook.triggers) <= _MAX_TRIGGERS:
-        raise RequestError(
-            400,
-            f"the webhook has {len(webhook.triggers)} triggers; expected 1 to {_MAX_TRIGGERS}. Say what it is to be told of.",
+        raise InvalidError(
+            f"the webhook has {len(webhook.triggers)} triggers; expected 1 to {_MAX_TRIGGERS}. Say what it is to be told of."
         )
     for trigger in webhook.triggers:
         _check_trigger(trigger, webhook.mode)
@@ -136,30 +169,26 @@ def check(webhook: Webhook) -> None:
 
 def _check_trigger(trigger: Trigger, mode: str) -> None:
     if trigger.type == "EXPERIMENT_STATE_CHANGE" and trigger.condition not in STATES:
-        raise RequestError(
-            400,
-            f"the state of a trigger is {trigger.condition[:80]!r}; expected one of {', '.join(STATES)}. Name one of these.",
+        raise InvalidError(
+            f"the state of a trigger is {trigger.condition[:80]!r}; expected one of {', '.join(STATES)}. Name one of these."
         )
     if trigger.type == "CUSTOM" and mode != "SPECIFIC":
-        raise RequestError(
-            400,
+        raise InvalidError(
             f"the mode of a webhook with a custom trigger is {mode}; expected SPECIFIC, so that experiments name it under "
-            "integrations.webhooks. Change the mode.",
+            "integrations.webhooks. Change the mode."
         )
     if trigger.type == "TASK_LOG":
         if not 1 <= len(trigger.condition) <= _MAX_PATTERN:
-            raise RequestError(
-                400,
+            raise InvalidError(
                 f"the regex of a trigger is {len(trigger.condition)} characters long; expected 1 to {_MAX_PATTERN}. Write a "
-                "pattern.",
+                "pattern."
             )
         try:
             compile_pattern(trigger.condition)
         except ValueError as error:
-            raise RequestError(
-                400,
+            raise InvalidError(
                 f"the regex of a trigger is {trigger.condition[:80]!r}; expected a regular expression of RE2 ({error}). "
-                "Correct it; RE2 has no look-around and no back-references.",
+                "Correct it; RE2 has no look-around and no back-references."
             ) from error
 
 
@@ -175,9 +204,8 @@ def check_url(url: str) -> None:
     except ValueError as error:
         problem = f"an address that can be read ({error})"
     if problem is not None:
-        raise RequestError(
-            400,
-            f"the url of the webhook is {url[:80]!r}; expected {problem}. Write https://example.org/path, for example.",
+        raise InvalidError(
+            f"the url of the webhook is {url[:80]!r}; expected {problem}. Write https://example.org/path, for example."
         )
 
 
@@ -195,13 +223,11 @@ def require(connection: sqlite3.Connection, webhook_id: int) -> Webhook:
     """Return one webhook.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
     if row is None:
-        raise RequestError(
-            404, f"webhook {webhook_id} is not found; expected one of `dstrial webhook list`. Name another."
-        )
+        raise NotFoundError(f"webhook {webhook_id} is not found", Hint.LIST_WEBHOOKS)
     return _webhook(connection, row)
 
 
@@ -244,16 +270,20 @@ def delete(tx: Transaction, webhook_id: int) -> None:
     tx.publish(TOPIC)
 
 
-def triggered(connection: sqlite3.Connection, kind: str, condition: str | None = None) -> list[sqlite3.Row]:
+def triggered(
+    connection: sqlite3.Connection, kind: str, condition: str | None = None
+) -> list[TriggeredWebhook]:
     """Return the triggers of a type, and of a condition if it is given, with the columns of their webhooks.
 
     The trigger's own number is ``trigger_id``.
     """
-    return connection.execute(
+    return fetch_all(
+        TriggeredWebhook,
+        connection,
         "SELECT w.*, t.id AS trigger_id, t.condition FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "
         "WHERE t.type = ? AND (? IS NULL OR t.condition = ?) ORDER BY t.id",
         (kind, condition, condition),
-    ).fetchall()
+    )
 
 
 def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> None:
@@ -272,12 +302,14 @@ def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> Non
     tx.publish(EVENTS_TOPIC)
 
 
-def next_events(connection: sqlite3.Connection) -> Sequence[sqlite3.Row]:
+def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
     """Return for each webhook the waiting event that is due first, with the webhook's ``url`` and ``type``."""
-    return connection.execute(
+    return fetch_all(
+        DueEvent,
+        connection,
         "SELECT e.*, w.url, w.type FROM webhooks w JOIN webhook_events e ON e.id = (SELECT id FROM webhook_events "
-        "WHERE webhook_id = w.id AND given_up_us IS NULL ORDER BY due_us, id LIMIT 1) ORDER BY e.due_us"
-    ).fetchall()
+        "WHERE webhook_id = w.id AND given_up_us IS NULL ORDER BY due_us, id LIMIT 1) ORDER BY e.due_us",
+    )
 
 
 def note_result(
@@ -315,3 +347,54 @@ def note_result(
             "ORDER BY given_up_us DESC, id DESC LIMIT ?)",
             (webhook_id, webhook_id, KEPT_FAILED),
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LineTrigger(TriggeredWebhook):
+    """A webhook with its trigger on a task's lines, and with that task."""
+
+    task_type: str
+    trial_id: int | None
+    experiment_id: int | None
+    command_workspace: int | None
+
+
+def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: int) -> LineTrigger | None:
+    """Return a trigger with its webhook and a task, None if it, or the task, is gone."""
+    return fetch_one(
+        LineTrigger,
+        connection,
+        "SELECT w.*, t.id AS trigger_id, t.condition, k.type AS task_type, k.trial_id, k.experiment_id, "
+        "c.workspace_id AS command_workspace "
+        "FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id JOIN tasks k ON k.id = ? "
+        "LEFT JOIN commands c ON c.task_id = k.id WHERE t.id = ?",
+        (task_id, trigger_id),
+    )
+
+
+def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
+    """Note that a task has set off a trigger, and say whether it is the first time."""
+    cursor = tx.execute(
+        "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)", (task_id, trigger_id)
+    )
+    return bool(cursor.rowcount)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToldExperiment(Experiment):
+    """An experiment with its project and workspace."""
+
+    project_name: str
+    workspace_id: int
+    workspace_name: str
+
+
+def told_experiment(connection: sqlite3.Connection, experiment_id: int) -> ToldExperiment | None:
+    """Return an experiment as webhooks are told of it, None if it is gone."""
+    return fetch_one(
+        ToldExperiment,
+        connection,
+        "SELECT e.*, p.name AS project_name, w.id AS workspace_id, w.name AS workspace_name FROM experiments e "
+        "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id WHERE e.id = ?",
+        (experiment_id,),
+    )

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 
 # Scripts wait for a collection to appear among the tasks and to disappear, and look twice a second
 # (Determined 0.38.1, e2e_tests/tests/experiment, wait_for_gc_to_finish); most take milliseconds here.
 _SHOWN_US = 2_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """A row of work; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    kind: str
+    experiment_id: int
+    payload: str
+    created_us: int
+    ended_us: int | None
 
 
 def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, Any] | None = None) -> None:
@@ -32,12 +45,9 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
     tx.publish("scheduler")
 
 
-def next_pending(connection: sqlite3.Connection) -> sqlite3.Row | None:
+def next_pending(connection: sqlite3.Connection) -> Work | None:
     """Return the oldest piece of work, None if there is none."""
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT * FROM work WHERE ended_us IS NULL ORDER BY id LIMIT 1"
-    ).fetchone()
-    return row
+    return fetch_one(Work, connection, "SELECT * FROM work WHERE ended_us IS NULL ORDER BY id LIMIT 1")
 
 
 def done(tx: Transaction, work_id: int) -> None:
@@ -47,9 +57,11 @@ def done(tx: Transaction, work_id: int) -> None:
     tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))
 
 
-def collections(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+def collections(connection: sqlite3.Connection) -> list[Work]:
     """Return the work on files of experiments that waits, is being done, or was done within the last two seconds."""
-    return connection.execute(
+    return fetch_all(
+        Work,
+        connection,
         "SELECT * FROM work WHERE experiment_id > 0 AND (ended_us IS NULL OR ended_us > ?) ORDER BY id",
         (now_us() - _SHOWN_US,),
-    ).fetchall()
+    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
 DEFAULT_ID = 1
 """Of the workspace that is always there."""
@@ -24,73 +25,92 @@ _SELECT = (
 )
 
 
-def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[sqlite3.Row]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workspace:
+    """A row of workspaces; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    name: str
+    owner_id: int
+    created_us: int
+    is_immutable: bool
+    is_archived: bool
+    state: str
+    error: str
+    checkpoint_storage: str | None
+    agent_user_group: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkspaceInfo(Workspace):
+    """A workspace with its owner, what is in it, and when a user pinned it."""
+
+    username: str
+    num_projects: int
+    num_experiments: int
+    pinned_us: int | None
+
+
+def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[WorkspaceInfo]:
     """Return all workspaces by number, with their owner's name, what is in them, and when this user pinned them."""
-    return connection.execute(f"{_SELECT} ORDER BY w.id", {"user_id": user_id}).fetchall()
+    return fetch_all(WorkspaceInfo, connection, f"{_SELECT} ORDER BY w.id", {"user_id": user_id})
 
 
-def require(connection: sqlite3.Connection, workspace_id: int, user_id: int = 0) -> sqlite3.Row:
+def require(connection: sqlite3.Connection, workspace_id: int, user_id: int = 0) -> WorkspaceInfo:
     """Return one workspace, as :func:`list_workspaces` does.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
-    row: sqlite3.Row | None = connection.execute(
-        f"{_SELECT} WHERE w.id = :id", {"id": workspace_id, "user_id": user_id}
-    ).fetchone()
+    row = fetch_one(
+        WorkspaceInfo, connection, f"{_SELECT} WHERE w.id = :id", {"id": workspace_id, "user_id": user_id}
+    )
     if row is None:
-        raise RequestError(
-            404, f"workspace {workspace_id} is not found; expected one of `det workspace list`. Name another."
-        )
+        raise NotFoundError(f"workspace {workspace_id} is not found", Hint.LIST_WORKSPACES)
     return row
 
 
-def by_name(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
     """Return the workspace of a name, whatever its case.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
     if row is None:
-        raise RequestError(
-            404, f"workspace {name[:80]!r} is not found; expected one of `det workspace list`. Name another."
-        )
+        raise NotFoundError(f"workspace {name[:80]!r} is not found", Hint.LIST_WORKSPACES)
     return require(connection, row["id"])
 
 
-def refuse_archived(row: sqlite3.Row, verb: str) -> None:
+def refuse_archived(row: Workspace, verb: str) -> None:
     """Refuse (400) a workspace that is archived or being deleted for what ``verb`` says."""
-    state = "archived" if row["is_archived"] else "being deleted" if row["state"] != "UNSPECIFIED" else None
+    state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
-        raise RequestError(
-            400,
-            f"workspace {row['name']!r} is {state} and cannot {verb}; expected one that is in use. "
-            "Take it back with `det workspace unarchive`, or name another.",
+        raise InvalidError(
+            f"workspace {row.name!r} is {state} and cannot {verb}; expected one that is in use.",
+            Hint.UNARCHIVE_WORKSPACE,
         )
 
 
-def refuse_immutable(row: sqlite3.Row, verb: str) -> None:
+def refuse_immutable(row: Workspace, verb: str) -> None:
     """Refuse (400) the workspace that is always there for what ``verb`` says."""
-    if row["is_immutable"]:
-        raise RequestError(
-            400,
-            f"workspace {row['name']!r} is immutable and cannot {verb}; expected one of your own. "
-            "Make one with `det workspace create`.",
+    if row.is_immutable:
+        raise InvalidError(
+            f"workspace {row.name!r} is immutable and cannot {verb}; expected one of your own.",
+            Hint.CREATE_WORKSPACE,
         )
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
     """Refuse a name that is empty or longer than 80 characters (400), or another workspace's (409)."""
     if not name.strip() or len(name) > 80:
-        raise RequestError(
-            400, f"the workspace's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
+        raise InvalidError(
+            f"the workspace's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
         )
     row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
     if row is not None and row["id"] != own_id:
-        raise RequestError(
-            409,
-            f"workspace {name!r} exists; expected a name that is not in use, whatever its case. Choose another.",
+        raise ConflictError(
+            f"workspace {name!r} exists; expected a name that is not in use, whatever its case. Choose another."
         )
 
 
@@ -104,7 +124,7 @@ def create(
     """Store a workspace, pinned for its owner, and return its number.
 
     Raises:
-        RequestError: 400 or 409, see :func:`check_name`.
+        StoreError: see :func:`check_name`.
     """
     check_name(tx.connection, name, None)
     cursor = tx.execute(
@@ -138,3 +158,15 @@ def delete(tx: Transaction, workspace_id: int) -> None:
 
 def _json(value: Mapping[str, Any] | None) -> str | None:
     return None if value is None else json.dumps(dict(value))
+
+
+def owned_by(connection: sqlite3.Connection, user_id: int) -> set[int]:
+    """Return the workspaces of a user."""
+    rows = connection.execute("SELECT id FROM workspaces WHERE owner_id = ?", (user_id,))
+    return {int(row["id"]) for row in rows}
+
+
+def name_of(connection: sqlite3.Connection, workspace_id: int) -> str | None:
+    """Return the name of a workspace, None if it is gone."""
+    row = connection.execute("SELECT name FROM workspaces WHERE id = ?", (workspace_id,)).fetchone()
+    return None if row is None else str(row["name"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-import sqlite3
 from typing import Any
 
 import jinja2
@@ -21,6 +20,8 @@ from dstrial.master.services import Services
 from dstrial.master.store import listings, logs
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import webhooks as webhook_rows
+from dstrial.master.store.database import Connection
+from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.tokens import User
 from dstrial.master.web.plot import Plot, line_plot
 
@@ -53,56 +54,47 @@ def render(name: str, status: int = 200, **values: Any) -> Response:
     return Response(text, status_code=status, media_type="text/html", headers=headers)
 
 
-def _experiment(row: sqlite3.Row) -> dict[str, Any]:
+def _experiment(row: listings.ListedExperiment) -> dict[str, Any]:
     return {
-        "id": row["id"],
-        "name": row["name"],
-        "owner": row["username"],
+        "id": row.id,
+        "name": row.name,
+        "owner": row.username,
         "state": shown_state(row).removeprefix("STATE_"),
-        "progress": round(100 * row["progress"], 1),
-        "trials": row["num_trials"],
-        "metric": row["searcher_metric"],
-        "best": row["best_metric"],
-        "start": format_us(row["start_us"])[:19].replace("T", " "),
-        "reason": row["end_reason"] or "",
+        "progress": round(100 * row.progress, 1),
+        "trials": row.num_trials,
+        "metric": row.searcher_metric,
+        "best": row.best_metric,
+        "start": format_us(row.start_us)[:19].replace("T", " "),
+        "reason": row.end_reason or "",
     }
 
 
-def _series(connection: sqlite3.Connection, trial_id: int, group: str, metric: str) -> Plot | None:
+def _series(connection: Connection, trial_id: int, group: str, metric: str) -> Plot | None:
     found = []
-    rows = connection.execute(
-        "SELECT steps, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND archived = 0 AND steps >= 0 "
-        "ORDER BY steps",
-        (trial_id, group),
-    )
-    for row in rows:
-        value = metric_rows.as_number(json.loads(row["metrics"]).get(metric))
+    for row in metric_rows.every_report(connection, trial_id, group):
+        value = metric_rows.as_number(json.loads(row.metrics).get(metric))
         if value is not None:
-            found.append((row["steps"], value))
+            found.append((row.steps, value))
     return line_plot(found)
 
 
-def _trials(
-    connection: sqlite3.Connection, experiment: sqlite3.Row, names: SecretNames
-) -> list[dict[str, Any]]:
-    rows = listings.list_trials(
-        connection, now_us=now_us(), experiment_id=experiment["id"], limit=_MAX_TRIALS
-    )
+def _trials(connection: Connection, experiment: Experiment, names: SecretNames) -> list[dict[str, Any]]:
+    rows = listings.list_trials(connection, now_us=now_us(), experiment_id=experiment.id, limit=_MAX_TRIALS)
     shown = []
     for row in rows:
         plots = [
-            (f"validation: {experiment['searcher_metric']}",
-             _series(connection, row["id"], "validation", experiment["searcher_metric"])),
-            ("training: loss", _series(connection, row["id"], "training", "loss")),
+            (f"validation: {experiment.searcher_metric}",
+             _series(connection, row.id, "validation", experiment.searcher_metric)),
+            ("training: loss", _series(connection, row.id, "training", "loss")),
         ]  # fmt: skip
         shown.append(
             {
-                "id": row["id"],
+                "id": row.id,
                 "state": shown_state(row).removeprefix("STATE_"),
-                "batches": row["total_batches"],
-                "restarts": row["restarts"],
-                "best": row["searcher_metric_value"],
-                "hparams": json.dumps(json.loads(masked_json(row["hparams"], names)), indent=1),
+                "batches": row.total_batches,
+                "restarts": row.restarts,
+                "best": row.searcher_metric_value,
+                "hparams": json.dumps(json.loads(masked_json(row.hparams, names)), indent=1),
                 "plots": [(title, plot) for title, plot in plots if plot is not None],
             }
         )
@@ -127,7 +119,7 @@ def _webhook(webhook: webhook_rows.Webhook) -> dict[str, Any]:
 
 
 def _read(
-    connection: sqlite3.Connection,
+    connection: Connection,
     experiment_id: int | None,
     trial_id: int | None,
     names: SecretNames,
@@ -155,7 +147,7 @@ def _read(
         "trials": trials,
         "trial_id": trial_id,
         "log": "".join(lines),
-        "is_live": any(row["state"] == "ACTIVE" for row in rows),
+        "is_live": any(row.state == "ACTIVE" for row in rows),
         "webhooks": [_webhook(one) for one in webhook_rows.list_webhooks(connection, workspace_ids)],
     }
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Literal
 
 from starlette.responses import Response
 
 from dstrial.master.store import commands
+from dstrial.master.store.database import Connection
 from dstrial.master.web.page import render
 
 _REFRESH_S = 1
 
 
-def state_of(connection: sqlite3.Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
+def state_of(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
     """Say how far a command has come with its service.
 
     Raises:
-        RequestError: 404.
+        NotFoundError: there is none.
     """
     row = commands.require(connection, task_id)
-    if row["state"] in commands.ENDED:
+    if row.state in commands.ENDED:
         return "ended"
-    return "ready" if row["is_ready"] else "waiting"
+    return "ready" if row.is_ready else "waiting"
 
 
 def waiting(task_id: str) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import sqlite3
 import threading
 import time
 from collections.abc import Sequence
@@ -98,70 +97,68 @@ class Delivery:
         next_us = now_us() + int(_IDLE_S * 1e6)
         for row in rows:
             with self._lock:
-                if row["webhook_id"] in self._busy:
+                if row.webhook_id in self._busy:
                     continue
-                due_us = max(row["due_us"], self._not_before_us.get(row["webhook_id"], 0))
+                due_us = max(row.due_us, self._not_before_us.get(row.webhook_id, 0))
                 is_due = due_us <= now_us() and len(self._busy) < _NUM_SENDERS
                 if is_due:
-                    self._busy.add(row["webhook_id"])
+                    self._busy.add(row.webhook_id)
             if is_due:
                 self._senders.submit(self._send, row)
             elif due_us > now_us():
                 next_us = min(next_us, due_us)
         return max(0.0, (next_us - now_us()) / 1e6)
 
-    def _send(self, row: sqlite3.Row) -> None:
+    def _send(self, row: webhooks.DueEvent) -> None:
         try:
             self._attempt(row)
         except Exception:
             logger.exception(
-                "an event of webhook %d could not be dealt with; it is tried again", row["webhook_id"]
+                "an event of webhook %d could not be dealt with; it is tried again", row.webhook_id
             )
             # Longer each time: if results cannot be stored, on a full disk, the receiver gets the same again and again.
-            trouble_s = min(
-                2 * self._trouble_s.get(row["webhook_id"], _AFTER_TROUBLE_S / 2), _LONGEST_TROUBLE_S
-            )
-            self._trouble_s[row["webhook_id"]] = trouble_s
-            self._not_before_us[row["webhook_id"]] = now_us() + int(trouble_s * 1e6)
+            trouble_s = min(2 * self._trouble_s.get(row.webhook_id, _AFTER_TROUBLE_S / 2), _LONGEST_TROUBLE_S)
+            self._trouble_s[row.webhook_id] = trouble_s
+            self._not_before_us[row.webhook_id] = now_us() + int(trouble_s * 1e6)
         else:
-            self._trouble_s.pop(row["webhook_id"], None)
+            self._trouble_s.pop(row.webhook_id, None)
         finally:
             with self._lock:
-                self._busy.discard(row["webhook_id"])
+                self._busy.discard(row.webhook_id)
             self._event.set()
 
-    def _attempt(self, row: sqlite3.Row) -> None:
+    def _attempt(self, row: webhooks.DueEvent) -> None:
         services = self._services
         body = body_of(
-            json.loads(row["event"]),
-            row["type"],
+            json.loads(row.event),
+            row.type,
             node=services.agent_id,
             pool=services.settings.pool_name,
             base_url=services.settings.base_url,
         )
         started_s = time.monotonic()
-        outcome = services.webhook_sender.post(row["url"], body)
+        outcome = services.webhook_sender.post(row.url, body)
         if outcome is None:
             return
         retry_us = None
         if not outcome.is_delivered:
-            waits = self._retry_s[row["num_attempts"] :]
+            waits = self._retry_s[row.num_attempts :]
             if outcome.may_retry and waits:
                 retry_us = now_us() + int(waits[0] * random.uniform(0.5, 1.5) * 1e6)
             # Not its address, which may be a secret.
             logger.warning(
                 "webhook %d: %s after %.1f s; event %d %s",
-                row["webhook_id"],
+                row.webhook_id,
                 outcome.result,
                 time.monotonic() - started_s,
-                row["id"],
+                row.id,
                 "is given up" if retry_us is None else "is tried again",
             )
         self._database.write(
             lambda tx: webhooks.note_result(
                 tx,
-                row["webhook_id"],
-                row["id"],
+                row.webhook_id,
+                row.id,
                 outcome.result,
                 is_delivered=outcome.is_delivered,
                 retry_us=retry_us,

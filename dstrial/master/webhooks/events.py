@@ -1,44 +1,39 @@
-"""What is told to webhooks: written to the database in the transaction of what has happened."""
+"""What is told to which webhooks: written to the database in the transaction of what has happened."""
 
 from __future__ import annotations
 
-import sqlite3
+import dataclasses
+import json
 import time
 import uuid
 from collections.abc import Iterable
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store import webhooks
+from dstrial.master.store import experiments, webhooks
 from dstrial.master.store.database import Transaction
 from dstrial.master.webhooks.log_triggers import LogMatch
-from dstrial.master.webhooks.matching import WebhookChoice, is_told
 from dstrial.master.webhooks.payloads import CUSTOM, STATE_CHANGE, TASK_LOG
 
 _MAX_TITLE = 1000
 _MAX_DESCRIPTION = 10_000
 _MAX_LINE = 10_000
 
-_EXPERIMENT = (
-    "SELECT e.*, p.name AS project_name, w.id AS workspace_id, w.name AS workspace_name FROM experiments e "
-    "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id WHERE e.id = ?"
-)
-
 
 def tell_state(tx: Transaction, experiment_id: int) -> None:
     """Tell that an experiment has come into the state that its row says."""
-    state = tx.execute("SELECT state FROM experiments WHERE id = ?", (experiment_id,)).fetchone()["state"]
+    state = experiments.require(tx.connection, experiment_id).state
     rows = webhooks.triggered(tx.connection, STATE_CHANGE, state)
     if not rows:
         return
-    experiment = tx.execute(_EXPERIMENT, (experiment_id,)).fetchone()
+    experiment = webhooks.told_experiment(tx.connection, experiment_id)
     if experiment is None:  # Its project is gone; that must not keep it from ending.
         return
-    choice = WebhookChoice.from_config(experiment["config"])
+    choice = WebhookChoice.from_config(experiment.config)
     for row in rows:
-        if _is_told(row, experiment["workspace_id"], choice):
+        if _is_told(row, experiment.workspace_id, choice):
             event = {**_new(STATE_CHANGE), "state": state, "experiment": _facts(experiment)}
-            webhooks.add_event(tx, row["id"], event)
+            webhooks.add_event(tx, row.id, event)
 
 
 def tell_alert(
@@ -60,20 +55,20 @@ def tell_alert(
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
         return 0
-    experiment = tx.execute(_EXPERIMENT, (experiment_id,)).fetchone()
+    experiment = webhooks.told_experiment(tx.connection, experiment_id)
     if experiment is None:
         return 0
-    choice = WebhookChoice.from_config(experiment["config"])
+    choice = WebhookChoice.from_config(experiment.config)
     custom = {
         "title": _cut(title, _MAX_TITLE),
         "description": _cut(description, _MAX_DESCRIPTION),
         "level": level,
     }
-    told = {row["id"] for row in rows if _is_told(row, experiment["workspace_id"], choice)}
+    told = {row.id for row in rows if _is_told(row, experiment.workspace_id, choice)}
     for webhook_id in sorted(told):
         event = {
             **_new(CUSTOM),
-            "state": experiment["state"],
+            "state": experiment.state,
             "experiment": _facts(experiment),
             "trial_id": trial_id,
             "custom": custom,
@@ -90,40 +85,31 @@ def tell_lines(tx: Transaction, task_id: str, matches: Iterable[LogMatch]) -> No
 
 def _tell_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
     # The trigger may be gone since the line was looked at.
-    row = tx.execute(
-        "SELECT w.*, t.condition, k.type AS task_type, k.trial_id, k.experiment_id, c.workspace_id AS command_workspace "
-        "FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id JOIN tasks k ON k.id = ? "
-        "LEFT JOIN commands c ON c.task_id = k.id WHERE t.id = ?",
-        (task_id, match.trigger_id),
-    ).fetchone()
+    row = webhooks.triggered_by_line(tx.connection, task_id, match.trigger_id)
     if row is None:
         return
     choice = None
-    workspace_id = row["command_workspace"]
-    if row["experiment_id"]:
-        experiment = tx.execute(_EXPERIMENT, (row["experiment_id"],)).fetchone()
+    workspace_id = row.command_workspace
+    if row.experiment_id:
+        experiment = webhooks.told_experiment(tx.connection, row.experiment_id)
         if experiment is None:
             return
-        choice = WebhookChoice.from_config(experiment["config"])
-        workspace_id = experiment["workspace_id"]
+        choice = WebhookChoice.from_config(experiment.config)
+        workspace_id = experiment.workspace_id
     if workspace_id is None or not _is_told(row, workspace_id, choice):
         return
-    cursor = tx.execute(
-        "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)",
-        (task_id, match.trigger_id),
-    )
-    if not cursor.rowcount:
+    if not webhooks.note_task(tx, task_id, match.trigger_id):
         return
     event = {
         **_new(TASK_LOG),
-        "regex": row["condition"],
+        "regex": row.condition,
         "task_id": task_id,
-        "task_type": row["task_type"],
+        "task_type": row.task_type,
         "log": _cut(match.line, _MAX_LINE),
-        "experiment_id": row["experiment_id"],
-        "trial_id": row["trial_id"],
+        "experiment_id": row.experiment_id,
+        "trial_id": row.trial_id,
     }
-    webhooks.add_event(tx, row["id"], event)
+    webhooks.add_event(tx, row.id, event)
 
 
 def _new(kind: str) -> dict[str, Any]:
@@ -131,26 +117,26 @@ def _new(kind: str) -> dict[str, Any]:
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 
-def _facts(row: sqlite3.Row) -> dict[str, Any]:
-    end_us = row["end_us"]
+def _facts(row: webhooks.ToldExperiment) -> dict[str, Any]:
+    end_us = row.end_us
     return {
-        "id": row["id"],
-        "state": row["state"],
-        "name": row["name"],
-        "duration_s": ((end_us or now_us()) - row["start_us"]) // 1_000_000,
+        "id": row.id,
+        "state": row.state,
+        "name": row.name,
+        "duration_s": ((end_us or now_us()) - row.start_us) // 1_000_000,
         "has_ended": end_us is not None,
-        "slots_per_trial": row["slots_per_trial"],
-        "workspace": row["workspace_name"],
-        "project": row["project_name"],
+        "slots_per_trial": row.slots_per_trial,
+        "workspace": row.workspace_name,
+        "project": row.project_name,
     }
 
 
-def _is_told(row: sqlite3.Row, workspace_id: int, choice: WebhookChoice | None) -> bool:
+def _is_told(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
     return is_told(
-        webhook_id=row["id"],
-        name=row["name"],
-        mode=row["mode"],
-        webhook_workspace_id=row["workspace_id"],
+        webhook_id=row.id,
+        name=row.name,
+        mode=row.mode,
+        webhook_workspace_id=row.workspace_id,
         workspace_id=workspace_id,
         choice=choice,
     )
@@ -158,3 +144,68 @@ def _is_told(row: sqlite3.Row, workspace_id: int, choice: WebhookChoice | None) 
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WebhookChoice:
+    """What an experiment's config says of webhooks, ``integrations.webhooks``.
+
+    Attributes:
+        ids: numbers of webhooks of mode SPECIFIC that it is told to.
+        names: the same by name.
+        excludes: whether nothing of it is told to anybody.
+    """
+
+    ids: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+    excludes: bool = False
+
+    @classmethod
+    def from_config(cls, config: str) -> WebhookChoice:
+        """Read the JSON of a config; what is not as the schema has it counts as not said."""
+        # Nearly every config says nothing of it, and some are large.
+        if '"webhooks"' not in config:
+            return cls()
+        value: Any = json.loads(config)
+        for key in ("integrations", "webhooks"):
+            value = value.get(key)
+            if not isinstance(value, dict):
+                return cls()
+        ids, names = value.get("webhook_id"), value.get("webhook_name")
+        return cls(
+            frozenset(one for one in ids if isinstance(one, int)) if isinstance(ids, list) else frozenset(),
+            frozenset(one for one in names if isinstance(one, str))
+            if isinstance(names, list)
+            else frozenset(),
+            value.get("exclude") is True,
+        )
+
+
+def is_told(
+    *,
+    webhook_id: int,
+    name: str,
+    mode: str,
+    webhook_workspace_id: int | None,
+    workspace_id: int,
+    choice: WebhookChoice | None,
+) -> bool:
+    """Say whether a webhook hears of what happens in a workspace.
+
+    Args:
+        webhook_id: of the webhook.
+        name: of the webhook.
+        mode: WORKSPACE, or SPECIFIC for one that hears only of experiments whose config names it.
+        webhook_workspace_id: the one it belongs to; None for all of them.
+        workspace_id: where it happens.
+        choice: of the experiment; None for a task that belongs to none.
+
+    Source: Determined 0.38.1 ``master/internal/webhooks/postgres_webhook.go``, ``matchWebhook``.
+    """
+    if choice is not None and choice.excludes:
+        return False
+    if webhook_workspace_id is not None and webhook_workspace_id != workspace_id:
+        return False
+    if mode != "SPECIFIC":
+        return True
+    return choice is not None and (webhook_id in choice.ids or name in choice.names)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dstrial.config.log_patterns import compile_pattern
+from dstrial.config.mounts import compile_pattern
 from dstrial.master.changes import Changes
 from dstrial.master.store import webhooks
 from dstrial.master.store.database import Database
 
 
-def _compiled(rows: Iterable[sqlite3.Row]) -> Iterator[tuple[int, Any]]:
+def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, Any]]:
     for row in rows:
         # One that another release of RE2 has accepted must not end the taking in of logs.
         with contextlib.suppress(ValueError):
-            yield row["trigger_id"], compile_pattern(row["condition"])
+            yield row.trigger_id, compile_pattern(row.condition)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
-
 from dstrial.dsat import dsat_reporting_context, get_ds_config_from_hparams, get_hf_args_with_overwrites
+from dstrial.engine.deepspeed_internals.engines import dict_raise_error_on_duplicate_keys
 
 __all__ = [
     "dict_raise_error_on_duplicate_keys",

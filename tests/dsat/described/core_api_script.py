@@ -23,11 +23,15 @@ class Net(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--records", type=int, default=100)
-    records = parser.parse_args().records
+    parser.add_argument("--config-file")
+    arguments = parser.parse_args()
+    records = arguments.records
     hparams = det.get_cluster_info().trial.hparams
     model = Net(hparams["width"]).to("cpu")
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=dsat.get_ds_config_from_hparams(hparams)
+        model=model,
+        model_parameters=model.parameters(),
+        config=arguments.config_file or dsat.get_ds_config_from_hparams(hparams),
     )
     images, labels = torch.randn(records, 16), torch.randint(0, 4, (records,))
     size = engine.train_micro_batch_size_per_gpu()

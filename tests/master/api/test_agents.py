@@ -5,7 +5,7 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import NUM_SLOTS, Master
 
-from dstrial.master import slots
+from dstrial.master.store import slots
 
 pytestmark = pytest.mark.process
 

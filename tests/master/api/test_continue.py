@@ -11,6 +11,8 @@ import yaml
 from det_here import DetHere
 from serving import Master
 
+pytestmark = pytest.mark.process
+
 SEARCHERS = {
     "single": {"name": "single", "metric": "loss"},
     "random": {"name": "random", "metric": "loss", "max_trials": 2},

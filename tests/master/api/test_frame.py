@@ -142,6 +142,7 @@ async def _nothing(_request: ApiRequest) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.process
 def test_every_request_of_the_client_is_served_or_clearly_refused(served: Master) -> None:
     templates = not_offered.client_templates()
     assert len(templates) > 250

@@ -18,6 +18,8 @@ from serving import Master, serving
 from dstrial.master.store import checkpoints, usage, work
 from dstrial.master.store.database import Transaction
 
+pytestmark = pytest.mark.process
+
 CONFIG = {
     "name": "c",
     "entrypoint": "python3 train.py",
@@ -67,7 +69,7 @@ def test_checkpoint_collection_is_a_task_while_it_lasts_and_long_enough_to_be_se
     with database.read() as connection:
         row = work.next_pending(connection)
     assert row is not None
-    database.write(lambda tx: work.done(tx, row["id"]))
+    database.write(lambda tx: work.done(tx, row.id))
     with database.read() as connection:
         assert work.next_pending(connection) is None
     # Clients wait for it to appear and to disappear, and look twice a second.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 
 from dstrial.config.command import CommandKind, check_command
-from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.command import life
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import allocations, commands, logs, users
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Database
+from dstrial.master.store.errors import InvalidError
 
 NUM_SLOTS = 2
 
@@ -42,7 +41,7 @@ class Store:
             )
         )
         assert row is not None
-        return str(row["id"])
+        return str(row.id)
 
     def do(self, function: Any, *arguments: Any, **options: Any) -> Any:
         return self.database.write(lambda tx: function(tx, *arguments, **options))
@@ -51,16 +50,16 @@ class Store:
         exit_ = AllocationExit(code, None, now_us(), None, was_lost)
         self.do(life.exited, allocation_id, exit_)
 
-    def row(self, task_id: str) -> sqlite3.Row:
+    def row(self, task_id: str) -> commands.CommandInfo:
         with self.database.read() as connection:
             return commands.require(connection, task_id)
 
     def state(self, task_id: str) -> str:
-        return str(self.row(task_id)["state"])
+        return str(self.row(task_id).state)
 
     def text(self, task_id: str) -> str:
         with self.database.read() as connection:
-            return "".join(row["log"] for row in logs.query(connection, logs.LogFilter(task_id=task_id)))
+            return "".join(row.log for row in logs.query(connection, logs.LogFilter(task_id=task_id)))
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_a_process_that_ends_by_itself_ends_its_command(
     store.do(life.started, allocation_id, SupervisorHandle(1, "0"))
     store.end(allocation_id, code, was_lost=was_lost)
 
-    assert (store.state(task_id), store.row(task_id)["exit_status"]) == (state, status)
+    assert (store.state(task_id), store.row(task_id).exit_status) == (state, status)
     with store.database.read() as connection:
         assert connection.execute("SELECT end_us FROM tasks WHERE id = ?", (task_id,)).fetchone()[0] > 0
         assert commands.context(connection, task_id) == b""
@@ -106,7 +105,7 @@ def test_what_waits_is_paused_and_killed_at_once(store: Store) -> None:
         assert commands.waiting(connection) == []
         assert commands.context(connection, task_id) == b"files"
     for verb in (life.pause, life.unpause):
-        with pytest.raises(RequestError, match="is CANCELED; expected one that has not ended"):
+        with pytest.raises(InvalidError, match="is CANCELED; expected one that has not ended"):
             store.do(verb, task_id)
 
 
@@ -128,10 +127,10 @@ def test_a_kill_wins_over_a_pause(store: Store) -> None:
     store.do(life.pause, task_id)
     store.do(life.kill, task_id)
     with store.database.read() as connection:
-        assert allocations.require(connection, allocation_id)["kill_us"] is not None
+        assert allocations.require(connection, allocation_id).kill_us is not None
     store.end(allocation_id, 137)
 
-    assert (store.state(task_id), store.row(task_id)["exit_status"]) == (
+    assert (store.state(task_id), store.row(task_id).exit_status) == (
         "CANCELED",
         "allocation killed: a user has killed it",
     )
@@ -147,7 +146,7 @@ def test_a_process_that_is_taken_its_slots_goes_on_only_if_it_may_be_paused(stor
         store.end(allocation_id, 137)
 
     assert (store.state(task_id), store.state(command)) == ("ACTIVE", "CANCELED")
-    assert store.row(command)["exit_status"] == "allocation killed: slot 0 was disabled"
+    assert store.row(command).exit_status == "allocation killed: slot 0 was disabled"
 
 
 def test_those_that_a_task_has_made_are_found_and_so_is_the_first(store: Store) -> None:
@@ -167,12 +166,12 @@ def test_a_task_that_is_stopped_makes_no_other(store: Store, stop: Any) -> None:
     child = store.create(parent_id=parent)
     store.do(stop, parent)
     state = store.state(parent)
-    with pytest.raises(RequestError, match=f"is {state}; expected one that nobody is stopping"):
+    with pytest.raises(InvalidError, match=f"is {state}; expected one that nobody is stopping"):
         store.create(parent_id=parent)
     store.end(allocation_id, 143)
 
     if stop is life.kill:
-        with pytest.raises(RequestError, match="is CANCELED; expected one that nobody is stopping"):
+        with pytest.raises(InvalidError, match="is CANCELED; expected one that nobody is stopping"):
             store.create(parent_id=parent)
     with store.database.read() as connection:
         assert set(commands.tree(connection, parent)) == {parent, child}

@@ -9,6 +9,8 @@ import pytest
 from dstrial.errors import MasterError
 from dstrial.master.launcher import ports
 
+pytestmark = pytest.mark.process
+
 
 def test_every_allocation_has_ports_of_its_own() -> None:
     used: set[int] = set()

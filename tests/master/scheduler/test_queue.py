@@ -1,11 +1,12 @@
-"""Who gets slots: pure decisions over what waits and what is free."""
+"""Who gets slots, and what a trial that waits for them is told: pure decisions over what waits and what is free."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.scheduler.queue import Waiting, assignments
+from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
 
 
 def waiting(*sizes: int, max_slots: int | None = None) -> list[Waiting]:
@@ -56,3 +57,70 @@ def test_nothing_is_given_twice_or_beyond_a_limit(
         used = sum(len(taken) for trial_id, taken in chosen if trials[trial_id].experiment_id == experiment)
         assert limit is None or used <= limit
     assert all(len(taken) == trials[trial_id].num_slots for trial_id, taken in chosen)
+
+
+FIRST = Holder("trial 1 of experiment 1 (gpt)", 1, 2)
+SECOND = Holder("task shell-7", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_enabled", "holders", "max_slots", "before", "told"),
+    [
+        pytest.param(
+            1,
+            2,
+            [FIRST],
+            None,
+            None,
+            "waiting for 1 slot: 2 of 2 are in use, by trial 1 of experiment 1 (gpt) on 2",
+            id="held by a trial",
+        ),
+        pytest.param(
+            2,
+            4,
+            [FIRST, SECOND],
+            None,
+            None,
+            "waiting for 2 slots: 3 of 4 are in use, by trial 1 of experiment 1 (gpt) on 2, task shell-7 on 1",
+            id="held by several",
+        ),
+        pytest.param(
+            1,
+            8,
+            [FIRST, SECOND, SECOND, SECOND, SECOND],
+            None,
+            None,
+            "waiting for 1 slot: 6 of 8 are in use, by trial 1 of experiment 1 (gpt) on 2, task shell-7 on 1, task shell-7 on 1, "
+            "2 others",
+            id="many are counted",
+        ),
+        pytest.param(
+            1,
+            4,
+            [FIRST],
+            None,
+            "trial 5",
+            "waiting for 1 slot: trial 5 is before it in the queue, and needs more than is free",
+            id="behind a larger one",
+        ),
+        pytest.param(
+            2,
+            8,
+            [Holder("trial 3 of experiment 9 (x)", 9, 2)],
+            2,
+            None,
+            "waiting for 2 slots: its experiment uses 2 of the 2 that resources.max_slots allows",
+            id="its experiment has as many as it may",
+        ),
+    ],
+)
+def test_a_wait_is_told_with_its_reason(
+    num_slots: int,
+    num_enabled: int,
+    holders: list[Holder],
+    max_slots: int | None,
+    before: str | None,
+    told: str,
+) -> None:
+    text = waiting_text(num_slots, num_enabled, holders, experiment_id=9, max_slots=max_slots, before=before)
+    assert text == told

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from dstrial.config.submission import MasterDefaults, check_submission
-from dstrial.errors import RequestError
 from dstrial.master.experiment import allocations, experiments, trials
 from dstrial.master.launcher import AllocationExit, SupervisorHandle
 from dstrial.master.store import logs, metrics
+from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.errors import ConflictError, InvalidError
 
 CONFIG = """
 entrypoint: python3 train.py
@@ -48,8 +49,8 @@ class Store:
             )
         )
         assert row is not None
-        self.allocation_id = row["id"]
-        self.run_id = row["run_id"]
+        self.allocation_id = row.id
+        self.run_id = row.run_id
         self.database.write(lambda tx: allocations.started(tx, self.allocation_id, SupervisorHandle(1, "x")))
 
     def end(self, exit_code: int = 0, traceback: str | None = None) -> None:
@@ -66,7 +67,7 @@ class Store:
 
     def checkpoint(self, steps: int) -> None:
         def perform(tx: Transaction) -> None:
-            trial = tx.execute("SELECT * FROM trials WHERE id = 1").fetchone()
+            trial = trial_rows.require(tx.connection, 1)
             trials.report_checkpoint(
                 tx, uuid=f"ck{steps}", trial=trial, allocation_id=self.allocation_id, storage_id=None,
                 state="COMPLETED", resources={"a": 5}, metadata={"steps_completed": steps}, report_us=steps,
@@ -83,7 +84,7 @@ class Store:
 
     def steps(self, group: str = "training") -> list[int]:
         with self.database.read() as connection:
-            return [row["steps"] for row in metrics.reports(connection, [1], group)]
+            return [row.steps for row in metrics.reports(connection, [1], group)]
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_other_names_at_the_same_batch_are_added_and_other_values_refused(store:
     store.report(1, {"loss": 2.0})
     store.report(1, {"accuracy": 0.5})
 
-    with pytest.raises(RequestError, match=r"expected 2\.0, which was reported before"):
+    with pytest.raises(ConflictError, match=r"expected 2\.0, which was reported before"):
         store.report(1, {"loss": 3.0})
     assert json.loads(store.row("metrics")["metrics"]) == {"loss": 2.0, "accuracy": 0.5}
 
@@ -122,7 +123,7 @@ def test_a_summary_of_numbers_words_and_nan(store: Store) -> None:
 
 
 def test_an_older_run_is_refused(store: Store) -> None:
-    with pytest.raises(RequestError, match="trialRunId is 7; expected 1"):
+    with pytest.raises(InvalidError, match="trialRunId is 7; expected 1"):
         store.report(1, {"loss": 1.0}, run_id=7)
 
 
@@ -201,7 +202,7 @@ def test_log_filters_choose_by_rank_level_source_and_text(store: Store) -> None:
     def found(**chosen: Any) -> list[str]:
         with store.database.read() as connection:
             rows = logs.query(connection, logs.LogFilter(trial_id=1, sources=("task",), **chosen))
-        return [row["log"].strip() for row in rows]
+        return [row.log.strip() for row in rows]
 
     assert found() == ["one", "two", "three"]
     assert found(rank_ids=(-1,)) == ["three"]

@@ -65,11 +65,11 @@ def test_an_old_database_keeps_everything(old: Path) -> None:
     for _ in range(2):
         with contextlib.closing(Database(old)) as database, database.read() as connection:
             row = experiments.require(connection, 7)
-            assert (row["name"], row["project_id"], row["template"]) == ("x", projects.DEFAULT_ID, None)
-            assert projects.require(connection, row["project_id"])["num_runs"] == 1
+            assert (row.name, row.project_id, row.template) == ("x", projects.DEFAULT_ID, None)
+            assert projects.require(connection, row.project_id).num_runs == 1
             pending = work.next_pending(connection)
             assert pending is not None
-            assert tuple(pending) == (3, "gc", 7, '{"a": 1}', 5, None)
+            assert pending == work.Work(3, "gc", 7, '{"a": 1}', 5, None)
             assert connection.execute("SELECT trial_id FROM trial_sources").fetchone()[0] == 9
             assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
             assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
@@ -99,7 +99,7 @@ def test_the_first_database_of_version_1_gets_what_later_ones_had(old: Path, tmp
             del kept[name]
     assert found == wanted
     with contextlib.closing(Database(old)) as database, database.read() as connection:
-        assert experiments.require(connection, 7)["name"] == "x"
+        assert experiments.require(connection, 7).name == "x"
 
 
 def test_an_upgrade_that_fails_leaves_the_database_as_it_was(old: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dstrial.doctor.training.bench import Bench, last_line
 from dstrial.doctor.training.check import CheckFailedError, Finding
-from dstrial.doctor.training.programs.configs import deepspeed_config
+from dstrial.doctor.training.programs.program import deepspeed_config
 
 _MODEL_DEF = "from dstrial.doctor.training.programs.trial import TextTrial  # noqa: F401\n"
 

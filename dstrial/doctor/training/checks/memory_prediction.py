@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrial.doctor.training.bench import Bench
 from dstrial.doctor.training.check import CheckFailedError, Finding
-from dstrial.doctor.training.programs.configs import deepspeed_config
+from dstrial.doctor.training.programs.program import deepspeed_config
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest
 

@@ -7,8 +7,7 @@ import time
 import torch
 from torch._dynamo.utils import counters
 
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import train
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import train
 
 

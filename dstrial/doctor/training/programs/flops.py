@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import TextTrial, train
-from dstrial.dsat.trial.flops import counted_flops
+from dstrial.dsat.trial.first_batch import counted_flops
 
 _WARM, _TIMED = 8, 20
 _SHAPES: dict[str, dict[str, Any]] = {

@@ -8,8 +8,7 @@ import os
 import torch
 
 import dstrial
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import train
 
 _PERIOD, _NUM_BATCHES = 3, 11

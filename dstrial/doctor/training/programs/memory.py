@@ -10,9 +10,8 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from dstrial.doctor.training.programs.configs import deepspeed_config
 from dstrial.doctor.training.programs.gpt import batch, model
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 
 
 def main() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import train
 
 

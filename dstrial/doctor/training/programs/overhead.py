@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 import dstrial
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import TextTrial, train
 
 _NUM_BATCHES, _SETTLING = 400, 40

@@ -9,8 +9,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import TextTrial, train
 
 _NUM_BATCHES = 5

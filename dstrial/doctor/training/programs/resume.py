@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import train
 
 _STOP, _END = 7, 12

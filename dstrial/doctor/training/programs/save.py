@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 import dstrial
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import TextTrial, train
 
 _PERIOD, _NUM_SAVES = 5, 4

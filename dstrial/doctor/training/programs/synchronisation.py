@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 import dstrial
-from dstrial.doctor.training.programs.configs import deepspeed_config
-from dstrial.doctor.training.programs.program import Program
+from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import TextTrial, train
 
 _NUM_BATCHES, _FIRST, _LAST = 40, 8, 35

@@ -13,8 +13,8 @@ import deepspeed
 import torch
 
 import dstrial
-from dstrial.doctor.training.programs.gpt import model
-from dstrial.doctor.training.programs.text import blocks
+from dstrial.doctor.training.programs.gpt import blocks, model
+from dstrial.trial.context import runtime_of
 
 FAULT_VARIABLE = "TRAINING_CHECK_FAULT"
 """``kind:rank:batch``: what a rank does inside of a batch's step: ``kill`` itself, or take all ``memory``."""
@@ -149,4 +149,4 @@ def train(
             latest_checkpoint=None if run_dir is None else "latest",
             **settings,
         )
-        return trial, Path(context._core.run_directory.path)
+        return trial, Path(runtime_of(context).core.run_directory.path)

@@ -1,0 +1,151 @@
+"""How the ranks of a job are divided: one value, known once and asked everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.errors import ConfigError, ConfigProblem
+
+DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp"}
+"""Key of ``data.dstrial`` and of a checkpoint's layout -> field of ``ParallelDims``, for every part of a replica that works."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """The division of the ranks: ``world_size = dp x pp x tp x sp``.
+
+    Attributes:
+        world_size: number of ranks, at least 1.
+        pp: pipeline stages: ranks that together hold one pipeline.
+        tp: ranks that share each layer (tensor parallelism through an mpu).
+        sp: ranks that share each sequence (DeepSpeed's ``sequence_parallel_size``).
+        ep: ranks over which the experts of a layer are spread; ranks of other replicas, so it takes none of its own.
+        is_pipeline: whether the model is a ``PipelineModule``, even one of a single stage.
+
+    Raises:
+        ValueError: the ranks cannot be divided so.
+    """
+
+    world_size: int
+    pp: int = 1
+    tp: int = 1
+    sp: int = 1
+    ep: int = 1
+    is_pipeline: bool = False
+
+    def __post_init__(self) -> None:
+        unit = self.ranks_per_replica
+        if min(self.world_size, self.pp, self.tp, self.sp, self.ep) < 1:
+            raise ValueError(f"{self} is not a layout; expected sizes of at least 1. Pass positive sizes.")
+        if self.world_size % unit:
+            raise ValueError(
+                f"world_size is {self.world_size}; expected a multiple of {unit} ({' x '.join(DIM_KEYS)}). Start "
+                f"{self.world_size // unit * unit} or {(self.world_size // unit + 1) * unit} ranks."
+            )
+
+    @classmethod
+    def of_replica(cls, **sizes: Any) -> ParallelDims:
+        """Return one replica on as many ranks as it needs; the fields are the class's."""
+        unit = sizes.get("pp", 1) * sizes.get("tp", 1) * sizes.get("sp", 1)
+        return cls(unit, **sizes)
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the model, each with records of its own."""
+        return self.world_size // self.ranks_per_replica
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one replica together."""
+        return self.pp * self.tp * self.sp
+
+    @property
+    def has_pipeline_engine(self) -> bool:
+        """Whether DeepSpeed uses its PipelineEngine."""
+        return self.is_pipeline or self.pp > 1
+
+    def on(self, world_size: int) -> ParallelDims:
+        """Return replicas of the same kind on another number of ranks.
+
+        Raises:
+            ValueError: the ranks cannot be divided so.
+        """
+        return dataclasses.replace(self, world_size=world_size)
+
+    def replicas_on(self, world_size: int) -> int:
+        """Return how many such replicas some ranks hold, at least 1."""
+        return max(world_size // self.ranks_per_replica, 1)
+
+    def with_section(self, section: Any) -> ParallelDims:
+        """Return one replica as ``data.dstrial`` says it is formed, else as this one is.
+
+        Args:
+            section: ``data.dstrial``, if there is one; what is wrong in it is said by the check of the config.
+        """
+        given = section if isinstance(section, Mapping) else {}
+        sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
+        for key, field in DIM_KEYS.items():
+            value = given.get(key)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                sizes[field] = value
+        return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
+
+    def to_layout(self) -> dict[str, Any]:
+        """Return what an engine's layout says of the ranks, in its order."""
+        return {
+            "world_size": self.world_size,
+            "data_parallel_size": self.dp,
+            **{key: getattr(self, field) for key, field in DIM_KEYS.items()},
+        }
+
+
+def replicas_of(
+    data_config: Mapping[str, Any], world_size: int, asked: int | None = None, *, otherwise: int = 1
+) -> int:
+    """Return the data-parallel size by the rule of ``dstrial check``.
+
+    Args:
+        data_config: the ``data`` section of the experiment config; its ``dstrial`` may say how a replica is formed.
+        world_size: number of ranks, at least 1.
+        asked: ranks of one replica as user code gives them; None if it leaves that to the config.
+        otherwise: ranks of one replica where neither says; a checkpoint's, for a run that goes on from it.
+
+    Raises:
+        ConfigError: the two do not agree, or the ranks cannot be divided so.
+    """
+    section = data_config.get("dstrial")
+    given = section if isinstance(section, Mapping) else {}
+    told = {key: given[key] for key in DIM_KEYS if isinstance(given.get(key), int)}
+    per_replica = otherwise if asked is None else asked
+    where = "model_parallel_size of get_deepspeed_config()"
+    if told:
+        product = math.prod(told.values())
+        where = "data.dstrial"
+        if asked not in (None, product):
+            names = " x ".join(f"{key} {value}" for key, value in told.items())
+            raise ConfigError(
+                [
+                    ConfigProblem(
+                        "model_parallel_size of get_deepspeed_config()",
+                        f"{asked}, but data.dstrial says {names}",
+                        f"{product}, the ranks of one replica, in both",
+                        "Leave it out of the call, or correct data.dstrial.",
+                    )
+                ]
+            )
+        per_replica = product
+    if per_replica < 1 or world_size % per_replica:
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    where,
+                    f"{per_replica} ranks per replica on {world_size} ranks",
+                    "replicas that use all ranks",
+                    f"Start a multiple of {max(per_replica, 1)} ranks, or correct the number.",
+                )
+            ]
+        )
+    return world_size // per_replica

@@ -1,0 +1,237 @@
+"""What dstrial reads of DeepSpeed's engines and pipelines, and changes in them, beyond their documentation."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as clone_tensors_for_torch_save
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo as CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine as CheckpointEngine
+from deepspeed.runtime.config_utils import (
+    dict_raise_error_on_duplicate_keys as dict_raise_error_on_duplicate_keys,
+)
+from deepspeed.runtime.utils import partition_uniform
+
+DOCUMENTED = frozenset(
+    {
+        "backward",
+        "destroy",
+        "eval_batch",
+        "get_global_grad_norm",
+        "gradient_accumulation_steps",
+        "is_first_stage",
+        "is_last_stage",
+        "load_checkpoint",
+        "module",
+        "optimizer",
+        "reset_activation_shape",
+        "save_checkpoint",
+        "set_dataiterator",
+        "set_train_batch_size",
+        "set_train_micro_batch_size",
+        "step",
+        "train",
+        "train_batch",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+    }
+)
+"""What DeepSpeed's documents name of engines, or torch's of modules."""
+
+ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
+    "bfloat16_enabled": Callable,  # type: ignore[dict-item]  # isinstance takes it
+    "checkpoint_engine": CheckpointEngine,
+    "config": Mapping,
+    "curriculum_learning_enabled": Callable,  # type: ignore[dict-item]
+    "data_parallel_group": object,
+    "device": object,
+    "dp_world_size": int,
+    "fp16_enabled": Callable,  # type: ignore[dict-item]
+    "global_samples": int,
+    "global_steps": int,
+    "has_moe_layers": bool,
+    "load_universal_checkpoint": Callable,  # type: ignore[dict-item]
+    "lr_scheduler": object,
+    "micro_steps": int,
+    "mp_world_size": int,
+    "random_ltd_enabled": Callable,  # type: ignore[dict-item]
+    "save_non_zero_checkpoint": bool,
+    "save_zero_checkpoint": bool,
+    "seq_dp_world_size": int,
+    "skipped_steps": int,
+    "training_dataloader": object,
+    "zero_offload_optimizer": Callable,  # type: ignore[dict-item]
+    "zero_offload_param": Callable,  # type: ignore[dict-item]
+    "zero_optimization": Callable,  # type: ignore[dict-item]
+    "zero_optimization_partition_weights": Callable,  # type: ignore[dict-item]
+    "zero_optimization_stage": Callable,  # type: ignore[dict-item]
+}
+"""Attributes of every engine that are read under their own names, with what they are (``runtime/engine.py:530`` and on)."""
+
+PIPELINE_ATTRIBUTES: Mapping[str, type] = {
+    "data_iterator": object,
+    "grid": object,
+    "is_data_parallel": bool,
+    "micro_batch_size": int,
+    "micro_batches": int,
+    "mpu": object,
+    "num_stages": int,
+    "stage_id": int,
+}
+"""Likewise of a pipeline's engine (``runtime/pipe/engine.py:92`` and on)."""
+
+PIPELINE_MODULE_ATTRIBUTES: Mapping[str, type] = {
+    "micro_offset": int,
+    "seed_layers": bool,
+    "tied_modules": object,
+}
+"""Likewise of its ``module``, a ``PipelineModule`` (``runtime/pipe/module.py``)."""
+
+GRID_METHODS = frozenset(
+    {
+        "get_data_parallel_group",
+        "get_data_parallel_id",
+        "get_data_parallel_rank",
+        "get_data_parallel_world_size",
+        "get_pipe_parallel_rank",
+        "get_pipe_parallel_world_size",
+        "get_slice_parallel_rank",
+    }
+)
+"""What is asked of its ``grid``, which is its ``mpu`` too, a ``PipelineParallelGrid`` (``runtime/pipe/topology.py``)."""
+
+
+def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
+    """Return the config that an engine was made from, whether that was a dictionary or a file.
+
+    Source: ``DeepSpeedConfig._param_dict``, ``runtime/config.py:433``.
+    """
+    config: Mapping[str, Any] = engine._config._param_dict
+    return config
+
+
+def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None:
+    """Set the batch in the parsed config and in the throughput timer, which ``set_train_batch_size`` leaves as it was.
+
+    Source: ``DeepSpeedEngine.set_train_batch_size`` and ``tput_timer``, ``runtime/engine.py:637``.
+    """
+    engine._config.train_batch_size = train_batch_size
+    engine.tput_timer.batch_size = engine.train_batch_size()
+
+
+def load_config_file(path: str) -> dict[str, Any]:
+    """Read a config's file as ``deepspeed.initialize`` does. Source: ``runtime/tensor_parallel/init_utils.py:19``."""
+    config: dict[str, Any] = load_ds_config(path)
+    return config
+
+
+def basic_optimizer(engine: DeepSpeedEngine) -> Any:
+    """Return the optimizer that DeepSpeed has wrapped or taken as it is; None if the engine has none to train with."""
+    return getattr(engine, "basic_optimizer", None)
+
+
+def replica(engine: DeepSpeedEngine) -> int:
+    """Return which replica this rank is of, ranks that share a sequence counted as replicas: so ZeRO cuts state."""
+    return int(comm.get_rank(group=engine.seq_data_parallel_group))
+
+
+def checkpoint_part(engine: DeepSpeedEngine) -> int:
+    """Return the number of the model's part in the names of this rank's files.
+
+    Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``; 0.19.0 asks the model-parallel unit each time.
+    """
+    if hasattr(engine, "checkpoint_mp_rank"):
+        return int(engine.checkpoint_mp_rank)
+    return 0 if engine.mpu is None else int(engine.mpu.get_model_parallel_rank())
+
+
+def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
+    """Return the file with the weights of this rank, relative to the checkpoint.
+
+    Args:
+        engine: whose.
+        tag: its folder.
+        part: of the model, in two digits; None for this rank's.
+
+    Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
+    """
+    return pathlib.PurePath(engine._get_ckpt_name("", tag, mp_placeholder=part)).as_posix()
+
+
+def zero_file(engine: DeepSpeedEngine, tag: str) -> str:
+    """Return the file with the optimizer's state of this rank. Source: ``DeepSpeedEngine._get_zero_ckpt_name``."""
+    return pathlib.PurePath(engine._get_zero_ckpt_name("", tag)).as_posix()
+
+
+def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
+    """Return the files of this stage's layers that have weights, by the layer's index in the stage.
+
+    Source: ``PipelineModule.save_state_dict`` and ``ckpt_layer_path``, ``runtime/pipe/module.py``.
+    """
+    return {
+        idx: pathlib.PurePath(engine.module.ckpt_layer_path(tag, idx)).as_posix()
+        for idx, layer in enumerate(engine.module.forward_funcs)
+        if hasattr(layer, "state_dict")
+    }
+
+
+def written_layers(engine: PipelineEngine) -> range:
+    """Return which of this stage's layers this replica writes. Source: ``PipelineModule.save_state_dict``."""
+    num_layers = len(engine.module.forward_funcs)
+    writer = engine.grid.get_data_parallel_id()
+    if not engine.module.checkpoint_parallel_write_pipeline:
+        return range(num_layers) if writer == 0 else range(0)
+    bounds = partition_uniform(num_layers, engine.grid.data_parallel_size)
+    return range(int(bounds[writer]), int(bounds[writer + 1]))
+
+
+def tied_layers_with_file(module: PipelineModule) -> set[str]:
+    """Return the keys of the tied layers that ``save_checkpoint`` writes: those called without a ``forward_fn``."""
+    return {
+        spec.key
+        for spec in module._layer_specs
+        if isinstance(spec, TiedLayerSpec) and spec.forward_fn is None
+    }
+
+
+def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:
+    """Set what ``get_global_grad_norm`` returns until the next step."""
+    engine._global_grad_norm = norm
+
+
+def load_zero_states(engine: DeepSpeedEngine, load_dir: str, tag: str | None) -> None:
+    """Load each replica's own file of optimizer state, as ``load_checkpoint`` does with ZeRO. Ranks: all, collectively."""
+    engine._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
+
+
+def random_ltd_scheduler(engine: DeepSpeedEngine) -> Any:
+    """Return the scheduler of random layer-token dropping; only where ``random_ltd_enabled()``."""
+    return engine.random_ltd_scheduler
+
+
+def gradient_scaler(engine: DeepSpeedEngine) -> Any:
+    """Return torch autocast's gradient scaler in an engine without ZeRO; None if it has none."""
+    return getattr(engine, "torch_autocast_z0_gradscaler", None)
+
+
+def bind_output_reduction(engine: PipelineEngine, function: Callable[..., Any]) -> None:
+    """Have ``eval_batch`` of this engine reduce its outputs with a function, which takes what ``reduce_outputs`` does."""
+    engine._reduce_outputs = function
+
+
+def reduce_outputs(
+    engine: PipelineEngine, outputs: list[Any], reduce: str | None, reduce_dp: bool, micro_batches: int | None
+) -> Any:
+    """Reduce the outputs of an evaluation as DeepSpeed does (``runtime/pipe/engine.py:527``). Ranks: the last stage's."""
+    return type(engine)._reduce_outputs(engine, outputs, reduce, reduce_dp, micro_batches)
+
+
+def forget_losses(engine: PipelineEngine) -> None:
+    """Drop the sum of losses, to which 0.19.0 and 0.19.8 add those of evaluations, too, whatever their shape."""
+    engine.total_loss = None
+    engine.total_additional_losses = None

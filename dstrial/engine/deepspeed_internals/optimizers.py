@@ -1,0 +1,216 @@
+"""Where DeepSpeed's optimizers keep weights and settings, how ZeRO 3 cuts parameters, and which classes are saved with them.
+
+Source: ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``,
+``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py``, ``runtime/zero/partition_parameters.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler as DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import LossScaler as LossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.config import ZeroStageEnum as ZeroStageEnum
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address as fragment_address
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatGroups:
+    """The parameter groups of an optimizer that keeps each in one flat buffer; indexed by group.
+
+    Attributes:
+        groups: parameters in the order in which they lie in the buffer.
+        offsets: element of the buffer at which each begins; None if one follows the other without a gap.
+        numels: elements of each buffer, all partitions and paddings included.
+        num_partitions: over how many replicas each is cut.
+    """
+
+    groups: Sequence[Sequence[torch.nn.Parameter]]
+    offsets: Sequence[Sequence[int]] | None
+    numels: Sequence[int]
+    num_partitions: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SubGroup:
+    """Parameters that ZeRO 3 keeps in one flat buffer, each cut over the replicas by itself.
+
+    Attributes:
+        parameters: in the order in which their pieces lie in the buffer.
+        group_idx: parameter group that they are of.
+        num_partitions: over how many replicas they are cut.
+    """
+
+    parameters: Sequence[Any]
+    group_idx: int
+    num_partitions: int
+
+
+def sub_groups(optimizer: Any) -> list[SubGroup] | None:
+    """Return the sub groups of ZeRO 3; None for other optimizers.
+
+    Source: ``runtime/zero/stage3.py:431`` and on; 0.19.0 has one ``partition_count`` for all.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return None
+    counts = getattr(optimizer, "sub_group_partition_counts", None)
+    if counts is None:
+        counts = [optimizer.partition_count] * len(optimizer.fp16_groups)
+    return [
+        SubGroup(parameters, int(optimizer.sub_group_to_group_id[idx]), int(counts[idx]))
+        for idx, parameters in enumerate(optimizer.fp16_groups)
+    ]
+
+
+def flat_groups(optimizer: Any) -> FlatGroups | None:
+    """Return the groups of ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``; None for other optimizers.
+
+    Source: ``runtime/zero/stage_1_and_2.py:413`` and on; 0.19.0 knows no gaps between parameters (``parameter_alignment``).
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        groups = optimizer.round_robin_bit16_groups
+        offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
+        return FlatGroups(groups, offsets, _numels(optimizer.bit16_groups_flat), optimizer.partition_count)
+    if isinstance(optimizer, BF16_Optimizer):
+        groups, numels = optimizer.bf16_groups, _numels(optimizer.bf16_groups_flat)
+        return FlatGroups(groups, None, numels, optimizer.partition_count)
+    if isinstance(optimizer, FP16_Optimizer):
+        groups = optimizer.fp16_groups
+        return FlatGroups(groups, None, _numels(optimizer.fp16_groups_flat), [1] * len(groups))
+    return None
+
+
+def _numels(flat: Sequence[torch.Tensor]) -> list[int]:
+    return [buffer.numel() for buffer in flat]
+
+
+def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters by group of an optimizer that keeps each by itself; none without an optimizer."""
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        return list(optimizer.fp16_groups)
+    return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+
+
+def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
+    """Return this rank's flat buffers of master weights, by index of the buffer; None where there are none."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        masters: list[torch.Tensor] = optimizer.fp32_partitioned_groups_flat
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        masters = optimizer.single_partition_of_fp32_groups
+    elif isinstance(optimizer, BF16_Optimizer):
+        masters = optimizer.fp32_groups_flat_partition
+    elif isinstance(optimizer, FP16_Optimizer):
+        masters = optimizer.fp32_groups_flat
+    else:
+        return None
+    return masters
+
+
+def replica_masters(optimizer: Any) -> list[torch.Tensor]:
+    """Return the master weights that are saved in a file of each replica: of ZeRO and ``BF16_Optimizer``."""
+    return [] if isinstance(optimizer, FP16_Optimizer) else flat_masters(optimizer) or []
+
+
+def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
+    """Return the master weights that a wrapper keeps one by one, by group and position; None for other optimizers."""
+    return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
+
+
+def base_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside DeepSpeed's wrapper; the optimizer itself where there is none."""
+    is_wrapper = isinstance(optimizer, FP16_UnfusedOptimizer) or flat_masters(optimizer) is not None
+    return optimizer.optimizer if is_wrapper else optimizer
+
+
+def has_file_per_replica(optimizer: Any) -> bool:
+    """Whether DeepSpeed saves a file of each replica for an optimizer though ZeRO is off."""
+    return isinstance(optimizer, BF16_Optimizer)
+
+
+def restore_masters_from_weights(optimizer: Any) -> None:
+    """Make master weights from the module's, as ``load_checkpoint`` does without optimizer states."""
+    optimizer._restore_from_bit16_weights()
+
+
+def gather_persistent(optimizer: Any) -> None:
+    """Let ZeRO 3 put its small parameters, which it keeps whole, together again from the pieces. Ranks: all.
+
+    Source: ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``; does nothing for other optimizers.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return
+    # The second copy within a machine (hpZ) is of the weights before.
+    optimizer.invalidate_secondary_tensor()
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def set_accumulation(optimizer: Any, micro_batches_per_batch: int) -> None:
+    """Tell an optimizer that counts micro batches (ZeRO) how many are in a batch."""
+    if hasattr(optimizer, "gradient_accumulation_steps"):
+        optimizer.gradient_accumulation_steps = micro_batches_per_batch
+
+
+def loss_scale_holder(optimizer: Any) -> Any:
+    """Return the object whose attributes are the dynamic loss scale; None where there is no such scale.
+
+    Its attributes are ``cur_scale``, ``cur_iter``, ``last_overflow_iter`` and ``cur_hysteresis``.
+    """
+    holder = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    is_dynamic = getattr(holder, "dynamic", False) or getattr(holder, "dynamic_loss_scale", False)
+    return holder if is_dynamic else None
+
+
+def gradient_scaler(optimizer: Any) -> Any:
+    """Return torch autocast's gradient scaler in an optimizer of ZeRO; None if it has none."""
+    return getattr(optimizer, "torch_autocast_gradscaler", None)
+
+
+def swaps_to_nvme(optimizer: Any) -> int:
+    """Return how many of optimizer states and parameters ZeRO 3 swaps to a file."""
+    return sum(bool(getattr(optimizer, name, False)) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
+
+
+def is_cut(parameter: Any) -> bool:
+    """Whether ZeRO 3 has cut a parameter over the replicas (``partition_parameters.py``, ``_convert_to_deepspeed_param``)."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Return a parameter's shape, whether it is cut or not."""
+    return tuple(parameter.ds_shape if is_cut(parameter) else parameter.shape)
+
+
+def full_numel(parameter: Any) -> int:
+    """Return the number of a parameter's elements, whether it is cut or not."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def cut_part(parameter: Any) -> torch.Tensor:
+    """Return this rank's piece of a parameter that is cut, flat, its padding included; of it ZeRO 3 gathers the whole."""
+    part: torch.Tensor = parameter.ds_tensor
+    return part
+
+
+def cut_numel(parameter: Any) -> int:
+    """Return the number of elements of each rank's piece of a parameter that is cut, its padding included."""
+    return int(parameter.partition_numel())
+
+
+def held_part(parameter: Any) -> torch.Tensor | None:
+    """Return what this rank holds of a parameter that is cut; None while that is on its way, or on disk."""
+    held = getattr(parameter, "ds_tensor", None)
+    if held is None or getattr(held, "status", None) is not PartitionedParamStatus.AVAILABLE:
+        return None
+    part: torch.Tensor = held
+    return part

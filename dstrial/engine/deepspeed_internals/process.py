@@ -1,0 +1,227 @@
+"""What DeepSpeed keeps once per process and dstrial replaces, resets or asks for: communication, kernels, globals.
+
+DeepSpeed is imported by the functions, not by the module: some of them are called before anything of it may be.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+COMPATIBLE_OPS = "__compatible_ops__"
+"""In ``deepspeed.ops``: name of an operator -> whether it can be compiled here."""
+
+SHARED_MEMORY_OP = ("deepspeed.comm.torch", "build_shm_op")
+"""Module and name of what compiles shared-memory collectives for CPUs."""
+
+FUSED_ADAM_KERNEL = ("deepspeed.ops.adam.fused_adam", "multi_tensor_applier")
+"""Module and name of what calls the kernel of ``FusedAdam``; absent without CUDA."""
+
+LIST_COMPARISONS = (
+    "deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks",
+    "deepspeed.runtime.zero.utils.get_lst_from_rank0",
+)
+"""Functions by which ZeRO 3 compares lists between ranks; the second returns rank 0's."""
+
+LATE_MODULES = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3")
+"""Modules that DeepSpeed imports only when it is used, and that take long."""
+
+ENGINE_PHASES = (("forward", "forward"), ("backward", "backward"), ("_take_model_step", "step"))
+"""Methods of an engine with which a phase of training begins, and the phase."""
+
+GLOBALS: Mapping[str, Mapping[str, Any]] = {
+    # Contexts of ZeRO 3's construction hold modules; one that raised inside leaves itself on the list.
+    "deepspeed.runtime.zero.partition_parameters": {
+        "zero_init_context": [],
+        "top_level_context": None,
+        "temp_contiguous_tensor": None,
+    },
+    # Modules whose forward raised are still on it.
+    "deepspeed.runtime.zero.parameter_offload": {"FWD_MODULE_STACK": []},
+    # The last pipeline's grid: stages, groups and the ranks that talk to each other.
+    "deepspeed.runtime.pipe.p2p": {"_groups": None, "_grid": None},
+    # What `deepspeed.checkpointing.configure` was told, and buffers of contiguous checkpoints.
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "mpu": None,
+        "mp_rank": 0,
+        "mp_size": 1,
+        "mp_group": None,
+        "num_layers": None,
+        "deepspeed_checkpointing_enabled": False,
+        "PARTITION_ACTIVATIONS": False,
+        "CPU_CHECKPOINT": False,
+        "CONTIGUOUS_CHECKPOINTING": False,
+        "SYNCHRONIZE": False,
+        "PROFILE_TIME": False,
+        "contiguous_data_buffers": [],
+        "data_offsets": [],
+        "contiguous_size_buffers": [],
+        "size_offsets": [],
+        "timers": None,
+        "_cpu_offload_engine": None,
+    },
+}
+"""Module -> what its globals are before the first engine; a list is emptied in place."""
+
+GLOBALS_SINCE = {"_cpu_offload_engine": "0.19.8"}
+"""Those of ``GLOBALS`` that earlier releases do not have."""
+
+METHOD_CACHES = {"deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator"}
+"""Classes whose methods remember results by ``self``, which keeps ZeRO 3's coordinator, and by it the engine, for ever."""
+
+PARAMETER_ATTRIBUTES = ("ds_", "_hp", "_z3", "grad_accum")
+"""How attributes begin that DeepSpeed hangs on parameters."""
+
+CONTAINERS = (
+    "_grad_acc_hooks",
+    "param_dict",
+    "ipg_buckets",
+    "averaged_gradients",
+    "all_grad_tensors",
+)
+"""Containers of engines and optimizers that keep gradients and hooks alive."""
+
+
+def torch_backend() -> Any:
+    """Return the class with the collectives and ``send`` and ``recv`` of ``deepspeed.comm``."""
+    # Not `import deepspeed.comm.torch as`, which finds the `torch` that deepspeed.comm imports.
+    return importlib.import_module("deepspeed.comm.torch").TorchBackend
+
+
+@contextlib.contextmanager
+def no_compatible_ops() -> Iterator[None]:
+    """Let DeepSpeed find that no operator can be compiled, while the block lasts.
+
+    Source: ``ops/__init__.py:31``, an attribute that probes all operators when it is first asked for; 0.19.0 probes at import.
+    """
+    from deepspeed import ops
+
+    probed = vars(ops).get(COMPATIBLE_OPS)
+    # Has every name: 0.19.0 takes it by the operator's name without a default (comm/torch.py:33).
+    vars(ops)[COMPATIBLE_OPS] = collections.defaultdict(bool)
+    try:
+        yield
+    finally:
+        # Where nothing was probed yet, the attribute is DeepSpeed's lazy one again.
+        del vars(ops)[COMPATIBLE_OPS]
+        if probed is not None:
+            vars(ops)[COMPATIBLE_OPS] = probed
+
+
+def replace_available_memory(function: Callable[..., int]) -> None:
+    """Have the CUDA accelerator ask ``function(accelerator, device_index=None)`` for free memory, in bytes.
+
+    Source: ``accelerator/cuda_accelerator.py:188``, which takes words of ``CUDA_VISIBLE_DEVICES`` for integers.
+    """
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    CUDA_Accelerator.available_memory = function
+
+
+def op_builder() -> Any:
+    """Return the base class of operators, whose ``load`` compiles and imports."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    return OpBuilder
+
+
+def nested_phases() -> list[tuple[Any, str, str]]:
+    """Return where gradients are sent and parameters gathered: class or module, name, and ``reduce`` or ``gather``."""
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
+
+    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
+    return [
+        (DeepSpeedEngine, "allreduce_gradients", "reduce"),
+        (stage_1_and_2.DeepSpeedZeroOptimizer, "reduce_ipg_grads", "reduce"),
+        (
+            stage3.DeepSpeedZeroOptimizer_Stage3,
+            "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+            "reduce",
+        ),
+        (coordinator, "_PartitionedParameterCoordinator__all_gather_params", "gather"),
+        (stage_1_and_2, "all_gather_dp_groups", "gather"),
+        (bf16_optimizer, "all_gather_dp_groups", "gather"),
+    ]
+
+
+def reset_globals() -> None:
+    """Make the modules of ``GLOBALS`` that are imported what they were, and empty ``METHOD_CACHES``."""
+    for name, values in GLOBALS.items():
+        module = sys.modules.get(name)
+        for attribute, value in values.items() if isinstance(module, ModuleType) else ():
+            found = getattr(module, attribute, None)
+            if isinstance(value, list) and isinstance(found, list):
+                found.clear()  # in place, for other modules hold it by name
+            elif hasattr(module, attribute):
+                setattr(module, attribute, value)
+    for name, owner in METHOD_CACHES.items():
+        for method in list(vars(getattr(sys.modules.get(name), owner, object)).values()):
+            # The cache is inside a decorator, which does not say what it decorates.
+            inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
+            for one in (method, *inside):
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()
+
+
+def release_groups() -> None:
+    """Let DeepSpeed forget all its process groups; the groups themselves stay.
+
+    Source: ``utils/groups.py:89``, ``_release_process_group_references``; 0.19.0 has no such function, and the same globals.
+    """
+    from deepspeed.utils import groups
+
+    release = getattr(groups, "_release_process_group_references", None)
+    if release is not None:
+        release(None)
+        return
+    for name, value in list(vars(groups).items()):
+        if name.startswith("_") and name.removesuffix("_RANKS").endswith("_GROUP"):
+            if isinstance(value, dict):
+                value.clear()
+            else:
+                setattr(groups, name, None)
+    groups._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = groups._MPU_TENSOR_MODEL_PARALLEL_RANK = None
+    groups.expert_tensor_parallel_world_size = 1
+    groups.mesh_device = groups.mpu = None
+
+
+def operators() -> list[tuple[str, Any, bool]]:
+    """Return DeepSpeed's operators: name, builder, and whether the installed package has it compiled."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    return [(name, builder, bool(installed_ops.get(name))) for name, builder in ALL_OPS.items()]
+
+
+def can_compile(builder: Any) -> bool:
+    """Say whether an operator can be compiled here; not where DeepSpeed's own probe fails.
+
+    Source: ``probe_is_compatible``, ``ops/op_builder/builder.py:64``, which 0.19.0 does not have.
+    """
+    from deepspeed.ops.op_builder import builder as builders
+
+    probe = getattr(builders, "probe_is_compatible", None)
+    if probe is not None:
+        return bool(probe(builder, False))
+    try:
+        return bool(builder.is_compatible(False))
+    except Exception:  # noqa: BLE001 - as 0.19.8 does: whatever a probe of another machine stumbles over
+        return False
+
+
+def cuda_mismatch() -> str | None:
+    """Return why DeepSpeed would not compile with this nvcc for this torch; None if it would."""
+    from deepspeed.ops.op_builder import builder
+
+    try:
+        builder.assert_no_cuda_mismatch()
+    except Exception as error:  # noqa: BLE001 - its own, and whatever an nvcc of another form makes it stumble over
+        return " ".join(str(error).split())
+    return None

@@ -1,0 +1,313 @@
+"""Reading whole checkpoints back: verification, engines in this or another layout, trial state of every rank.
+
+A checkpoint directory holds ``model<i>/`` (engines, or whatever the trial's ``save`` writes),
+``dstrial_rank<r>.pt`` (this rank's counters, random states, open report window, reducers, callbacks),
+``load_data.json`` (configuration), ``manifest.json`` (layout and every file with size, checksum and reader)
+and, written last by the store, the completion mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
+from dstrial.checkpoint.layout import Layout, compatible
+from dstrial.checkpoint.manifest import Manifest
+from dstrial.checkpoint.reshape_rules import reshape_problems
+from dstrial.checkpoint.verify import read_verified
+from dstrial.engine.batch_sizes import recount_micro_batches
+from dstrial.engine.extra_state import extra_state_for, merged_tied_modules
+from dstrial.engine.open_saved import read_rank_state
+from dstrial.engine.reshape import load_reshaped
+from dstrial.engine.safe_load import load, restoring
+from dstrial.engine.saved_engine import SavedEngine
+from dstrial.engine.state import restore_engine_extra_state
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
+from dstrial.loop.metrics import merge_windows, weighed_window
+from dstrial.loop.run_state import RunState, restore_random_states, restore_reducer, training_reductions
+from dstrial.loop.trust import trusts_code
+from dstrial.trial.trial import Checkpointable
+
+logger = logging.getLogger("dstrial.loop")
+
+
+class CheckpointLoader:
+    """Restores what ``CheckpointSaver`` wrote, so that a run goes on exactly.
+
+    Args:
+        state: of the run; restored in place.
+    """
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._pending_random_states: Mapping[str, Any] | None = None
+
+    def restore(
+        self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None
+    ) -> tuple[dict[str, Any], bool]:
+        """Load a checkpoint. Ranks: all, collectively.
+
+        Random states are not touched: call :meth:`restore_random_states` as the last thing before training.
+
+        Args:
+            uuid: the checkpoint's uuid, or its directory off a cluster.
+            expected_epoch_length: batches per epoch of the loader in use.
+            expected_records: records that the loaders of all ranks read for a batch; None where they do not say.
+
+        Returns:
+            The loop's own state as given to ``CheckpointSaver.save``, and whether the run itself is continued; False
+            means another trial's weights were taken over and counting starts at 0.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint, or it was not written by dstrial.
+            CheckpointDamagedError: a file is missing or differs from the manifest.
+            CheckpointLayoutError: it was written for another number or arrangement of ranks.
+            UntrustedCheckpointError: a file holds what would run code, and nobody vouches for it.
+            CheckpointError: it belongs to other data.
+        """
+        context, runtime = self._state.context, self._state.runtime
+        with runtime.core.checkpoint.restore_path(uuid) as restored, contextlib.ExitStack() as stack:
+            path = pathlib.Path(restored)
+            manifest = self._read_verified(path)
+            is_trusted = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
+            # The user's own load too, and whatever it calls.
+            stack.enter_context(restoring(trusts_code=is_trusted))
+            saved = list(layouts_of(manifest, path))
+            now = [Layout.from_json(values) for values in self._state.layouts()]
+            saved_size = saved[0].world_size if saved else context.distributed.size
+            missing = [
+                rank_state_name(rank)
+                for rank in range(saved_size)
+                if rank_state_name(rank) not in manifest.files
+            ]
+            if missing:
+                raise CheckpointDamagedError(
+                    f"checkpoint {path} has no {missing[0]}; expected the state of {saved_size} ranks. Resume from another "
+                    "checkpoint."
+                )
+            state = self._load_rank_state(path, context.distributed.rank % saved_size)
+            continues = state["trial_id"] == self._state.trial_id
+            if continues:
+                require_same_batch(path, saved, now)
+            is_reshaped = self._must_reshape(path, saved, now)
+            if is_reshaped:
+                self._reshape_rank_state(path, state, saved_size)
+            state["loop"] = recounted(state["loop"], saved, now)
+            state["window"] = weighed_window(
+                state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
+            )
+            self._state.callbacks.call("on_checkpoint_load_start", state)
+            if is_reshaped:
+                self._load_reshaped(path, state["all_engines"], saved, now)
+                self._state.trial._load_beside_engines(context, path)
+            else:
+                self._state.trial.load(context, path)
+            for engine_idx, engine in enumerate(context.models):
+                restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
+                if not is_reshaped:
+                    recount_micro_batches(engine, saved[engine_idx], now[engine_idx])
+        self._state.callbacks.load_state_dict(state["callbacks"])
+        self._pending_random_states = state["random_states"] if continues else None
+        if not continues:
+            logger.info(
+                "checkpoint %s belongs to another trial: its weights are taken over, counting starts at 0",
+                uuid,
+            )
+            return {}, False
+        saved_records = state["loop"].get("records_per_batch", expected_records)
+        if expected_records is not None and saved_records != expected_records:
+            raise CheckpointError(
+                f"checkpoint {uuid} was written with {saved_records} records in a batch, and the training loader now reads "
+                f"{expected_records}; expected the same. Build the loader with "
+                "batch_size=context.get_train_micro_batch_size_per_gpu()."
+            )
+        saved_epoch_length = state["progress"]["epoch_length"]
+        if saved_epoch_length != expected_epoch_length:
+            raise CheckpointError(
+                f"checkpoint {uuid} was written with epochs of {saved_epoch_length} batches, and the training loader now has "
+                f"{expected_epoch_length}; expected the same records and batch size. Restore them, or start a new run."
+            )
+        self._state.progress.load_state_dict(state["progress"])
+        self._state.window.load_state_dict(state["window"], context.device)
+        runtime.reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
+        for wrapped, saved in zip(runtime.wrapped_reducers, state["reducers"], strict=False):
+            restore_reducer(wrapped.reducer, saved)
+        return dict(state["loop"]), True
+
+    def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
+        """Say whether the checkpoint is of another layout; refuse what cannot be loaded in this one."""
+        if len(saved) != len(now):
+            raise CheckpointLayoutError(
+                f"checkpoint {path} holds {len(saved)} engines, the trial wraps {len(now)}; expected the same engines. Resume "
+                "it with the trial that wrote it."
+            )
+        differences = [
+            f"engine {idx}: {difference}"
+            for idx, (before, after) in enumerate(zip(saved, now, strict=True))
+            for difference in compatible(before, after)
+        ]
+        if not differences:
+            return False
+        problems = [
+            f"engine {idx}: {problem}"
+            for idx, (before, after) in enumerate(zip(saved, now, strict=True))
+            for problem in reshape_problems(before, after)
+        ]
+        problems += [
+            f"engine {idx}: its experts are spread over the ranks that wrote it: set the layout back"
+            for idx, engine in enumerate(self._state.context.models)
+            if engine.has_moe_layers
+        ]
+        trial_class = type(self._state.trial)
+        is_own = trial_class.save is not Checkpointable.save or trial_class.load is not Checkpointable.load
+        if is_own and not trial_class._saves_engines_by_tag:
+            problems.append(
+                f"{trial_class.__name__} writes its checkpoints itself: resume it with the layout it was written for"
+            )
+        if problems:
+            raise CheckpointLayoutError(
+                f"checkpoint {path} was written for another layout ({'; '.join(differences)}), and it cannot be brought into "
+                f"this one: {'; '.join(problems)}."
+            )
+        if self._state.context.distributed.rank == 0:
+            logger.info("checkpoint %s is brought into another layout: %s", path.name, "; ".join(differences))
+        return True
+
+    def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
+        """Return how often all replicas together report the metrics of a batch."""
+        first = layouts[0]
+        is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
+        return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
+
+    def _load_rank_state(self, path: pathlib.Path, rank: int) -> dict[str, Any]:
+        state: dict[str, Any] = load(path / rank_state_name(rank), map_location=self._place)
+        return state
+
+    def _reshape_rank_state(
+        self,
+        path: pathlib.Path,
+        state: dict[str, Any],
+        saved_size: int,
+    ) -> None:
+        """Make this rank's state, in place, one of the ranks that run now. Ranks: all, collectively."""
+        context, runtime = self._state.context, self._state.runtime
+        # Mapped: of another rank's state little is used, and only that is read.
+        states = [read_rank_state(path, rank) for rank in range(saved_size)]
+        state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
+        reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
+        reporters = [rank for rank, reports in enumerate(reporting) if reports]
+        windows = [one["window"] for one in states if one["window"]["num_calls"]]
+        rank = context.distributed.rank
+        mine = windows[reporters.index(rank) :: len(reporters)] if rank in reporters else []
+        state["window"] = merge_windows(mine)
+        state["all_engines"] = [one["engines"] for one in states]
+        if rank >= saved_size:
+            # There was no such rank: it keeps the random states that its own seed gave it.
+            state["random_states"] = None
+            state["reducers"] = []
+            state["reductions_of_absent_ranks"] = []
+        for absent in states[context.distributed.size :][rank :: context.distributed.size]:
+            state["reductions_of_absent_ranks"] += absent["reductions_of_absent_ranks"]
+            if len(absent["reducers"]) == len(runtime.wrapped_reducers):
+                state["reductions_of_absent_ranks"].append(training_reductions(runtime, absent["reducers"]))
+            else:
+                logger.warning(
+                    "the checkpoint is of a trial with %d reducers, this one wraps %d: what they had collected since the last "
+                    "report is left out",
+                    len(absent["reducers"]),
+                    len(runtime.wrapped_reducers),
+                )
+
+    def _load_reshaped(
+        self,
+        path: pathlib.Path,
+        extras: list[list[Mapping[str, Any]]],
+        saved: list[Layout],
+        now: list[Layout],
+    ) -> None:
+        for engine_idx, engine in enumerate(self._state.context.models):
+            tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
+            saved_engine = SavedEngine(
+                path, self._state.trial._engine_tag(engine_idx), saved[engine_idx], tied
+            )
+            load_reshaped(engine, saved_engine, now[engine_idx])
+
+    def _extra_state(
+        self, state: Mapping[str, Any], engine_idx: int, saved: list[Layout], now: list[Layout]
+    ) -> Mapping[str, Any]:
+        if "all_engines" not in state:
+            own: Mapping[str, Any] = state["engines"][engine_idx]
+            return own
+        extras = [engines[engine_idx] for engines in state["all_engines"]]
+        return extra_state_for(
+            self._state.context.models[engine_idx], saved[engine_idx], now[engine_idx], extras
+        )
+
+    def _place(self, storage: Any, location: str) -> Any:
+        """Put what was on an accelerator on this rank's, and leave the rest on the CPU, for ``torch.load``."""
+        if location == "cpu":
+            return storage
+        restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
+        return restore(storage, str(self._state.context.device))
+
+    def restore_random_states(self) -> None:
+        """Put back the random states of the checkpoint that was restored, if any."""
+        if self._pending_random_states is not None:
+            restore_random_states(self._pending_random_states, self._state.context.device)
+            self._pending_random_states = None
+
+    def _read_verified(self, path: pathlib.Path) -> Manifest:
+        """Read the manifest and compare every file with it, each rank its share. Ranks: all, collectively."""
+        distributed = self._state.context.distributed
+        return read_verified(
+            path, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
+        )
+
+
+def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
+    """Refuse to go on with a run whose batches have become larger or smaller.
+
+    Raises:
+        CheckpointLayoutError: an engine has another ``train_batch_size`` than it had.
+
+    Ranks: any; no communication.
+    """
+    for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
+        if before.train_batch_size != after.train_batch_size:
+            raise CheckpointLayoutError(
+                f"engine {idx}: train_batch_size is {after.train_batch_size}; expected {before.train_batch_size}, the batch of "
+                f"checkpoint {path}, in which its progress, schedule and order of records are counted. Set it back, or name "
+                "the checkpoint in dstrial.init(latest_checkpoint=...), which keeps the batch on any number of ranks."
+            )
+
+
+def recounted(
+    loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
+) -> dict[str, Any]:
+    """Return the loop's state with its micro batches counted as the first engine counts them now."""
+    if not saved:
+        return dict(loop_state)
+    before, after = saved[0].micro_batches_per_batch, now[0].micro_batches_per_batch
+    drawn, rest = divmod(int(loop_state.get("micro_batches_drawn", 0)) * after, before)
+    if rest:
+        raise CheckpointLayoutError(
+            f"the checkpoint was written after {loop_state['micro_batches_drawn']} micro batches of {saved[0].micro_batch_size} "
+            f"records, which is no whole number of micro batches of {now[0].micro_batch_size}; expected a boundary of both. "
+            "Resume with the micro batch that wrote it."
+        )
+    return {**loop_state, "micro_batches_drawn": drawn}
+
+
+def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return where the ranks that read data stood; the middle stages of a pipeline read none."""
+    found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
+    for one in loop_states:
+        if one.get("records_per_batch") is not None:
+            found["records_per_batch"] = int(one["records_per_batch"])
+    return found

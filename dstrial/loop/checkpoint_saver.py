@@ -1,0 +1,453 @@
+"""Writing whole checkpoints behind the training loop, which is held only while state is copied out.
+
+A save begins and copies on the main thread; a thread then writes the files, their checksums and the manifest, uploads and
+registers. One save is under way at most. Ranks talk about it on a channel of its own, and the loop learns how it ended, on all
+ranks together, at its next exchange, before the next save, and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import logging
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import determined as det
+import torch
+from determined import constants, core
+
+import dstrial
+from dstrial.checkpoint.file_roles import rank_state_name
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    Manifest,
+    hash_file,
+    hash_files,
+    share_of,
+    write_manifest,
+)
+from dstrial.engine.copied_engine import copy_engine, sizes_to_copy
+from dstrial.engine.files import engine_files, missing_files
+from dstrial.engine.pinned_memory import host_memory_for
+from dstrial.engine.state import engine_extra_state
+from dstrial.engine.state_copy import HostBuffers, StateCopies
+from dstrial.errors import CheckpointError
+from dstrial.loop.run_state import RunState, random_states, reducer_state
+from dstrial.loop.save_job import ReportsUnderway, SaveJob, SaveStatus, together
+from dstrial.ranks.control import ControlChannel
+from dstrial.trial.trial import Checkpointable
+
+logger = logging.getLogger("dstrial.loop")
+
+
+class _LeaveAtOnce(BaseException):
+    """Passes through the store without waiting for other ranks, which wait inside DeepSpeed's own barriers.
+
+    This rank then exits with the error it carries as its cause, the launcher ends the others, and the
+    directory, which has no completion mark, is removed at the next start.
+
+    Args:
+        error: what happened on this rank.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Copied:
+    """What is left to write of a checkpoint once its state is copied.
+
+    Attributes:
+        path: its directory.
+        batches_trained: finished batches when the state was copied.
+        copies: the files of this rank.
+        engine_files: what must be there once they are written, relative to ``path``.
+        read_files: what this rank reads of the checkpoint in the same layout.
+        configuration: content of ``load_data.json``, on the chief.
+        layouts: of every engine, as JSON values.
+        num_reported: metric reports that the master must have before it hears of this checkpoint.
+        metadata: what is reported of it once its files are written; the manifest's checksum is added to it.
+    """
+
+    path: pathlib.Path
+    batches_trained: int
+    copies: StateCopies
+    engine_files: tuple[str, ...]
+    read_files: tuple[str, ...]
+    configuration: str
+    layouts: Sequence[Mapping[str, Any]]
+    num_reported: int
+    metadata: dict[str, Any]
+
+
+class CheckpointSaver:
+    """Saves one trial with everything the loop needs to go on exactly.
+
+    Callbacks are called on the main thread: ``on_checkpoint_save_start`` before the copy, ``on_checkpoint_upload_end`` when
+    the loop learns, on all ranks together, that the checkpoint is complete. Callbacks that see the files between
+    (``on_checkpoint_end``, ``on_checkpoint_write_end``) and a ``save`` of the trial's own need them written: then training
+    waits for the files too, and only checksums, upload and registration happen behind it.
+
+    Args:
+        state: of the run, whose layouts are asked for together at the first save.
+        in_background: whether to write behind the loop where that is possible.
+    """
+
+    def __init__(self, state: RunState, *, in_background: bool) -> None:
+        self._state = state
+        self._reports = ReportsUnderway(state.runtime.core.train)
+        self._buffers = HostBuffers(
+            state.context.distributed.local_size, memory=host_memory_for(state.context.device)
+        )
+        self._is_prepared = False
+        self._job: SaveJob | None = None
+        self._own_channel: ControlChannel | None = None
+        self._saves_itself = type(state.trial).save is not Checkpointable.save
+        self._files_are_seen = any(
+            state.callbacks.overrides(name) for name in ("on_checkpoint_end", "on_checkpoint_write_end")
+        )
+        self._in_background = in_background and self._can_be_in_background()
+
+    def _can_be_in_background(self) -> bool:
+        """Say whether a thread can complete checkpoints; log what keeps training waiting."""
+        distributed = self._state.context.distributed
+        is_chief = distributed.rank == 0
+        if distributed.size > 1 and not isinstance(distributed, ControlChannel):
+            if is_chief:
+                logger.info(
+                    "checkpoints are written while training waits: the distributed context is %s, which is no other thread's",
+                    type(distributed).__name__,
+                )
+            return False
+        if is_chief and self._saves_itself:
+            logger.info(
+                "%s.save writes checkpoints while training waits; the rest happens behind it",
+                type(self._state.trial).__name__,
+            )
+        elif is_chief and self._files_are_seen:
+            logger.info(
+                "a callback sees the files of a checkpoint, which are written while training waits; the rest happens behind it"
+            )
+        return True
+
+    # ---- the main thread -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the buffer in a thread, once the optimizer has its state; later calls do nothing.
+
+        Ranks: any; no communication.
+        """
+        is_immediate = not self._in_background or self._files_are_seen or self._saves_itself
+        if not self._is_prepared and not is_immediate:
+            self._buffers.prepare(
+                [size for engine in self._state.context.models for size in sizes_to_copy(engine)]
+            )
+        self._is_prepared = True
+
+    def save(self, loop_state: Mapping[str, Any]) -> str:
+        """Copy the state of now, and write it behind the loop. Ranks: all, collectively.
+
+        Waits for the save before this one.
+
+        Args:
+            loop_state: what the loop wants back at a resume, besides counters and window; per rank.
+
+        Returns:
+            The uuid of the checkpoint, which is complete when ``finish`` has returned.
+
+        Raises:
+            CheckpointError: this checkpoint cannot be begun, or the one before it was not completed; those before stay.
+        """
+        self.finish()
+        progress = self._state.progress
+        channel = self._channel()
+        previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
+        metadata = self._metadata()
+        try:
+            with contextlib.ExitStack() as stack:
+                path, uuid = stack.enter_context(
+                    _store_on(self._state.runtime.core.checkpoint, channel).store_path(metadata, shard=True)
+                )
+                copied = self._copy(pathlib.Path(path), loop_state, metadata)
+                block = stack.pop_all()
+        except _LeaveAtOnce as left:
+            if not isinstance(left.error, OSError):
+                raise left.error from left.error.__cause__
+            described = self._describe(pathlib.Path(path), progress.batches_trained, left.error)
+            raise CheckpointError(described) from left.error
+        except BaseException:
+            progress.last_checkpoint = previous
+            raise
+        self._job = SaveJob(
+            copied.path,
+            str(uuid),
+            copied.batches_trained,
+            previous,
+            lambda: self._complete(block, channel, copied),
+        )
+        if self._in_background:
+            self._job.start()
+        else:
+            self._run_here(self._job)
+        return str(uuid)
+
+    def _run_here(self, job: SaveJob) -> None:
+        job.run()
+        self._job = None
+        if job.error is not None:
+            self._state.progress.last_checkpoint = job.previous_batches
+            raise job.error
+        self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
+
+    def _channel(self) -> core.DistributedContext:
+        """Return what ranks talk through about saving, made at the first call. Ranks: all, collectively."""
+        distributed = self._state.context.distributed
+        if not self._in_background or distributed.size == 1:
+            return distributed
+        if self._own_channel is None:
+            self._own_channel = ControlChannel(distributed.identity, timeout_s=distributed.timeout_s)
+        return self._own_channel
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "steps_completed": self._state.progress.batches_trained,
+            "determined_version": det.__version__,
+            "dstrial_version": dstrial.__version__,
+            "framework": f"torch-{torch.__version__}",
+            **self._state.runtime.checkpoint_metadata(self._state.layouts(), self._state.trial_id),
+        }
+
+    def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
+        """Copy, or write where that is asked for, the state of this rank. Ranks: all, collectively."""
+        context = self._state.context
+        is_immediate = not self._in_background or self._files_are_seen
+        copies = StateCopies(None if is_immediate else self._buffers)
+        is_chief = context.distributed.rank == 0
+        together(
+            context.distributed,
+            lambda: self._copy_rank_state(path, loop_state, copies),
+            lambda error: self._describe(path, self._state.progress.batches_trained, error),
+        )
+        try:
+            expected = self._copy_engines(path, copies)
+            layouts = self._state.layouts()
+            self._state.callbacks.call("on_checkpoint_end", str(path))
+            self._state.callbacks.call("on_checkpoint_write_end", str(path))
+        except Exception as error:
+            if context.distributed.size > 1:
+                raise _LeaveAtOnce(error) from error
+            raise
+        copies.finish_copying()
+        return _Copied(
+            path=path,
+            batches_trained=self._state.progress.batches_trained,
+            copies=copies,
+            engine_files=expected,
+            read_files=tuple(self._files_i_read()),
+            configuration=self._configuration() if is_chief else "",
+            layouts=layouts,
+            num_reported=self._reports.num_reported() if is_chief else 0,
+            metadata=metadata,
+        )
+
+    def _copy_rank_state(
+        self, path: pathlib.Path, loop_state: Mapping[str, Any], copies: StateCopies
+    ) -> None:
+        context = self._state.context
+        path.mkdir(parents=True, exist_ok=True)
+        state = {
+            "trial_id": self._state.trial_id,
+            "progress": self._state.progress.state_dict(),
+            "window": self._state.window.state_dict(),
+            "loop": dict(loop_state),
+            "reducers": [reducer_state(wrapped.reducer) for wrapped in self._state.runtime.wrapped_reducers],
+            "reductions_of_absent_ranks": list(self._state.runtime.reductions_of_absent_ranks),
+            "callbacks": self._state.callbacks.state_dict(),
+            "engines": [engine_extra_state(engine) for engine in context.models],
+            "random_states": random_states(context.device),
+        }
+        self._state.callbacks.call("on_checkpoint_save_start", state)
+        # torch's own writer hides why a write failed.
+        copies.add(state, str(path / rank_state_name(context.distributed.rank)), through_python=True)
+
+    def _copy_engines(self, path: pathlib.Path, copies: StateCopies) -> tuple[str, ...]:
+        if self._saves_itself:
+            self._state.trial.save(self._state.context, path)
+            return ()
+        expected: list[str] = []
+        for engine_idx, engine in enumerate(self._state.context.models):
+            expected += copy_engine(engine, path, f"model{engine_idx}", copies)
+        return tuple(expected)
+
+    def _configuration(self) -> str:
+        load_data = {
+            "trial_type": "DeepSpeedTrial",
+            "experiment_config": self._state.runtime.exp_conf,
+            "hparams": self._state.runtime.given_hparams,
+        }
+        return json.dumps(load_data, default=str)
+
+    def _files_i_read(self) -> list[str]:
+        """Return the files of a checkpoint that this rank reads back in the same layout."""
+        names = [rank_state_name(self._state.context.distributed.rank)]
+        for engine_idx, engine in enumerate(self._state.context.models):
+            names += engine_files(engine, self._state.trial._engine_tag(engine_idx)).read
+        return names
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _complete(
+        self, block: contextlib.ExitStack, channel: core.DistributedContext, copied: _Copied
+    ) -> None:
+        """Write, check, register. Ranks: all, collectively, on ``channel`` alone."""
+
+        def describe(error: Exception) -> str:
+            return self._describe(copied.path, copied.batches_trained, error)
+
+        try:
+            with block:
+                together(channel, lambda: self._write(copied), describe)
+                parts = together(channel, lambda: self._hash(copied), describe)
+                together(channel, lambda: self._write_manifest(copied, parts), describe)
+            channel.allgather(None)
+        except Exception as error:
+            if channel is self._own_channel and self._own_channel is not None:
+                self._own_channel.leave(describe(error))
+            raise
+
+    def _write(self, copied: _Copied) -> None:
+        try:
+            copied.copies.write()
+        except RuntimeError as error:  # torch's own writer, of a full disk
+            raise CheckpointError(self._describe(copied.path, copied.batches_trained, error)) from error
+        missing = missing_files(copied.path, copied.engine_files)
+        if missing:
+            raise CheckpointError(
+                f"checkpoint {copied.path} is without {', '.join(missing)} after DeepSpeed's save_checkpoint on rank "
+                f"{self._state.context.distributed.rank}; expected it to write them. "
+                "Check that the directory is writable by every rank."
+            )
+        if self._state.context.distributed.rank == 0:
+            (copied.path / "load_data.json").write_text(copied.configuration)
+            has_code = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY).is_dir()
+            if self._state.runtime.core.info is not None and has_code:
+                det.util.write_user_code(copied.path, True)
+
+    def _hash(self, copied: _Copied) -> tuple[dict[str, Any], tuple[str, ...]]:
+        distributed = self._state.context.distributed
+        mine = share_of(_files_in(copied.path), distributed.local_rank, distributed.local_size)
+        return hash_files(copied.path, mine), copied.read_files
+
+    def _write_manifest(
+        self, copied: _Copied, parts: Sequence[tuple[dict[str, Any], tuple[str, ...]]]
+    ) -> None:
+        if self._state.context.distributed.rank != 0:
+            return
+        files = {name: entry for part, _ in parts for name, entry in part.items()}
+        readers: dict[str, list[int]] = {}
+        for reader, (_, names) in enumerate(parts):
+            for name in names:
+                readers.setdefault(name, []).append(reader)
+        manifest = Manifest.build(
+            steps_completed=copied.batches_trained, layouts=copied.layouts, files=files, readers=readers
+        )
+        write_manifest(copied.path, manifest)
+        # Read by the store when its block ends; so the master knows which files were written.
+        copied.metadata[MANIFEST_DIGEST] = hash_file(copied.path / MANIFEST_NAME).sha256
+        self._reports.wait(up_to=copied.num_reported)
+
+    def _describe(self, path: pathlib.Path, batches_trained: int, error: Exception) -> str:
+        if isinstance(error, CheckpointError):
+            return str(error)
+        free = ""
+        if isinstance(error, (OSError, RuntimeError)):
+            with contextlib.suppress(OSError):
+                free = f" ({shutil.disk_usage(path).free:,} bytes free)"
+        cause = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return (
+            f"checkpoint {path} at batch {batches_trained} cannot be written by rank {self._state.context.distributed.rank}: "
+            f"{cause}{free}; expected a writable directory with enough room. Make room, then resume: the checkpoints before "
+            "it are complete."
+        )
+
+    # ---- the outcome ---------------------------------------------------------------------------------
+
+    def status(self) -> SaveStatus | None:
+        """How the save under way stands on this rank; None if none is. Ranks: any; no communication."""
+        return None if self._job is None else self._job.status
+
+    def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
+        """Act on how the save stands on every rank: nothing, the end of it, or its failure.
+
+        Args:
+            statuses: ``status`` of every rank, by rank, gathered in one exchange.
+
+        Raises:
+            CheckpointError: it has failed on a rank, which is named; the checkpoints before it stay.
+
+        Ranks: all, with the same statuses; no communication.
+        """
+        job = self._job
+        if job is None:
+            return
+        failures = [status.failure for status in statuses if status is not None and status.failure]
+        if failures:
+            self._state.progress.last_checkpoint = job.previous_batches
+            if not job.status.is_done:
+                raise CheckpointError(failures[0])
+            self._job = None
+            raise job.error or CheckpointError(failures[0])
+        if all(status is not None and status.is_done for status in statuses):
+            self._job = None
+            job.wait()
+            self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
+
+    def finish(self) -> None:
+        """Wait for the save under way, on all ranks.
+
+        Raises:
+            CheckpointError: as ``settle``.
+
+        Ranks: all, collectively (one ``allgather`` if one is under way).
+        """
+        if self._job is not None:
+            self._job.wait()
+            self.settle(self._state.context.distributed.allgather(self.status()))
+
+    def close(self) -> None:
+        """Let the save under way come to its end, good or bad, and free the buffers; for when training has ended anyhow.
+
+        Ranks: each its own; no communication besides that of the save.
+        """
+        job, self._job = self._job, None
+        if job is not None:
+            job.wait()
+            if job.error is not None:
+                logger.error(
+                    "the checkpoint at batch %d was not completed: %s", job.batches_trained, job.error
+                )
+        self._buffers.clear()
+        channel, self._own_channel = self._own_channel, None
+        if channel is not None:
+            channel.close()
+
+
+def _store_on(store: core.CheckpointContext, channel: core.DistributedContext) -> core.CheckpointContext:
+    """Return the same store for ranks that talk through another channel."""
+    same = copy.copy(store)
+    same._dist = channel
+    return same
+
+
+def _files_in(path: pathlib.Path) -> list[str]:
+    return sorted(
+        str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and not p.name.endswith(".tmp")
+    )

@@ -1,0 +1,131 @@
+"""Where reported metrics go besides the trial's own record; TensorBoard is one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from determined import tensorboard, util
+
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+
+_UPLOAD_INTERVAL_S = 5.0
+
+
+class MetricSink(Protocol):
+    """Takes reported metrics, on the chief only.
+
+    Methods are called one at a time, on the thread that trains. What they raise ends training, as an exception of a callback
+    does.
+    """
+
+    def open(self, context: DeepSpeedTrialContext) -> None:
+        """Begin; called once, when it is known from which batch training goes on.
+
+        Args:
+            context: of the trial, which tells its hyperparameters, numbers and directories.
+        """
+
+    def report(
+        self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
+    ) -> None:
+        """Take one report.
+
+        Args:
+            group: what was measured.
+            batches_trained: finished batches of the run; a run that goes on may report a number again.
+            metrics: metric name -> value over all ranks, mostly numbers; not to be changed.
+        """
+
+    def close(self) -> None:
+        """End; called once if ``open`` was called, also where training ends with an error."""
+
+
+class TensorBoardSink:
+    """Writes scalar metrics as events, unless the context's logging is switched off."""
+
+    def open(self, context: DeepSpeedTrialContext) -> None:
+        """Keep the context, whose writer is used."""
+        self._context = context
+
+    def report(
+        self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
+    ) -> None:
+        """Write events under Determined's tags."""
+        if not self._context.get_enable_tensorboard_logging():
+            return
+        prefix = "val" if group == "validation" else ""
+        writer = self._context.get_tensorboard_writer()
+        for name, value in metrics.items():
+            tag = name if name.startswith(prefix) else f"{prefix}_{name}"
+            if util.is_numerical_scalar(value):
+                writer.add_scalar(f"Determined/{tag}", value, batches_trained)
+
+    def close(self) -> None:
+        """Do nothing: the writer is the context's, which closes it when its block ends."""
+
+
+SINKS: tuple[Callable[[], MetricSink], ...] = (TensorBoardSink,)
+"""What makes the sinks that every run has; each decides by itself whether it has anything to do."""
+
+
+class MetricSinks:
+    """All sinks of a run, and the TensorBoard files of this rank.
+
+    Args:
+        context: of the trial.
+        own: sinks that this run has besides those of every run.
+    """
+
+    def __init__(self, context: DeepSpeedTrialContext, own: Sequence[MetricSink] = ()) -> None:
+        self._context = context
+        self._runtime = runtime_of(context)
+        self._waiting = [*(make() for make in SINKS), *own]
+        self._opened: list[MetricSink] = []
+        self._uploaded_s = -_UPLOAD_INTERVAL_S
+
+    def open(self) -> None:
+        """Open all sinks. Ranks: any; the chief acts."""
+        while self._runtime.is_chief and self._waiting:
+            sink = self._waiting.pop(0)
+            self._opened.append(sink)
+            sink.open(self._context)
+
+    def report(
+        self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
+    ) -> None:
+        """Give a report to all sinks, as ``MetricSink.report``. Ranks: the chief."""
+        for sink in self._opened:
+            sink.report(group, batches_trained, metrics)
+
+    def close(self) -> None:
+        """Close all that was opened, also where one of them fails. Ranks: any."""
+        failure: Exception | None = None
+        while self._opened:
+            try:
+                self._opened.pop().close()
+            except Exception as error:  # noqa: BLE001  # raised below, after the other sinks are closed
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def upload(self, at_once: bool = True) -> None:
+        """Hand this rank's TensorBoard files over. Ranks: any.
+
+        The chief has events, every rank may have traces of the profiler.
+
+        Args:
+            at_once: whether to do it even if the last time is less than five seconds ago.
+        """
+        now_s = time.monotonic()
+        is_early = not at_once and now_s - self._uploaded_s < _UPLOAD_INTERVAL_S
+        if is_early or not self._runtime.writes_tensorboard:
+            return
+        self._uploaded_s = now_s
+        if self._runtime.tensorboard_writer is not None:
+            self._runtime.tensorboard_writer.flush()
+        is_chief = self._runtime.is_chief
+        self._runtime.core.train.upload_tensorboard_files(
+            lambda path: is_chief or not path.match("*tfevents*"), tensorboard.util.get_rank_aware_path
+        )

@@ -1,0 +1,172 @@
+"""What a checkpoint holds of a run besides its engines."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import logging
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dstrial.loop.callbacks import Callbacks
+from dstrial.loop.metrics import MetricWindow
+from dstrial.loop.progress import Progress
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+from dstrial.trial.runtime import TrialRuntime
+from dstrial.trial.trial import Checkpointable, DeepSpeedTrial
+
+logger = logging.getLogger("dstrial.loop")
+
+# What a reducer may hold a reference to, but what is never part of its state.
+_NOT_STATE = (torch.nn.Module, DeepSpeedTrialContext, DeepSpeedTrial)
+
+
+@dataclasses.dataclass(slots=True)
+class RunState:
+    """The objects whose state is saved and restored; saver and loader share one.
+
+    Attributes:
+        trial: what writes and reads the engines: the user's trial, or another library's objects.
+        context: its context, engines wrapped.
+        callbacks: the user's callbacks.
+        progress: the run's counters.
+        window: the open window of training metrics.
+        trial_id: number of the trial; a checkpoint of another trial gives weights only.
+    """
+
+    trial: Checkpointable
+    context: DeepSpeedTrialContext
+    callbacks: Callbacks
+    progress: Progress
+    window: MetricWindow
+    trial_id: int
+    _layouts: list[dict[str, Any]] | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def runtime(self) -> TrialRuntime:
+        """What the context answers user code from."""
+        return runtime_of(self.context)
+
+    def layouts(self) -> list[dict[str, Any]]:
+        """Return the layout of every engine as JSON values. Ranks: all, collectively at the first call."""
+        if self._layouts is None:
+            gather = self.context.distributed.allgather
+            self._layouts = [adapter.layout(gather).to_json() for adapter in self.runtime.adapters]
+        return self._layouts
+
+
+class Snapshot:
+    """The attributes of some reducers as they are now.
+
+    What cannot be copied (locks, process groups, models, the context) is kept by reference.
+
+    Args:
+        reducers: the user's reducer objects.
+    """
+
+    def __init__(self, reducers: Iterable[Any]) -> None:
+        self._kept = [
+            (reducer, {name: _copied(value) for name, value in vars(reducer).items()}) for reducer in reducers
+        ]
+
+    def restore(self) -> None:
+        """Put every attribute back and remove those that came since."""
+        for reducer, attributes in self._kept:
+            vars(reducer).clear()
+            vars(reducer).update(attributes)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, _NOT_STATE):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001  # user objects fail to copy in any way they like
+        return value
+
+
+def reducer_state(reducer: Any) -> dict[str, Any]:
+    """Return what of a reducer goes into a checkpoint: every attribute that can be written and is state.
+
+    Functions, models and the context come back with the trial and are left out; of anything else that cannot
+    be written, one warning is logged.
+    """
+    state = {}
+    for name, value in vars(reducer).items():
+        if isinstance(value, _NOT_STATE):
+            continue
+        try:
+            torch.save(value, io.BytesIO())
+        except Exception:  # noqa: BLE001  # user objects fail to pickle in any way they like
+            if not callable(value):
+                logger.warning("reducer attribute %s.%s cannot be checkpointed", type(reducer).__name__, name)
+            continue
+        state[name] = _copied(value)
+    return state
+
+
+def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return what another rank's training reducers would contribute to the next report.
+
+    Args:
+        runtime: whose reducers compute it; they are as before afterwards.
+        states: what ``reducer_state`` returned on that rank, of each reducer in the order of wrapping.
+
+    Returns:
+        What ``per_slot_reduce`` returns for each training reducer, in the order of wrapping.
+
+    Ranks: any; no communication.
+    """
+    reductions = []
+    for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
+        if wrapped.for_training:
+            own = Snapshot([wrapped.reducer])
+            restore_reducer(wrapped.reducer, state)
+            reductions.append(_copied(wrapped.per_slot_reduce()))
+            own.restore()
+    return reductions
+
+
+def restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:
+    """Put back what ``reducer_state`` returned."""
+    vars(reducer).update(state)
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the random states of this process and of its device. Ranks: any; no communication."""
+    algorithm, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (
+            algorithm,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            position,
+            has_gauss,
+            cached,
+        ),
+        "torch": torch.random.get_rng_state(),
+    }
+    if device.type != "cpu":
+        states["device"] = _accelerator().get_rng_state(device.index)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put this process's random states back. Ranks: any; no communication."""
+    random.setstate(states["python"])
+    algorithm, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.random.set_rng_state(states["torch"])
+    if device.type != "cpu" and "device" in states:
+        _accelerator().set_rng_state(states["device"], device.index)
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

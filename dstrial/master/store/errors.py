@@ -1,0 +1,66 @@
+"""What the rows do not allow, in words that name neither HTTP nor a client.
+
+The layer that answers pairs each class with a status, and :mod:`dstrial.master.advice` puts each hint into words.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from dstrial.errors import MasterError
+
+
+class Hint(enum.Enum):
+    """What a person can do about an error."""
+
+    LIST_ALLOCATIONS = enum.auto()
+    LIST_CHECKPOINTS = enum.auto()
+    LIST_EXPERIMENTS = enum.auto()
+    LIST_MODELS = enum.auto()
+    LIST_OR_CREATE_PROJECTS = enum.auto()
+    LIST_PROJECTS = enum.auto()
+    LIST_TASKS = enum.auto()
+    LIST_TEMPLATES = enum.auto()
+    LIST_TOKENS = enum.auto()
+    LIST_TRIALS = enum.auto()
+    LIST_USERS = enum.auto()
+    LIST_VERSIONS = enum.auto()
+    LIST_WEBHOOKS = enum.auto()
+    LIST_WORKSPACES = enum.auto()
+    CONTINUE_EXPERIMENT = enum.auto()
+    CREATE_PROJECT = enum.auto()
+    CREATE_WORKSPACE = enum.auto()
+    FORK_TASK = enum.auto()
+    KILL_DETACHED = enum.auto()
+    MOVE_MODELS = enum.auto()
+    REVOKE_TOKENS = enum.auto()
+    SET_TEMPLATE = enum.auto()
+    TAKE_CHECKPOINT = enum.auto()
+    UNARCHIVE_EXPERIMENT = enum.auto()
+    UNARCHIVE_PROJECT = enum.auto()
+    UNARCHIVE_WORKSPACE = enum.auto()
+
+
+class StoreError(MasterError):
+    """What was asked cannot be done as things stand.
+
+    Args:
+        text: what is wrong, and what was expected.
+        hint: what a person can do about it, where the text does not say so itself.
+    """
+
+    def __init__(self, text: str, hint: Hint | None = None) -> None:
+        super().__init__(text)
+        self.hint = hint
+
+
+class NotFoundError(StoreError):
+    """There is no such row."""
+
+
+class ConflictError(StoreError):
+    """Another row, or what this one holds already, stands against it."""
+
+
+class InvalidError(StoreError):
+    """A value cannot be one, or the state of a thing does not allow what was asked."""

@@ -1,0 +1,138 @@
+"""The queue: places of experiments and commands among those that wait for slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+
+from dstrial.master.store.commands import Command
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.experiments import Experiment
+from dstrial.master.store.trials import Trial
+
+_QUEUE = """
+SELECT e.*, p.workspace_id, u.username AS owner_name, j.num_active, a.num_allocations, a.num_slots
+FROM experiments e
+JOIN users u ON u.id = e.owner_id
+JOIN projects p ON p.id = e.project_id
+LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_active FROM trials WHERE state = 'ACTIVE' GROUP BY experiment_id) j
+    ON j.experiment_id = e.id
+LEFT JOIN (SELECT experiment_id, COUNT(*) AS num_allocations, SUM(json_array_length(slots)) AS num_slots
+           FROM allocations WHERE state != 'TERMINATED' GROUP BY experiment_id) a ON a.experiment_id = e.id
+WHERE (e.state = 'ACTIVE' AND e.unmanaged = 0) OR a.num_allocations > 0
+ORDER BY e.priority, e.queue_position, e.id
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueuedExperiment(Experiment):
+    """An experiment of the queue with its owner, and with what it uses and asks for."""
+
+    workspace_id: int
+    owner_name: str
+    num_active: int | None
+    num_allocations: int | None
+    num_slots: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WaitingTrial(Trial):
+    """A trial that waits for slots, with what its experiment says of them."""
+
+    slots_per_trial: int
+    max_slots: int | None
+    config: str
+    priority: int
+    queue_position: float
+
+
+def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
+    """Return experiments that are active or still hold slots, the next one first."""
+    return fetch_all(QueuedExperiment, connection, _QUEUE)
+
+
+def count_without_slots(connection: sqlite3.Connection) -> int:
+    """Return how many experiments are active and hold no slots."""
+    row = connection.execute(
+        "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
+        "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
+    ).fetchone()
+    return int(row[0])
+
+
+def experiment_of(connection: sqlite3.Connection, job_id: str) -> Experiment | None:
+    """Return the experiment that has this place in the queue."""
+    return fetch_one(Experiment, connection, "SELECT * FROM experiments WHERE job_id = ?", (job_id,))
+
+
+def command_of(connection: sqlite3.Connection, job_id: str) -> Command | None:
+    """Return the command that has this place in the queue."""
+    return fetch_one(Command, connection, "SELECT * FROM commands WHERE job_id = ?", (job_id,))
+
+
+def position_beside(
+    connection: sqlite3.Connection, job_id: str, anchor: Experiment | Command, *, is_ahead: bool
+) -> float:
+    """Return a queue position right before or behind another job of the same priority.
+
+    Args:
+        connection: to read from.
+        job_id: what is moved.
+        anchor: the other one, an experiment or a command.
+        is_ahead: whether it goes before that.
+    """
+    own: float = anchor.queue_position
+    side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
+    neighbour = connection.execute(
+        f"SELECT {edge}(queue_position) FROM "  # noqa: S608 - one of two words of ours
+        "(SELECT job_id, priority, queue_position FROM experiments "
+        "UNION ALL SELECT job_id, priority, queue_position FROM commands WHERE end_us IS NULL) "
+        f"WHERE priority = ? AND job_id NOT IN (?, ?) AND queue_position {side} ?",
+        (anchor.priority, job_id, anchor.job_id, own),
+    ).fetchone()[0]
+    if neighbour is None:
+        return own - 1 if is_ahead else own + 1
+    return float((own + neighbour) / 2)
+
+
+def move_command(tx: Transaction, task_id: str, position: float) -> None:
+    """Give a command another place within its priority."""
+    tx.execute("UPDATE commands SET queue_position = ? WHERE task_id = ?", (position, task_id))
+
+
+def move_experiment(
+    tx: Transaction, experiment: Experiment, position: float, priority: int | None, weight: float | None
+) -> None:
+    """Give an experiment another place, and perhaps another priority and weight."""
+    config = json.loads(experiment.config)
+    resources = dict(config.get("resources") or {})
+    for name, value in (("priority", priority), ("weight", weight)):
+        if value is not None:
+            resources[name] = value
+    tx.execute(
+        "UPDATE experiments SET priority = coalesce(?, priority), weight = coalesce(?, weight), queue_position = ?, "
+        "config = ? WHERE id = ?",
+        (priority, weight, position, json.dumps({**config, "resources": resources}), experiment.id),
+    )
+    tx.publish("scheduler", f"experiment:{experiment.id}")
+
+
+_UNASSIGNED = (
+    "SELECT trials.*, experiments.slots_per_trial, experiments.max_slots, experiments.config, experiments.priority, "
+    "experiments.queue_position FROM trials "
+    "JOIN experiments ON experiments.id = trials.experiment_id "
+    "WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND experiments.unmanaged = 0 "
+    "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')"
+)
+
+
+def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
+    """Return the trials that wait for slots, the most urgent first."""
+    order = "ORDER BY experiments.priority, experiments.queue_position, trials.id"
+    return fetch_all(WaitingTrial, connection, f"{_UNASSIGNED} AND trials.is_node_excluded != 2 {order}")
+
+
+def excluded_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
+    """Return the trials that a log policy keeps from this machine."""
+    return fetch_all(WaitingTrial, connection, f"{_UNASSIGNED} AND trials.is_node_excluded = 2")

@@ -1,0 +1,290 @@
+"""Look at one experiment from beside the master, for whoever follows it on this machine.
+
+Reads the database without the master's help, so that following goes on while the master is restarted. Changes
+nothing; what is to be changed is asked of the master.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dstrial.errors import MasterError
+from dstrial.master.state_directory import StateDirectory
+from dstrial.visible_text import visible_line
+
+TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrialView:
+    """One trial at one moment.
+
+    Attributes:
+        id: its number.
+        state: ``ACTIVE``, ``COMPLETED`` and so on.
+        hparams: its hyperparameters, JSON text.
+        total_batches: batches it has reported.
+        restarts: how often it has failed and was started again.
+        best_metric: the searcher metric of its best validation; None before the first.
+        is_running: whether it has an allocation that has not ended.
+        exit_code: of its last allocation that has ended, as a shell sees it; None if none has.
+        exit_reason: why that ended, one sentence; None if it says nothing.
+        num_allocations: how many it has had.
+    """
+
+    id: int
+    state: str
+    hparams: str
+    total_batches: int
+    restarts: int
+    best_metric: float | None
+    is_running: bool
+    exit_code: int | None
+    exit_reason: str | None
+    num_allocations: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExperimentView:
+    """One experiment at one moment.
+
+    Attributes:
+        id: its number.
+        state: ``ACTIVE``, ``PAUSED``, ``COMPLETED`` and so on.
+        progress: from 0 to 1.
+        end_reason: why it ended, one sentence; None if it has nothing to say.
+        trials: by number.
+    """
+
+    id: int
+    state: str
+    progress: float
+    end_reason: str | None
+    trials: tuple[TrialView, ...]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing happens to it any more by itself: it has ended, or is paused, and no process runs."""
+        return (self.state in TERMINAL_STATES or self.state == "PAUSED") and not any(
+            trial.is_running for trial in self.trials
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogRow:
+    """One line of a trial's log.
+
+    Attributes:
+        id: grows from line to line.
+        rank: None for a line of no rank.
+        source: ``task`` for what the processes printed, ``master`` for the master's own words.
+        stdtype: ``stdout`` or ``stderr``; None for the master's.
+        level: ``INFO`` and so on; None if the line names none.
+        text: without its line end.
+    """
+
+    id: int
+    rank: int | None
+    source: str
+    stdtype: str | None
+    level: str | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """What holds up a trial that has not begun to train.
+
+    Attributes:
+        trial_id: the trial.
+        experiment_id: its experiment.
+        text: in a few words, for example ``compiling operator cpu_adam``, or for which slots it waits.
+        since_s: when that began, seconds since the epoch.
+    """
+
+    trial_id: int
+    experiment_id: int
+    text: str
+    since_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """What the database says about a master, running or not.
+
+    Attributes:
+        num_slots_used: slots that allocations hold.
+        experiments: state -> number of experiments.
+        trials: state -> number of trials.
+    """
+
+    num_slots_used: int
+    experiments: dict[str, int]
+    trials: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Supervisor:
+    """The process that an allocation which has not ended was given.
+
+    Attributes:
+        allocation_id: the allocation.
+        pid: its number; another one may have it by now.
+        start_time: when it began, as the kernel tells.
+    """
+
+    allocation_id: str
+    pid: int
+    start_time: str
+
+
+@contextlib.contextmanager
+def _connection(state: StateDirectory) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(state.database_path, timeout=30.0)) as connection:
+        connection.row_factory = sqlite3.Row
+        yield connection
+
+
+_TRIALS = """
+SELECT trials.id, trials.state, hparams, total_batches, restarts, searcher_metric_value,
+    EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND allocations.state != 'TERMINATED') AS is_running,
+    (SELECT COUNT(*) FROM allocations WHERE trial_id = trials.id) AS num_allocations,
+    last.exit_code, last.exit_reason
+FROM trials LEFT JOIN allocations AS last ON last.id = (
+    SELECT id FROM allocations WHERE trial_id = trials.id AND state = 'TERMINATED' ORDER BY run_id DESC LIMIT 1)
+WHERE trials.experiment_id = ? ORDER BY trials.id
+"""
+
+
+def look(state: StateDirectory, experiment_id: int) -> ExperimentView | None:
+    """Return an experiment and its trials; None if there is no such experiment (any more)."""
+    with _connection(state) as connection:
+        experiment = connection.execute(
+            "SELECT state, progress, end_reason FROM experiments WHERE id = ?", (experiment_id,)
+        ).fetchone()
+        if experiment is None:
+            return None
+        trials = tuple(
+            TrialView(
+                id=row["id"],
+                state=row["state"],
+                hparams=row["hparams"],
+                total_batches=row["total_batches"],
+                restarts=row["restarts"],
+                best_metric=row["searcher_metric_value"],
+                is_running=bool(row["is_running"]),
+                exit_code=row["exit_code"],
+                exit_reason=row["exit_reason"],
+                num_allocations=row["num_allocations"],
+            )
+            for row in connection.execute(_TRIALS, (experiment_id,))
+        )
+    return ExperimentView(
+        experiment_id, experiment["state"], experiment["progress"], experiment["end_reason"], trials
+    )
+
+
+_LIVE = "SELECT trial_id, experiment_id, directory FROM allocations WHERE state != 'TERMINATED' AND trial_id > 0 ORDER BY id"
+_WAITING = """
+SELECT trials.id, trials.experiment_id, logs.log, logs.time_us FROM trials
+JOIN experiments ON experiments.id = trials.experiment_id
+JOIN logs ON logs.id = (SELECT MAX(id) FROM logs WHERE trial_id = trials.id AND source = 'master')
+WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND logs.log LIKE 'waiting for %'
+    AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')
+ORDER BY trials.id
+"""
+
+
+def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
+    """Return what holds up the trials that wait for slots or are being started, of one experiment or of all."""
+    with _connection(state) as connection:
+        waiting = connection.execute(_WAITING).fetchall()
+        live = connection.execute(_LIVE).fetchall()
+    found = [
+        Start(row["id"], row["experiment_id"], row["log"].rstrip("\n"), row["time_us"] / 1e6)
+        for row in waiting
+    ]
+    for row in live:
+        # Written by dstrial.launch.start_watch.
+        path = Path(row["directory"]) / "starting.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if not path.is_file():
+                continue
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            text, since_s = visible_line(str(fields["phase"])), float(fields["since_s"])
+            if math.isfinite(since_s):
+                found.append(Start(row["trial_id"], row["experiment_id"], text, since_s))
+    return [one for one in found if experiment_id in (None, one.experiment_id)]
+
+
+def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:
+    """Return the lines of a trial's log after a given one, in order, at most ``limit``."""
+    with _connection(state) as connection:
+        rows = connection.execute(
+            "SELECT id, rank, source, stdtype, level, log FROM logs WHERE trial_id = ? AND id > ? ORDER BY id LIMIT ?",
+            (trial_id, after_id, limit),
+        ).fetchall()
+    return [
+        LogRow(row["id"], row["rank"], row["source"], row["stdtype"], row["level"], row["log"].rstrip("\n"))
+        for row in rows
+    ]
+
+
+def last_log_id(state: StateDirectory, trial_id: int) -> int:
+    """Return the number of the last line of a trial's log; 0 if it is empty."""
+    with _connection(state) as connection:
+        row = connection.execute(
+            "SELECT COALESCE(MAX(id), 0) FROM logs WHERE trial_id = ?", (trial_id,)
+        ).fetchone()
+    return int(row[0])
+
+
+def supervisors(state: StateDirectory) -> list[Supervisor]:
+    """Return the supervisors of the allocations that have not ended, oldest first."""
+    rows = _query(
+        state,
+        "SELECT id, supervisor_pid, supervisor_start FROM allocations "
+        "WHERE state != 'TERMINATED' AND supervisor_pid IS NOT NULL ORDER BY start_us",
+    )
+    return [Supervisor(str(row[0]), int(row[1]), str(row[2])) for row in rows]
+
+
+def usage(state: StateDirectory) -> Usage:
+    """Count slots in use, experiments and trials."""
+    used = _query(
+        state,
+        "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'",
+    )
+    counts = [
+        dict(_query(state, f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY state"))  # noqa: S608 - ours
+        for table in ("experiments", "trials")
+    ]
+    return Usage(int(used[0][0]) if used else 0, counts[0], counts[1])
+
+
+def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
+    """Read the database beside the master; nothing where there is none yet."""
+    if not state.database_path.is_file():
+        return []
+    with contextlib.closing(sqlite3.connect(state.database_path, timeout=10.0)) as connection:
+        try:
+            return connection.execute(sql).fetchall()
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):
+                return []
+            raise _unusable(state, error) from error
+        except sqlite3.DatabaseError as error:
+            raise _unusable(state, error) from error
+
+
+def _unusable(state: StateDirectory, error: sqlite3.DatabaseError) -> MasterError:
+    from dstrial.master.store.database import unusable
+
+    return unusable(state.database_path, error)

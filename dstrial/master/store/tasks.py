@@ -1,0 +1,106 @@
+"""Rows of tasks: what clients know trials and commands by while they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from typing import Any
+
+from dstrial.master.store import commands
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """A row of tasks; ``schema.sql`` says what the columns hold."""
+
+    id: str
+    type: str
+    experiment_id: int | None
+    trial_id: int | None
+    start_us: int
+    end_us: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LivingAllocation(Allocation):
+    """A living allocation with the priority, config and name of what it runs."""
+
+    priority: int
+    config: str
+    name: str
+
+
+def get(connection: sqlite3.Connection, task_id: str) -> Task | None:
+    """Return a task, None if it does not exist."""
+    return fetch_one(Task, connection, "SELECT * FROM tasks WHERE id = ?", (task_id,))
+
+
+def allocations_of(connection: sqlite3.Connection, task_id: str) -> list[Allocation]:
+    """Return the allocations of a task, the latest first."""
+    return fetch_all(
+        Allocation, connection, "SELECT * FROM allocations WHERE task_id = ? ORDER BY run_id DESC", (task_id,)
+    )
+
+
+_LIVING = (
+    "SELECT a.*, COALESCE(c.priority, e.priority) AS priority, COALESCE(c.config, e.config) AS config, "
+    "COALESCE(c.description, 'Trial ' || a.trial_id || ' (Experiment ' || a.experiment_id || ')') AS name "
+    "FROM allocations a LEFT JOIN experiments e ON e.id = a.experiment_id "
+    "LEFT JOIN commands c ON c.task_id = a.task_id WHERE a.state != 'TERMINATED'"
+)
+
+
+def living(connection: sqlite3.Connection) -> list[LivingAllocation]:
+    """Return every living allocation with what it runs, oldest first."""
+    return fetch_all(LivingAllocation, connection, f"{_LIVING} ORDER BY a.start_us, a.id")
+
+
+def living_of(connection: sqlite3.Connection, task_id: str) -> LivingAllocation | None:
+    """Return the living allocation of a task, None if it has none."""
+    return fetch_one(LivingAllocation, connection, f"{_LIVING} AND a.task_id = ?", (task_id,))
+
+
+def model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
+    """Return the files that a task was submitted with, gzip tar; empty for none."""
+    row = connection.execute(
+        "SELECT m.tgz FROM tasks t JOIN model_definitions m ON m.experiment_id = t.experiment_id WHERE t.id = ?",
+        (task_id,),
+    ).fetchone()
+    return commands.context(connection, task_id) if row is None else bytes(row["tgz"])
+
+
+def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: str | None) -> bool:
+    """Say whether a trial, or that of a task, is a detached run."""
+    row = connection.execute(
+        "SELECT 1 FROM trials WHERE id = COALESCE(?, (SELECT trial_id FROM tasks WHERE id = ?)) "
+        "AND heartbeat_us IS NOT NULL",
+        (trial_id, task_id),
+    ).fetchone()
+    return row is not None
+
+
+def is_over(
+    connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
+) -> bool:
+    """Say whether the tasks of a trial, or one task, had ended before a time.
+
+    One with a living allocation has not.
+    """
+    column, value = ("trial_id", trial_id) if trial_id is not None else ("id", task_id)
+    open_tasks = connection.execute(
+        f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant
+        (value, before_us),
+    ).fetchone()[0]
+    column = "trial_id" if trial_id is not None else "task_id"
+    live = connection.execute(
+        f"SELECT COUNT(*) FROM allocations WHERE {column} = ? AND state != 'TERMINATED'",  # noqa: S608 - a constant
+        (value,),
+    ).fetchone()[0]
+    return not open_tasks and not live
+
+
+def update(tx: Transaction, task_id: str, **columns: Any) -> None:
+    """Set columns of a task."""
+    tx.update("tasks", task_id, columns)

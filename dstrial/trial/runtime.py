@@ -1,0 +1,171 @@
+"""TrialRuntime: what whoever trains a trial knows of it and notes about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from determined import core
+
+from dstrial.config import EngineRecord
+from dstrial.config.saved_run import run_metadata
+from dstrial.engine.adapter import EngineAdapter
+from dstrial.errors import CheckpointNotFoundError
+from dstrial.local.mirror import MirroredTrainContext
+from dstrial.local.run_directory import RunDirectory
+from dstrial.local.train_context import LocalTrainContext
+from dstrial.ranks.stop import StopSignals
+from dstrial.trial.kept_batch import ResumedRun
+from dstrial.trial.mpu import ModelParallelUnit
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TrialRuntime:
+    """The state behind one ``DeepSpeedTrialContext``, which answers user code from it.
+
+    Not user code's: whoever trains gets it with ``runtime_of(context)``.
+
+    Attributes:
+        core: Determined's Core API, on a cluster or on a run directory; entered.
+        engines: in the order in which they were wrapped; the same list as ``context.models``.
+        adapters: of the engines, in the same order.
+        given_settings: of each engine what ``EngineRecord.given`` keeps of its config.
+        wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
+        reductions_of_absent_ranks: of each rank that wrote the checkpoint and is no more, what its training reducers had
+            collected for the next report.
+        exp_conf: the experiment config; None if the caller has none.
+        given_hparams: hyperparameters as they were given; None if the caller has none.
+        hparams: the same as the trial sees them: with the batch of the checkpoint that the run goes on from.
+        trial_seed: None off a cluster where no seed is configured.
+        steps_completed: batches trained before this allocation.
+        resumed: the checkpoint whose batch the run keeps; None for a new run.
+        mpu: who reads records and who reports.
+        repro_checks_disabled: whether loaders may be others than ``dstrial.DataLoader``.
+        accumulates_itself: whether ``train_batch`` trains a whole batch (``disable_auto_grad_accumulation``).
+        writes_tensorboard: whether reported metrics are written for TensorBoard.
+        tensorboard_writer: this rank's ``SummaryWriter``; None before it is first asked for.
+        is_stop_requested: whether user code on this rank has asked for training to stop.
+        stop_signals: requests to stop that reached this process; None where nobody collects them.
+        own_run: the run directory that was made for this very process, on the chief; None otherwise.
+        current_batch_idx: the batch that is trained now, 0-based over the whole run; None before training.
+        epoch_length: batches of an epoch; None as long as it is not known, and if the loader has no length.
+    """
+
+    core: core.Context
+    engines: list[Any]
+    wrapped_reducers: list[Any]
+    exp_conf: dict[str, Any] | None
+    given_hparams: dict[str, Any] | None
+    hparams: dict[str, Any] | None
+    trial_seed: int | None
+    steps_completed: int
+    resumed: ResumedRun | None
+    mpu: ModelParallelUnit
+    writes_tensorboard: bool
+    adapters: list[EngineAdapter] = dataclasses.field(default_factory=list)
+    given_settings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    reductions_of_absent_ranks: list[list[Any]] = dataclasses.field(default_factory=list)
+    repro_checks_disabled: bool = False
+    accumulates_itself: bool = False
+    tensorboard_writer: Any = None
+    is_stop_requested: bool = False
+    stop_signals: StopSignals | None = None
+    own_run: RunDirectory | None = None
+    current_batch_idx: int | None = None
+    epoch_length: int | None = None
+
+    @property
+    def distributed(self) -> core.DistributedContext:
+        """The ranks, which ``core`` talks through as well."""
+        return self.core.distributed
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
+        return bool(self.distributed.rank == 0)
+
+    @property
+    def adapter(self) -> EngineAdapter:
+        """Of the first engine, whose batches are counted."""
+        return self.adapters[0]
+
+    @property
+    def train_calls_per_batch(self) -> int:
+        """How often ``train_batch`` is called for one optimizer step."""
+        return 1 if self.accumulates_itself else self.adapter.train_calls_per_batch
+
+    @property
+    def train_batch_size(self) -> int:
+        """Records of one optimizer step over all replicas, by the first engine."""
+        first = self.adapter
+        return first.micro_batch_size * first.micro_batches_per_batch * first.data_parallel_world_size
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether every replica must call forward equally often, because of any engine."""
+        return any(adapter.forward_is_collective for adapter in self.adapters)
+
+    @property
+    def kept_reports(self) -> LocalTrainContext | MirroredTrainContext | None:
+        """What keeps progress and reports in a run directory; None on a cluster."""
+        train = self.core.train
+        return train if isinstance(train, (LocalTrainContext, MirroredTrainContext)) else None
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether a master is told of everything that a run directory keeps (``dstrial run``)."""
+        return isinstance(self.core.train, MirroredTrainContext)
+
+    def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
+        """Have every engine's ``train_batch()`` draw from ``iterator``. Ranks: any."""
+        for adapter in self.adapters:
+            adapter.bind_training_iterator(iterator)
+
+    def set_training(self, training: bool) -> None:
+        """Put every module into training or evaluation mode. Ranks: any; no communication."""
+        for adapter in self.adapters:
+            adapter.set_training(training)
+
+    def newest_checkpoint(self) -> str:
+        """Return the uuid of the newest checkpoint of a run off a cluster.
+
+        Raises:
+            CheckpointNotFoundError: it has no complete one.
+        """
+        newest = self.core.checkpoint.newest()
+        if newest is None:
+            raise CheckpointNotFoundError(
+                f"the run {self.core.run_directory.path} has no complete checkpoint; expected one to resume from. Start a "
+                "new run, without resuming."
+            )
+        return str(newest.uuid)
+
+    def close_tensorboard_writer(self) -> None:
+        """Close this rank's writer, if there is one."""
+        writer, self.tensorboard_writer = self.tensorboard_writer, None
+        if writer is not None:
+            writer.close()
+
+    def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
+        """Return the metadata of a checkpoint, with which a config is compared before a run goes on from it.
+
+        Args:
+            layouts: of the engines, as JSON values.
+            trial_id: number of the trial.
+
+        Ranks: any; no communication.
+        """
+        saved = self.resumed.saved.engines if self.resumed is not None else ()
+        engines = []
+        for idx, (layout, given) in enumerate(zip(layouts, self.given_settings, strict=True)):
+            limit = given.get("train_micro_batch_size_per_gpu")
+            if limit is None and idx < len(saved):
+                limit = saved[idx].micro_batch_limit
+            more = {
+                "has_experts": bool(self.engines[idx].has_moe_layers),
+                "given": given,
+                "micro_batch_limit": limit,
+            }
+            engines.append(EngineRecord.from_layout(layout, more))
+        return run_metadata(engines, trial_id)

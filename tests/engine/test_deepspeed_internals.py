@@ -1,0 +1,359 @@
+"""Every undocumented name of DeepSpeed that dstrial depends on, against the installed release; and nobody else has such names."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import math
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forked_ranks
+import pytest
+import torch
+from packaging.version import Version
+
+import dstrial
+from dstrial.config.saved_run import EngineRecord
+from dstrial.engine.deepspeed_internals import PUBLIC_MODULES, engines, optimizers, process
+from dstrial.engine.listed_classes import LISTED
+from dstrial.trial.mpu import ModelParallelUnit
+
+PACKAGE = Path(dstrial.__file__).parent
+INTERNALS = PACKAGE / "engine" / "deepspeed_internals"
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.is_relative_to(INTERNALS)]
+RELEASE = Version(importlib.metadata.version("deepspeed"))
+SHAPES = [[3], [3, 9], [9], [9], [9], [9], [9, 6], [9, 9]]
+
+# ---- nobody else ---------------------------------------------------------------------------------------------------------
+
+
+def trees() -> Iterator[tuple[str, ast.AST]]:
+    for path in MODULES:
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Return the modules of DeepSpeed that a statement imports, or that a text names."""
+    if isinstance(node, ast.Import):
+        found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        found = [node.module or ""]
+    elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("deepspeed.runtime."):
+        found = [ast.unparse(node)]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        found = [node.value] if re.fullmatch(r"deepspeed(\.\w+)+", node.value) else []
+    else:
+        found = []
+    return [name for name in found if name.split(".")[0] == "deepspeed"]
+
+
+def test_only_this_package_imports_undocumented_modules_of_deepspeed() -> None:
+    # Names in checkpoints, and what a user's script calls.
+    texts = {*LISTED, "deepspeed.initialize"}
+    found = [
+        f"{name}:{node.lineno}: {module}"
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        for module in imported(node)
+        if module not in PUBLIC_MODULES and module not in texts
+    ]
+
+    assert found == []
+
+
+# Other things called engine: what a checkpoint says of one.
+ENGINE_NAMES = engines.DOCUMENTED | engines.ATTRIBUTES.keys() | engines.PIPELINE_ATTRIBUTES.keys()
+ENGINE_NAMES |= {field.name for field in dataclasses.fields(EngineRecord)} | set(dir(EngineRecord))
+KNOWN = {
+    "engine": ENGINE_NAMES,
+    "optimizer": {"param_groups", "state", "get"},
+    "engine.module": engines.PIPELINE_MODULE_ATTRIBUTES.keys() | set(dir(torch.nn.Module())),
+    "grid": engines.GRID_METHODS,
+    "mpu": engines.GRID_METHODS | {field.name for field in dataclasses.fields(ModelParallelUnit)},
+    "topology": engines.GRID_METHODS,
+}
+"""What of things of these names may be read: of the engine, its optimizer, its module, the grid of a pipeline."""
+
+
+def known_of(node: ast.expr) -> Any:
+    """Return what may be read of an expression by its name; None of one whose name says nothing."""
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return None
+    name = node.id if isinstance(node, ast.Name) else node.attr
+    if name == "module" and isinstance(node, ast.Attribute):
+        name = ".".join(ast.unparse(node).replace("_engine", "engine").split(".")[-2:])
+    return KNOWN.get(name.removeprefix("_") if name in ("_engine", "_optimizer") else name)
+
+
+def test_only_this_package_reads_undocumented_attributes_of_engines_and_parameters() -> None:
+    found = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr.startswith("ds_") or node.attr not in (known_of(node.value) or {node.attr}))
+    ]
+
+    assert found == []
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_can_be_compiled_while_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    module, name = process.SHARED_MEMORY_OP
+    from deepspeed import ops
+
+    before = vars(ops).get(process.COMPATIBLE_OPS)
+    with process.no_compatible_ops():
+        assert getattr(importlib.import_module(module), name)() is None
+    assert vars(ops).get(process.COMPATIBLE_OPS) is before
+
+
+def test_every_function_that_is_replaced_takes_what_its_replacement_takes() -> None:
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    source = inspect.getsource(process.torch_backend())
+
+    # Decorators hide the signatures.
+    assert "def send(self, tensor, dst, group=None, tag=0):" in source
+    assert "def recv(self, tensor, src=None, group=None, tag=0):" in source
+    assert list(inspect.signature(CUDA_Accelerator.available_memory).parameters) == ["self", "device_index"]
+    assert callable(process.op_builder().load)
+    for function in process.LIST_COMPARISONS:
+        module, _, name = function.rpartition(".")
+        assert f"def {name}(lst: List[int])" in inspect.getsource(importlib.import_module(module)), function
+    assert importlib.util.find_spec(process.FUSED_ADAM_KERNEL[0]) is not None
+
+
+def test_every_place_that_begins_a_phase_exists_in_this_deepspeed() -> None:
+    from deepspeed import DeepSpeedEngine, PipelineEngine
+
+    nested = process.nested_phases()
+    for owner, name, _ in [
+        *nested,
+        *((DeepSpeedEngine, name, phase) for name, phase in process.ENGINE_PHASES),
+    ]:
+        assert callable(getattr(owner, name)), (owner, name)
+    assert {phase for _, _, phase in nested} == {"reduce", "gather"}
+    for name in ("forward", "backward", "step"):
+        assert name in vars(DeepSpeedEngine), name
+    assert "train_batch" in vars(PipelineEngine)
+
+
+@pytest.mark.parametrize("module", process.GLOBALS)
+def test_every_global_that_is_reset_exists_and_begins_as_it_is_reset(module: str) -> None:
+    imported = importlib.import_module(module)
+    for name, value in process.GLOBALS[module].items():
+        if Version(process.GLOBALS_SINCE.get(name, "0")) > RELEASE:
+            assert not hasattr(imported, name), name
+        else:
+            assert type(getattr(imported, name)) in (type(value), int, type(None)), name
+
+
+def test_the_methods_that_remember_engines_have_caches_that_can_be_emptied() -> None:
+    for module, name in process.METHOD_CACHES.items():
+        methods = vars(getattr(importlib.import_module(module), name)).values()
+        held = [one for method in methods for one in (getattr(method, "__closure__", None) or ())]
+        caches = [method for method in methods if hasattr(method, "cache_clear")]
+        caches += [cell.cell_contents for cell in held if hasattr(cell.cell_contents, "cache_clear")]
+        assert caches, name
+
+
+def test_the_modules_that_are_imported_ahead_exist() -> None:
+    for module in process.LATE_MODULES:
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_operators_are_named_and_a_probe_that_fails_says_no() -> None:
+    class Unprobed:
+        name = "unprobed"
+
+        def is_compatible(self, _verbose: bool = False) -> bool:
+            raise RuntimeError("no toolkit")
+
+    found = process.operators()
+    assert "cpu_adam" in [name for name, _, _ in found]
+    assert all(
+        hasattr(builder, "is_compatible") and isinstance(is_built, bool) for _, builder, is_built in found
+    )
+    assert process.can_compile(Unprobed()) is False
+    assert isinstance(process.cuda_mismatch(), str | None)
+
+
+# ---- what is saved, and engines' own functions -----------------------------------------------------------------------------
+
+
+def test_the_classes_that_files_may_name_are_where_the_files_say() -> None:
+    assert pkgutil.resolve_name("deepspeed.runtime.fp16.loss_scaler.LossScaler") is optimizers.LossScaler
+    assert (
+        pkgutil.resolve_name("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler")
+        is optimizers.DynamicLossScaler
+    )
+    assert pkgutil.resolve_name("deepspeed.runtime.zero.config.ZeroStageEnum") is optimizers.ZeroStageEnum
+    assert (
+        pkgutil.resolve_name("deepspeed.utils.tensor_fragment.fragment_address")
+        is optimizers.fragment_address
+    )
+    assert [field.name for field in dataclasses.fields(optimizers.fragment_address)] == ["numel", "start"]
+    assert not any(
+        "__setstate__" in vars(one) for one in (optimizers.LossScaler, optimizers.DynamicLossScaler)
+    )
+    assert [int(stage) for stage in optimizers.ZeroStageEnum][:4] == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_engine_has_the_methods_that_copying_takes_over() -> None:
+    own = {name for name in vars(engines.CheckpointEngine) if not name.startswith("_")}
+
+    assert {"create", "save", "load", "commit", "is_data_parallel_writer", "preserves_storage_sharing"} <= own
+    assert issubclass(engines.TorchCheckpointEngine, engines.CheckpointEngine)
+    assert isinstance(engines.clone_tensors_for_torch_save({"nothing": 1}), dict)
+
+
+def test_a_config_is_read_from_its_file_and_no_key_of_it_twice(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 3}')
+    assert engines.load_config_file(str(path)) == {"train_batch_size": 3}
+    path.write_text('{"train_batch_size": 3, "train_batch_size": 4}')
+    with pytest.raises(ValueError, match="train_batch_size"):
+        json.loads(path.read_text(), object_pairs_hook=engines.dict_raise_error_on_duplicate_keys)
+
+
+# ---- live engines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked_ranks.RunningProgram]:
+    scratch = tmp_path_factory.mktemp("internals")
+    with forked_ranks.RunningProgram("internals_program", {"scratch": str(scratch)}, scratch) as running:
+        yield running
+
+
+def ranks_of(program: forked_ranks.RunningProgram, case: str) -> list[dict[str, Any]]:
+    results = program.result(case)
+    for rank, result in enumerate(results):
+        assert "error" not in result, f"rank {rank}: {result}"
+    return results
+
+
+KINDS = {
+    "plain": "AdamW",
+    "zero 1": "DeepSpeedZeroOptimizer",
+    "zero 2": "DeepSpeedZeroOptimizer",
+    "zero 3": "DeepSpeedZeroOptimizer_Stage3",
+    "bf16 unfused": "FP16_UnfusedOptimizer",
+    "bf16 wrapper": "BF16_Optimizer",
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", KINDS)
+def test_an_engine_has_every_attribute_and_function(program: forked_ranks.RunningProgram, case: str) -> None:
+    stage = int(case[-1]) if case.startswith("zero") else int(case == "bf16 wrapper")
+    for rank, found in enumerate(ranks_of(program, case)):
+        model = (
+            f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        )
+        prefix = "bf16_" if case == "bf16 wrapper" else ""
+        zero = f"here/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" if stage else ""
+
+        assert found["wrong attributes"] == []
+        assert (found["config"], found["replica"], found["part"]) == (4, rank, 0)
+        assert (found["model file"], found["first part"], found["zero file"]) == (f"here/{model}",) * 2 + (
+            zero,
+        )
+        assert found["norm"] == 2.5
+        assert found["batch"] == [48, 48]
+        assert found["world"]
+        assert found["again"] == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", KINDS)
+def test_an_optimizer_has_its_parameters_and_masters_where_they_are_looked_for(
+    program: forked_ranks.RunningProgram, case: str
+) -> None:
+    total = sum(map(math.prod, SHAPES))
+    for found in (result["optimizer"] for result in ranks_of(program, case)):
+        assert found["kind"] == KINDS[case]
+        assert found["shapes"] == SHAPES
+        assert sum(found["owned"]) == total
+        assert found["base is basic"]
+        assert found["own file"] == (case == "bf16 wrapper")
+        assert bool(found["masters of replicas"]) == (case.startswith("zero") or case == "bf16 wrapper")
+        assert found["scalers"] == [True, True]
+        assert (found["loss scale"], found["swaps"]) == (False, 0)
+        assert found["cut"] == [case == "zero 3"]
+        assert found["pieces"] == [True] * (len(SHAPES) if case == "zero 3" else 0)
+        master, weight = found["first master"]
+        assert master == pytest.approx(weight, rel=0.01)
+        if found["numels"] is not None:
+            (numel,), (partitions,) = found["numels"]
+            assert numel >= total
+            assert partitions == 2
+        assert (found["sub groups"] is not None) == (case == "zero 3")
+        for group in found["sub groups"] or []:
+            assert group == [0, 2]
+
+
+@pytest.mark.ranks
+def test_zero_3_gathers_its_small_parameters_from_the_pieces(program: forked_ranks.RunningProgram) -> None:
+    for found in ranks_of(program, "zero 3"):
+        assert found["gathered"] == [7.0] * 5
+        assert "ds_" in found["tagged"]
+
+
+@pytest.mark.ranks
+def test_masters_can_be_made_of_weights(program: forked_ranks.RunningProgram) -> None:
+    for found in ranks_of(program, "bf16 wrapper"):
+        assert found["restored"] == [3.0]
+
+
+@pytest.mark.ranks
+def test_the_containers_that_keep_gradients_alive_are_of_these_names(
+    program: forked_ranks.RunningProgram,
+) -> None:
+    held = {name for case in KINDS for found in ranks_of(program, case) for name in found["held"]}
+
+    assert held == set(process.CONTAINERS)
+
+
+@pytest.mark.ranks
+def test_the_wrappers_of_fp16_keep_masters_flat_or_one_by_one(program: forked_ranks.RunningProgram) -> None:
+    (found,) = ranks_of(program, "wrappers")
+
+    assert (found["fused"], found["flat"]) == ([True, True], [None, [8], [1]])
+    assert found["masters"] == [[8, "torch.float32"]]
+    assert found["unfused"] == [[True, True]]
+    assert found["own masters"] == [[[3, 2, "torch.float32"], [2, "torch.float32"]]]
+    assert found["bases"] == ["Adam", "Adam"]
+    assert (found["others"], found["replicas"]) == ([None, None], 0)
+    assert found["scale"] == [True] * 6
+
+
+@pytest.mark.ranks
+def test_a_pipeline_has_every_attribute_and_function(program: forked_ranks.RunningProgram) -> None:
+    stages = ranks_of(program, "pipeline")
+    for stage, found in enumerate(stages):
+        assert found["wrong attributes"] == []
+        assert found["written"] == [0, 1, 2]
+        assert found["tied with file"] == []
+        assert found["losses"] == [True, True]
+        assert found["grid is mpu"]
+        assert found["loaded"]
+        assert (found["part"], found["axes"]) == (stage, [2, 0])
+        assert found["offset"] > 0
+    assert [*stages[0]["tied"], *stages[1]["tied"]] == ["shared", "shared"]
+    assert [*stages[0]["layers"].values(), *stages[1]["layers"].values()] == [
+        f"here/layer_{layer:02d}-model_states.pt" for layer in (0, 1, 3, 5)
+    ]

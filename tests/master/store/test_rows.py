@@ -1,0 +1,138 @@
+"""Rows as dataclasses: every statement gives what its dataclass has, in a new database and in one of an old release."""
+
+import contextlib
+import dataclasses
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.master.store import (
+    allocations,
+    checkpoints,
+    commands,
+    experiments,
+    jobs,
+    listings,
+    logs,
+    metrics,
+    models,
+    projects,
+    runs,
+    tasks,
+    templates,
+    trials,
+    users,
+    webhooks,
+    work,
+    workspaces,
+)
+from dstrial.master.store.database import Database, fetch_all, fetch_one
+
+TABLES = {
+    "allocations": allocations.Allocation,
+    "checkpoints": checkpoints.Checkpoint,
+    "commands": commands.Command,
+    "experiments": experiments.Experiment,
+    "metrics": metrics.Report,
+    "model_versions": models.Version,
+    "models": models.Model,
+    "projects": projects.Project,
+    "tasks": tasks.Task,
+    "templates": templates.Template,
+    "trials": trials.Trial,
+    "users": users.StoredUser,
+    "work": work.Work,
+    "workspaces": workspaces.Workspace,
+}
+
+READS: list[Callable[[sqlite3.Connection], object]] = [
+    lambda c: allocations.last_runs(c, 1, 1, 1),
+    lambda c: checkpoints.get_checkpoint(c, "a"),
+    lambda c: checkpoints.latest_completed(c, 1),
+    lambda c: checkpoints.by_batch(c, 1),
+    lambda c: commands.get(c, "a"),
+    lambda c: commands.queued(c),
+    lambda c: jobs.queued_experiments(c),
+    lambda c: jobs.waiting_trials(c),
+    lambda c: jobs.excluded_trials(c),
+    lambda c: jobs.command_of(c, "a"),
+    lambda c: listings.list_experiments(c, listings.ExperimentFilter()),
+    lambda c: listings.list_trials(c, now_us=0, experiment_id=1),
+    lambda c: logs.query(c, logs.LogFilter(trial_id=1)),
+    lambda c: list(metrics.every_report(c, 1, "training")),
+    lambda c: metrics.validations(c, 1),
+    lambda c: models.list_models(c, models.ModelFilter()),
+    lambda c: models.list_versions(c, 1),
+    lambda c: projects.require(c, 1),
+    lambda c: runs.list_runs(c),
+    lambda c: tasks.living(c),
+    lambda c: tasks.living_of(c, "a"),
+    lambda c: webhooks.triggered(c, "CUSTOM"),
+    lambda c: webhooks.triggered_by_line(c, "a", 1),
+    lambda c: webhooks.told_experiment(c, 1),
+    lambda c: webhooks.next_events(c),
+    lambda c: workspaces.require(c, 1),
+]
+
+
+@pytest.fixture(params=["new", "of an old release"])
+def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    path = tmp_path / "master.db"
+    if request.param != "new":
+        with contextlib.closing(sqlite3.connect(path)) as old:
+            schema = Path(__file__).with_name("schema_1.sql").read_text(encoding="utf-8")
+            old.executescript(f"{schema} PRAGMA user_version = 1;")
+    with contextlib.closing(Database(path)) as database, database.read() as found:
+        yield found
+
+
+def test_every_table_has_the_columns_of_its_dataclass(connection: sqlite3.Connection) -> None:
+    for table, kind in TABLES.items():
+        fetch_all(kind, connection, f"SELECT * FROM {table}")  # type: ignore[var-annotated]
+
+
+def test_every_statement_gives_what_its_dataclass_has(connection: sqlite3.Connection) -> None:
+    for read in READS:
+        read(connection)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """Two columns."""
+
+    name: str
+    is_on: "bool | None"
+
+
+def _pair(connection: sqlite3.Connection, sql: str) -> Any:
+    return fetch_one(Pair, connection, sql)
+
+
+def test_columns_go_by_their_names_and_truth_values_are_made(connection: sqlite3.Connection) -> None:
+    assert _pair(connection, "SELECT 1 AS is_on, 'a' AS name") == Pair("a", True)
+    assert _pair(connection, "SELECT 0 AS is_on, 'a' AS name").is_on is False
+    assert _pair(connection, "SELECT NULL AS is_on, 'a' AS name").is_on is None
+    assert _pair(connection, "SELECT 1 AS is_on, 'a' AS name WHERE 0") is None
+
+
+@pytest.mark.parametrize(
+    "columns", ["'a' AS name", "'a' AS name, 1 AS is_on, 2 AS more", "'a' AS name, 1 AS other"]
+)
+def test_a_statement_with_other_columns_is_refused_though_it_finds_nothing(
+    connection: sqlite3.Connection, columns: str
+) -> None:
+    with pytest.raises(TypeError, match="expected those of Pair"):
+        fetch_all(Pair, connection, f"SELECT {columns} WHERE 0")
+
+
+def test_a_row_shows_no_password_and_no_address_that_may_be_a_secret() -> None:
+    hidden = {
+        (kind.__name__, field.name)
+        for kind in (users.StoredUser, webhooks.TriggeredWebhook, webhooks.DueEvent)
+        for field in dataclasses.fields(kind)
+        if not field.repr
+    }
+    assert hidden == {("StoredUser", "password_hash"), ("TriggeredWebhook", "url"), ("DueEvent", "url")}

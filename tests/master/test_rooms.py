@@ -1,0 +1,85 @@
+"""Who says what in the master: the store has all SQL, and neither it nor what follows from an event knows a client."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import RequestError
+from dstrial.master.advice import WORDS
+from dstrial.master.api.errors import status_and_text
+from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError, StoreError
+
+MASTER = Path(__file__).parents[2] / "dstrial" / "master"
+SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|CREATE|ALTER|DROP|PRAGMA|SAVEPOINT|BEGIN)\s")
+CLIENT = re.compile(r"`(det|dstrial) ")
+KNOWS_NO_CLIENT = ("store", "experiment", "command")
+
+
+def _modules(*rooms: str) -> list[Path]:
+    return [path for room in rooms for path in sorted((MASTER / room).rglob("*.py"))]
+
+
+def _texts(path: Path) -> list[tuple[int, str]]:
+    """The string constants of a module that are no docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said
+    ]
+
+
+def test_the_store_and_what_follows_from_an_event_name_no_client_and_no_status() -> None:
+    paths = _modules(*KNOWS_NO_CLIENT)
+    assert not [
+        f"{path}:{line}: {text}" for path in paths for line, text in _texts(path) if CLIENT.search(text)
+    ]
+    assert not [str(path) for path in paths if RequestError.__name__ in path.read_text(encoding="utf-8")]
+
+
+def test_every_hint_has_words_for_those_who_use_a_client() -> None:
+    assert set(WORDS) == set(Hint)
+    assert all(words.startswith(("; ", " ")) for words in WORDS.values())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (
+            NotFoundError("experiment 7 is not found", Hint.LIST_EXPERIMENTS),
+            404,
+            "experiment 7 is not found; expected one of `det experiment list --all`.",
+        ),
+        (ConflictError("model 'a' exists"), 409, "model 'a' exists"),
+        (InvalidError("name is empty; expected a text. Choose a name."), 400, "name is empty; expected a text. Choose a name."),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_store_is_answered_with_its_status_and_its_words(
+    error: StoreError, status: int, text: str
+) -> None:
+    answered = status_and_text(error)
+    assert (answered.status, answered.text) == (status, text)
+
+
+def _outside() -> list[Path]:
+    return [path for path in sorted(MASTER.rglob("*.py")) if MASTER / "store" not in path.parents]
+
+
+def test_nobody_but_the_store_says_sql() -> None:
+    said = [f"{path}:{line}: {text}" for path in _outside() for line, text in _texts(path) if SQL.match(text)]
+    executed = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in _outside()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("execute", "executemany", "executescript")
+    ]
+    assert not said + executed
+
+
+def test_nobody_but_the_store_sees_a_row_of_sqlite() -> None:
+    assert not [str(path) for path in _outside() if "sqlite3.Row" in path.read_text(encoding="utf-8")]

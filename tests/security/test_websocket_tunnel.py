@@ -1,0 +1,320 @@
+"""Attacks through a WebSocket on the way to a TCP port of a task: frames that none may send, floods, readers that do not read.
+
+The rules are those of RFC 6455: sections 5.1 (masks), 5.2 (frames), 5.4 (fragments), 5.5 (control frames), 7.4 (codes) and
+8.1 (text).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from det_here import DetHere
+from door import connect, memory_mib, num_open_connections, read_all
+
+from dstrial.master.login import USERNAME, new_token
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+DEADLINE_S = 90.0
+BINARY, TEXT, CONTINUATION, CLOSE, PING, PONG = 2, 1, 0, 8, 9, 10
+FINAL = 0x80
+MASK = b"\x0f\x1e\x2d\x3c"
+MIB = 2**20
+
+# Ports: one echoes, one sends without end and says how much, one never reads.
+SERVICES = """
+import contextlib, pathlib, socket, sys, threading
+
+def each(port, serve):
+    listener = socket.create_server(("127.0.0.1", port))
+    def run():
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=guarded, args=(serve, connection), daemon=True).start()
+    threading.Thread(target=run).start()
+
+def guarded(serve, connection):
+    with contextlib.suppress(OSError), connection:
+        serve(connection)
+
+def echo(connection):
+    while data := connection.recv(65536):
+        connection.sendall(data)
+
+def flood(connection):
+    sent = 0
+    while True:
+        sent += connection.send(bytes(65536))
+        pathlib.Path(sys.argv[4]).write_text(str(sent))
+
+def deaf(connection):
+    threading.Event().wait()
+
+for port, serve in zip(map(int, sys.argv[1:4]), (echo, flood, deaf)):
+    each(port, serve)
+"""
+
+
+class Tunnels:
+    """Opens WebSockets to the services of one task.
+
+    Attributes:
+        sent_path: file with how many bytes the flooding service has sent.
+    """
+
+    def __init__(self, master: MasterForTest, home: Path) -> None:
+        self.master = master
+        self.sent_path = home / "sent"
+        self._token = new_token(master.record)
+        with contextlib.ExitStack() as held:
+            listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+            self.echo, self.flood, self.deaf = (one.getsockname()[1] for one in listeners)
+        context = home / "context"
+        context.mkdir()
+        (context / "services.py").write_text(SERVICES)
+        ports = [{"proxy_port": port, "proxy_tcp": True} for port in (self.echo, self.flood, self.deaf)]
+        self.det = DetHere(master.address, USERNAME, self._token, home)
+        words = (sys.executable, "services.py", *map(str, (self.echo, self.flood, self.deaf, self.sent_path)))
+        options = ("--config=resources.slots=0", f"--config=environment.proxy_ports={json.dumps(ports)}")
+        self.task_id = self.det.ok(
+            "command", "run", "--detach", *options, "--context", str(context), *words
+        ).split()[-1]
+        for port in (self.echo, self.flood, self.deaf):
+            wait_until(lambda port=port: listens(port), f"port {port}")  # type: ignore[misc]
+
+    def open(self, port: int) -> socket.socket:
+        """Return a connection behind its handshake."""
+        connection = connect(self.master.record.port, DEADLINE_S)
+        connection.sendall(
+            f"GET /proxy/{self.task_id}:{port}/ HTTP/1.1\r\nHost: localhost:{self.master.record.port}\r\n"
+            f"Authorization: Bearer {self._token}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
+        )
+        head = bytearray()
+        while not head.endswith(b"\r\n\r\n"):
+            head += connection.recv(1)
+        # The example of RFC 6455, section 1.3.
+        assert bytes(head) == (
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n"
+        )
+        return connection
+
+
+def wait_until(is_so: Callable[[], object], what: str) -> None:
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < give_up_at_s, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), connect(port, 1):
+        return True
+    return False
+
+
+def frame(first: int, payload: bytes = b"", *, size: int | None = None) -> bytes:
+    """Return a client's frame; ``size`` is what its head says of the payload's length."""
+    size = len(payload) if size is None else size
+    if size < 126:
+        head = struct.pack("!BB", first, 0x80 | size)
+    elif size < 2**16:
+        head = struct.pack("!BBH", first, 0xFE, size)
+    else:
+        head = struct.pack("!BBQ", first, 0xFF, size)
+    repeated = (MASK * (len(payload) // 4 + 1))[: len(payload)]
+    masked = int.from_bytes(payload, "big") ^ int.from_bytes(repeated, "big")
+    return head + MASK + masked.to_bytes(len(payload), "big")
+
+
+def closing(code: int) -> bytes:
+    """Return what the master sends last."""
+    return b"\x88\x02" + code.to_bytes(2, "big")
+
+
+@pytest.fixture(scope="module")
+def tunnels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tunnels]:
+    home = tmp_path_factory.mktemp("tunnels")
+    with master_for_test(home, num_slots=1) as master:
+        yield Tunnels(master, home)
+        log = master.state.log_path.read_text()
+        assert "Traceback" not in log, log[-2000:]
+
+
+FORBIDDEN = {
+    "not masked": (b"\x81\x05Hello", 1002),
+    "reserved bits": (frame(FINAL | 0x40 | BINARY, b"x"), 1002),
+    "an opcode that does not exist": (frame(FINAL | 3, b"x"), 1002),
+    "a control opcode that does not exist": (frame(FINAL | 11, b"x"), 1002),
+    "a frame of a terabyte": (frame(FINAL | BINARY, b"x", size=2**40), 1009),
+    "a frame of 16 MiB and a byte": (frame(FINAL | BINARY, b"x", size=16 * MIB + 1), 1009),
+    "a length with its highest bit": (frame(FINAL | BINARY, b"x", size=2**63), 1002),
+    "a length in more bytes than it needs": (b"\x82\xfe\x00\x01" + MASK + b"x", 1002),
+    "a fragmented ping": (frame(PING, b"x") + frame(FINAL | CONTINUATION, b"y"), 1002),
+    "a ping of 126 bytes": (frame(FINAL | PING, bytes(126)), 1002),
+    "a close that goes on": (frame(CLOSE, b"\x03\xe8"), 1002),
+    "a close with half a code": (frame(FINAL | CLOSE, b"\x03"), 1002),
+    "a close with a code that is never sent": (frame(FINAL | CLOSE, b"\x03\xee"), 1002),
+    "a continuation of nothing": (frame(FINAL | CONTINUATION, b"x"), 1002),
+    "a message inside a message": (frame(BINARY) + frame(FINAL | BINARY, b"x"), 1002),
+    "text that is no UTF-8": (frame(FINAL | TEXT, b"\xff\xfe"), 1007),
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_what_no_client_may_send_ends_the_websocket_with_the_standards_code(
+    tunnels: Tunnels, name: str
+) -> None:
+    data, code = FORBIDDEN[name]
+    with tunnels.open(tunnels.echo) as connection:
+        connection.sendall(data)
+
+        assert read_all(connection) == closing(code)
+
+
+def test_a_message_in_pieces_with_a_ping_inside_arrives_whole_however_it_is_cut(tunnels: Tunnels) -> None:
+    data = (
+        frame(BINARY, b"ab")
+        + frame(FINAL | PING, b"are you there")
+        + frame(CONTINUATION, b"cd" * 100)
+        + frame(FINAL | CONTINUATION, b"e" * 70_000)
+        + frame(FINAL | TEXT, "grün €".encode())
+        + frame(FINAL | PONG)
+    )
+    expected = b"ab" + b"cd" * 100 + b"e" * 70_000 + "grün €".encode()
+    for size in (1, 7, len(data)):
+        with tunnels.open(tunnels.echo) as connection:
+            pieces = range(0, 400, size) if size < 400 else (0,)
+            for start in pieces:
+                connection.sendall(data[start : min(start + size, 400) if size < 400 else len(data)])
+            if size < 400:
+                connection.sendall(data[400:])
+            opcodes, content = read_frames(connection, len(expected))
+        assert content == expected
+        assert opcodes.count(PONG) == 1
+
+
+def read_frames(connection: socket.socket, num_bytes: int) -> tuple[list[int], bytes]:
+    """Read whole frames until their data is so long; returns opcodes and data, and checks what pongs repeat."""
+    stream = connection.makefile("rb")
+    opcodes, content = [], b""
+    while len(content) < num_bytes:
+        first, size = stream.read(2)
+        assert first & FINAL
+        if size >= 126:
+            size = int.from_bytes(stream.read(2 if size == 126 else 8), "big")
+        payload = stream.read(size)
+        opcodes.append(first & 0x0F)
+        if first & 0x0F == BINARY:
+            content += payload
+        else:
+            assert (first & 0x0F, payload) == (PONG, b"are you there")
+    return opcodes, content
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x03\xe8", b"\x03\xe9going away", b"\x0f\xa0mine"])
+def test_a_close_is_answered_once_and_nothing_behind_it_counts(tunnels: Tunnels, payload: bytes) -> None:
+    with tunnels.open(tunnels.echo) as connection:
+        connection.sendall(
+            frame(FINAL | CLOSE, payload) + frame(FINAL | BINARY, b"late") + frame(FINAL | CLOSE)
+        )
+
+        assert read_all(connection) == closing(1000)
+
+
+def test_both_sides_may_go_at_any_moment(tunnels: Tunnels) -> None:
+    for idx in range(60):
+        connection = tunnels.open((tunnels.echo, tunnels.flood)[idx % 2])
+        kind = idx // 2 % 3
+        with contextlib.suppress(ConnectionError):
+            if kind == 0:  # a reset, with data under way in both directions
+                connection.sendall(frame(FINAL | BINARY, bytes(100_000)))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif kind == 1:
+                connection.sendall(frame(FINAL | BINARY, bytes(50_000)) + frame(FINAL | CLOSE))
+            else:
+                connection.sendall(frame(FINAL | BINARY, b"x", size=1000))
+                connection.shutdown(socket.SHUT_WR)
+        connection.close()
+    with tunnels.open(tunnels.echo) as connection:
+        connection.sendall(frame(FINAL | BINARY, b"still here"))
+        assert read_frames(connection, 10) == ([BINARY], b"still here")
+
+
+def test_a_client_that_does_not_read_holds_the_service_up_and_fills_no_memory(tunnels: Tunnels) -> None:
+    with tunnels.open(tunnels.flood):
+        before = memory_mib(tunnels.master.record.pid)
+        sent = plateau(lambda: int(tunnels.sent_path.read_text() or 0) if tunnels.sent_path.exists() else 0)
+        grown = memory_mib(tunnels.master.record.pid) - before
+
+    assert 0 < sent < 64 * MIB
+    assert grown < 32
+
+
+def test_a_service_that_does_not_read_holds_the_client_up_and_fills_no_memory(tunnels: Tunnels) -> None:
+    with tunnels.open(tunnels.deaf) as connection:
+        before = memory_mib(tunnels.master.record.pid)
+        connection.setblocking(False)
+        data, sent = memoryview(frame(FINAL | BINARY, bytes(MIB)) * 64), 0
+
+        def send() -> int:
+            nonlocal sent
+            with contextlib.suppress(BlockingIOError):
+                while sent < len(data):
+                    sent += connection.send(data[sent : sent + 65536])
+            return sent
+
+        assert plateau(send) < len(data)
+        assert memory_mib(tunnels.master.record.pid) - before < 32
+
+
+def plateau(value: Callable[[], int]) -> int:
+    """Return a value once it has not changed for a while, which a stream that flows does not do."""
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    last, since_s = -1, time.monotonic()
+    while time.monotonic() < give_up_at_s:
+        now = value()
+        if now != last:
+            last, since_s = now, time.monotonic()
+        elif now > 0 and time.monotonic() - since_s > 3:
+            return last
+        time.sleep(0.05)
+    raise AssertionError(f"still changes after {DEADLINE_S:g} s: {last}")
+
+
+def test_pings_of_a_client_that_does_not_read_fill_no_memory_and_the_last_is_answered(
+    tunnels: Tunnels,
+) -> None:
+    num_pings = 400_000
+    with tunnels.open(tunnels.echo) as connection:
+        before = memory_mib(tunnels.master.record.pid)
+        pings = frame(FINAL | PING, bytes(125)) * 1000
+        for _ in range(num_pings // 1000):
+            connection.sendall(pings)
+        connection.sendall(frame(FINAL | PING, b"the last") + frame(FINAL | BINARY, b"behind"))
+        received = bytearray()
+        while not (b"\x8a\x08the last" in received and b"\x82\x06behind" in received):
+            chunk = connection.recv(1 << 20)
+            assert chunk, bytes(received[-200:])
+            received += chunk
+
+    assert memory_mib(tunnels.master.record.pid, "VmHWM") - before < 24
+    assert received.count(b"\x8a\x7d") < num_pings
+
+
+def test_the_end_of_a_task_leaves_no_connection_of_its_tunnels_open(tunnels: Tunnels) -> None:
+    master = tunnels.master.record
+
+    tunnels.det.ok("command", "kill", tunnels.task_id)
+
+    wait_until(lambda: num_open_connections(master.pid, master.port) == 0, "connections of tunnels to close")

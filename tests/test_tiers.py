@@ -1,0 +1,108 @@
+"""Tests mean what they say: one without a marker starts no process, and a warning of ours fails it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import os, socket, subprocess, threading
+import pytest
+
+def test_subprocess(): subprocess.run(["true"], check=True)
+def test_system(): os.system("true")
+def test_fork(): os.waitpid(os.fork() or os._exit(0), 0)
+def test_listen(): socket.create_server(("127.0.0.1", 0)).close()
+def test_connect(): socket.socket().connect_ex(("127.0.0.1", 9))
+def test_thread():
+    thread = threading.Thread(target=lambda: subprocess.run(["true"]))
+    thread.start()
+    thread.join()
+
+@pytest.fixture(scope="session")
+def made_once(): subprocess.run(["true"])
+@pytest.fixture(scope="module")
+def made_in_each_module(): subprocess.run(["true"])
+def test_session_fixture(made_once): pass
+def test_module_fixture(made_in_each_module): pass
+
+@pytest.mark.process
+def test_process(): subprocess.run(["true"])
+@pytest.mark.ranks
+def test_ranks(): subprocess.run(["true"])
+@pytest.mark.gpu
+def test_gpu(): subprocess.run(["true"])
+def test_after_marked_ones(): subprocess.run(["true"])
+
+def test_pure(): pass
+def test_import_of_a_module_that_looks_around(): import looks_around
+def test_socket_of_the_file_system(): socket.socket(socket.AF_UNIX).bind("\\0dstrial-tiers")
+"""
+ALLOWED = {
+    "process",
+    "ranks",
+    "gpu",
+    "pure",
+    "socket_of_the_file_system",
+    "import_of_a_module_that_looks_around",
+}
+BROKEN = {
+    "subprocess": "subprocess.Popen 'true'",
+    "system": "os.system b'true'",
+    "fork": "os.fork",
+    "listen": "socket.bind ('127.0.0.1', 0)",
+    "connect": "socket.connect ('127.0.0.1', 9)",
+    "thread": "subprocess.Popen 'true'",
+    "session_fixture": "subprocess.Popen 'true'",
+    "module_fixture": "subprocess.Popen 'true'",
+    "after_marked_ones": "subprocess.Popen 'true'",
+}
+
+
+@pytest.mark.process
+def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
+    rules = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+    (tmp_path / "conftest.py").write_text(rules, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    process\n    ranks\n    gpu\n")
+    (tmp_path / "test_all.py").write_text(TESTS)
+    (tmp_path / "looks_around.py").write_text("import subprocess\nsubprocess.run(['true'])\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+
+    printed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rpE"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    ).stdout
+
+    pattern = re.compile(
+        r"^_+ ERROR at teardown of test_(\w+) _+\n(.*?)(?=^[_=]{5})", re.MULTILINE | re.DOTALL
+    )
+    reports = dict(pattern.findall(printed))
+    assert reports.keys() == BROKEN.keys(), printed
+    for name, what in BROKEN.items():
+        assert what in reports[name]
+        assert "mark it `process`" in reports[name]
+        assert re.search(r'test_all.py", line \d+, in ', reports[name]), reports[name]
+    assert set(re.findall(r"^PASSED test_all.py::test_(\w+)", printed, re.M)) == ALLOWED | BROKEN.keys()
+
+
+@pytest.mark.parametrize("module", ["dstrial", "dstrial.loop.callbacks"])
+def test_a_warning_that_a_module_of_ours_causes_is_an_error(module: str) -> None:
+    with pytest.raises(DeprecationWarning, match="old"):
+        warnings.warn_explicit("old", DeprecationWarning, f"{module}.py", 1, module=module)
+
+
+@pytest.mark.parametrize("module", ["dstrials", "determined.dstrial", "torch.nn"])
+def test_a_warning_of_a_library_is_a_warning(module: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:  # keeps the filters, as pytest.warns does not
+        warnings.warn_explicit("old", DeprecationWarning, f"{module}.py", 1, module=module)
+
+    assert len(caught) == 1

@@ -1,0 +1,91 @@
+"""A sink of the user's own gets what is reported, from the first report to the end, whatever that end is."""
+
+import json
+
+import pytest
+from in_process_fits import fit, trial_class, values
+
+from dstrial import Batch
+
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
+
+
+class JsonLines:
+    """The smallest logger there is: one line a report."""
+
+    def __init__(self, path):
+        self.path = path
+        self.calls = []
+
+    def open(self, context):
+        self.calls.append("open")
+        self._begins_at = context.get_initial_batch()
+
+    def report(self, group, batches_trained, metrics):
+        self.calls.append(group)
+        row = {"group": group, "steps_completed": batches_trained, "metrics": dict(metrics)}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row, default=float) + "\n")
+
+    def close(self):
+        self.calls.append("close")
+
+    def rows(self, group):
+        rows = map(json.loads, self.path.read_text().splitlines())
+        return {row["steps_completed"]: row["metrics"] for row in rows if row["group"] == group}
+
+
+def test_a_sink_gets_every_report_with_the_values_of_the_record(tmp_path):
+    first, second = JsonLines(tmp_path / "first"), JsonLines(tmp_path / "second")
+    outcome = fit(
+        metric_sinks=[first, second],
+        max_length=Batch(6),
+        reporting_period=Batch(2),
+        validation_period=Batch(4),
+    )
+    recorded = outcome.rows("training")
+    assert first.rows("training") == recorded
+    assert sorted(recorded) == [2, 4, 6]
+    validations = {
+        steps: {name: value for name, value in row.items() if name not in ("batches", "epochs")}
+        for steps, row in outcome.rows("validation").items()
+    }
+    assert values(first.rows("validation")) == values(validations)
+    assert sorted(validations) == [4, 6]
+    expected = ["open", "training", "training", "validation", "training", "validation", "close"]
+    assert first.calls == second.calls == expected
+    (events,) = outcome.directory.path.rglob("*tfevents*")
+    assert events.stat().st_size > 0
+
+
+def test_sinks_are_closed_where_training_ends_with_an_error_even_if_one_cannot_be(tmp_path):
+
+    class Stuck(JsonLines):
+        def close(self):
+            super().close()
+            raise OSError("the other end is gone")
+
+    sinks = [JsonLines(tmp_path / "first"), Stuck(tmp_path / "second")]
+
+    def train_batch(self, iterator, epoch_idx, batch_idx):
+        if batch_idx == 3:
+            raise RuntimeError("the fourth batch is bad")
+        return super(trial_type, self).train_batch(iterator, epoch_idx, batch_idx)
+
+    trial_type = trial_class(train_batch=train_batch)
+    with pytest.raises(OSError, match="the other end is gone") as raised:
+        fit(trial=trial_type, metric_sinks=sinks, reporting_period=Batch(2))
+    assert "the fourth batch is bad" in str(raised.value.__context__)
+    assert [sink.calls for sink in sinks] == [["open", "training", "close"]] * 2
+
+
+def test_what_a_sink_raises_ends_training_as_a_callback_would(tmp_path):
+
+    class Full(JsonLines):
+        def report(self, group, batches_trained, metrics):
+            raise OSError(28, "No space left on device")
+
+    sink = Full(tmp_path / "full")
+    with pytest.raises(OSError, match="No space left"):
+        fit(metric_sinks=[sink], reporting_period=Batch(2))
+    assert sink.calls == ["open", "close"]
