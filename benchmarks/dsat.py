@@ -29,7 +29,7 @@ from dsat_standings import markdown, plot
 from dsat_surface_costs import activation_bytes_per_record
 from dsat_surfaces import WORKLOADS, Grid, Surface, Workload
 
-from dstrial.dsat.inputs import PredictInputs
+from dstrial.dsat.predictor.profiles import PredictInputs
 
 OURS = (
     "predict",

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dsat_workloads import WORKLOADS, Workload
 
-from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.machine import DEVICES, nominal_machine
-from dstrial.dsat.prepare import dry_run_space
-from dstrial.dsat.space import Structure
-from dstrial.dsat.structures import Structures
+from dstrial.dsat.driver.dry_runs import dry_run_space
+from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
+from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.values import DryRunRequest
 
 if TYPE_CHECKING:

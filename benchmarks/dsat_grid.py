@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config import ParallelDims, check_deepspeed
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.space import Space
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.space.space import Space
 
 CLOSE = 0.97
 _BENCHMARKED = 2  # trials of a search that report what their machine can do, too

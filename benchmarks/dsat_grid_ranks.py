@@ -98,8 +98,8 @@ def _rank(rank: int, port: int, pipe: Connection, shape: dict[str, Any], max_s: 
     os.dup2(silence, 2)
     import torch
 
-    from dstrial.dsat.trial.machine import measure_machine
-    from dstrial.dsat.trial.teardown import ProcessState
+    from dstrial.dsat.rank.cleanup import ProcessState
+    from dstrial.dsat.rank.microbench import measure_machine
     from dstrial.ranks.process_group import without_compiled_collectives
 
     torch.set_num_threads(1)
@@ -131,9 +131,9 @@ def _measured(
     from dsat_memory_real import FreesElsewhere, highest
     from torch.profiler import ProfilerActivity, profile
 
-    from dstrial.dsat.statistics import SamplingLimits
-    from dstrial.dsat.trial.engine_probe import probing
-    from dstrial.dsat.trial.meter import Meter, Mode
+    from dstrial.dsat.rank.hooks import probing
+    from dstrial.dsat.rank.statistics import SamplingLimits
+    from dstrial.dsat.rank.step_timer import Meter, Mode
 
     def build() -> None:
         torch.manual_seed(0)

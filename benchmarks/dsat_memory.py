@@ -131,7 +131,7 @@ def rows() -> list[Row]:
 
 def prepare_to_fork() -> None:
     """Import everything once; what DeepSpeed imports only when an engine is made, without torch's compiler and its threads."""
-    bypass = importlib.import_module("dstrial.engine.dryrun.bypass")
+    bypass = importlib.import_module("dstrial.engine.dryrun.patches")
     with bypass.without_compiler():
         for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3"):
             importlib.import_module(name)

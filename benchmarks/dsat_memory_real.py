@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from dstrial.engine.dryrun import bypass
+from dstrial.engine.dryrun import patches
 from dstrial.engine.dryrun.workload import ModelWorkload
 from dstrial.ranks.process_group import without_compiled_collectives
 
@@ -47,8 +47,8 @@ def peak_bytes(
     workload = ModelWorkload("gpt_model:model", "gpt_model:batch", shape)
     with contextlib.ExitStack() as stack:
         if is_virtual:
-            stack.enter_context(bypass.without_shared_memory_op())
-            stack.enter_context(bypass.virtual_world(world_size))
+            stack.enter_context(patches.without_shared_memory_op())
+            stack.enter_context(patches.virtual_world(world_size))
         else:
             torch.distributed.init_process_group("gloo")
             stack.callback(torch.distributed.destroy_process_group)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dstrial.config import merge_deepspeed
-from dstrial.dsat.candidate import BatchSplit, Candidate
-from dstrial.dsat.gates import Gates
-from dstrial.dsat.inputs import PredictInputs
+from dstrial.dsat.core.candidate import BatchSplit, Candidate
+from dstrial.dsat.core.outcome import Failure, Measured, Outcome
+from dstrial.dsat.core.result import TIE, gain
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.method import (
+from dstrial.dsat.methods.base import (
     Action,
     Finish,
     Measure,
@@ -24,9 +24,9 @@ from dstrial.dsat.methods.method import (
     SearchMethod,
     measures,
 )
-from dstrial.dsat.outcome import Failure, Measured, Outcome
-from dstrial.dsat.results import TIE, gain
-from dstrial.dsat.space import Space, Structure
+from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.space import Space, Structure
 from dstrial.search.random_state import SearchRandom
 
 METRIC = "throughput"

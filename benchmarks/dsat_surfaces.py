@@ -29,9 +29,9 @@ from dsat_surface_costs import (
 )
 from dsat_workloads import WORKLOADS, Workload
 
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.space import Space
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.space.space import Space
 
 __all__ = ["WORKLOADS", "Grid", "Optimum", "Surface", "Workload"]
 

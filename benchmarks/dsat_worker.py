@@ -24,11 +24,11 @@ from typing import Any
 
 import yaml
 
-from dstrial.dsat.outcome import Measured
-from dstrial.dsat.worker.mailbox import ANSWERS_NAME, ORDERS_NAME
-from dstrial.dsat.worker.orders import Answer, Order, OrderBook
+from dstrial.dsat.core.outcome import Measured
+from dstrial.dsat.worker.messages import Answer, Order, OrderBook
+from dstrial.dsat.worker.transport import ANSWERS_NAME, ORDERS_NAME
 from dstrial.local.json_files import read_json_lines, write_json_atomically
-from dstrial.local.measuring import HPARAMS_VARIABLE
+from dstrial.local.measuring_variables import HPARAMS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_DIR = ROOT / "model_defs" / "dsat_trial"
@@ -81,7 +81,7 @@ def launched(hparams: dict[str, Any], directory: Path) -> tuple[float, float, Me
     subprocess.run(
         [
             *(sys.executable, "-m", "dstrial.launch", "--slots", "2", *_where()),
-            *("-m", "dstrial.dsat.trial", "--trial", TRIAL, *_where()),
+            *("-m", "dstrial.dsat.rank", "--trial", TRIAL, *_where()),
         ],
         cwd=MODEL_DIR,
         env=_environment(

@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 from dstrial.config import ParallelDims
-from dstrial.dsat.space import Space
+from dstrial.dsat.space.space import Space
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

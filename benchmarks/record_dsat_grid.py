@@ -11,7 +11,7 @@ median over its rounds. After ``--rounds`` rounds, while there is time, those ar
 3 % either way and which may be within 3 % of the best; what is surely worse needs no narrower one. No measurement is begun
 after ``--minutes``. The first round also takes peak bytes, from torch's profiler, and the times of a step's phases.
 
-Each measurement runs the Meter of ``dstrial.dsat.trial`` on an engine of its own in living processes. The same command goes
+Each measurement runs the Meter of ``dstrial.dsat.rank`` on an engine of its own in living processes. The same command goes
 on where it was ended: ``FILE.part`` holds one line per measurement, and FILE is written from it at the end of each round.
 First of all the space is dry-run as a search does with a user's model; what ``predict`` starts from is kept beside FILE,
 in ``FILE-inputs.json`` without the suffix of FILE, where ``dsat.py --grid FILE`` finds it.
@@ -38,10 +38,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dstrial.config import ParallelDims
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.prepare import dry_run_space
-from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.structures import Structures
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.driver.dry_runs import dry_run_space
+from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.values import DryRunRequest
 from dstrial.local.json_files import write_json_atomically
 

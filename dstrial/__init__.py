@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dstrial import harness_paths
+from dstrial import harness_paths, old_paths
 
 __version__ = "0.1.0"
 
@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     from dstrial.config import overwrite_deepspeed_config
     from dstrial.errors import ConfigError, DstrialError
     from dstrial.loop.settings import FitResult
-    from dstrial.surroundings import core_context
+    from dstrial.runtime import core_context
     from dstrial.trainer import Trainer, init
     from dstrial.trial.context import DeepSpeedTrialContext
-    from dstrial.trial.data import DataLoader
-    from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
+    from dstrial.trial.device_transfer import DataLoader
+    from dstrial.trial.model_parallel_unit import (
+        ModelParallelUnit,
+        make_data_parallel_mpu,
+        make_deepspeed_mpu,
+    )
     from dstrial.trial.trial import DeepSpeedTrial
 
 __all__ = [
@@ -73,23 +77,23 @@ _HOMES = {
     "AttrDict": "attrdict",
     "Batch": "determined.pytorch",
     "ConfigError": "dstrial.errors",
-    "DataLoader": "dstrial.trial.data",
+    "DataLoader": "dstrial.trial.device_transfer",
     "DeepSpeedTrial": "dstrial.trial.trial",
     "DeepSpeedTrialContext": "dstrial.trial.context",
     "DstrialError": "dstrial.errors",
     "Epoch": "determined.pytorch",
     "FitResult": "dstrial.loop.settings",
     "MetricReducer": "determined.pytorch",
-    "ModelParallelUnit": "dstrial.trial.mpu",
+    "ModelParallelUnit": "dstrial.trial.model_parallel_unit",
     "PyTorchCallback": "determined.pytorch",
     "Reducer": "determined.pytorch",
     "TorchData": "determined.pytorch",
     "TrainUnit": "determined.pytorch",
     "Trainer": "dstrial.trainer",
-    "core_context": "dstrial.surroundings",
+    "core_context": "dstrial.runtime",
     "init": "dstrial.trainer",
-    "make_data_parallel_mpu": "dstrial.trial.mpu",
-    "make_deepspeed_mpu": "dstrial.trial.mpu",
+    "make_data_parallel_mpu": "dstrial.trial.model_parallel_unit",
+    "make_deepspeed_mpu": "dstrial.trial.model_parallel_unit",
     "overwrite_deepspeed_config": "dstrial.config",
     "samplers": "determined.pytorch",
 }
@@ -112,3 +116,4 @@ def __dir__() -> list[str]:
 
 
 harness_paths.install_outside_of_allocations()
+old_paths.install()

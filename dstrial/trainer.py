@@ -21,21 +21,21 @@ from determined import core, pytorch
 
 from dstrial.config import ExperimentConfig, Length
 from dstrial.config.dotted_keys import dstrial_section
-from dstrial.config.saved_run import RESUME_VARIABLE
-from dstrial.config.training_checks import TrainingChecks
-from dstrial.engine.remedies import append_remedy
+from dstrial.config.experiment_config.training_checks import TrainingChecks
+from dstrial.engine.advice import append_remedy
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.local.measuring import AROUND_FIT_KEY, measuring_hyperparameters
+from dstrial.local.measuring_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
-from dstrial.loop.agreement import StopReason
 from dstrial.loop.boundaries import searcher_length, train_unit
 from dstrial.loop.loop import TrainingLoop, require_engine
 from dstrial.loop.metric_sinks import MetricSink
-from dstrial.loop.resumed_run import resumed_run, trial_id_of
 from dstrial.loop.settings import FitResult, LoopSettings
+from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.identity import identify
-from dstrial.ranks.phases import begin_phase, end_phases
-from dstrial.surroundings import cluster_info, surroundings
+from dstrial.ranks.startup_phase import begin_phase, end_phases
+from dstrial.resume.in_rank import resumed_run, trial_id_of
+from dstrial.resume.metadata import RESUME_VARIABLE
+from dstrial.runtime import cluster_info, surroundings
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
 from dstrial.trial.trial import DeepSpeedTrial

@@ -307,7 +307,7 @@ def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
     distributions = importlib.metadata.packages_distributions()
     names = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        if path.is_relative_to(ROOT / "dstrial/master/launcher/site") or any(
+        if path.is_relative_to(ROOT / "dstrial/master/backends/site") or any(
             path.is_relative_to(ROOT / folder) for folder in without
         ):
             continue

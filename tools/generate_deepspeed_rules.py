@@ -1,7 +1,7 @@
 """Write the table of legal DeepSpeed config keys from the installed DeepSpeed release.
 
 ``dstrial check`` must know DeepSpeed's keys without importing DeepSpeed, so a table of each release is committed
-(``TABLE_FILES`` of ``dstrial/config/rules.py``) and a test runs :func:`generate` again and compares.
+(``TABLE_FILES`` of ``dstrial/config/deepspeed_schema.py``) and a test runs :func:`generate` again and compares.
 Sections that DeepSpeed describes with pydantic models are read from the models. All others are
 observed: the config is parsed from dictionaries that record which keys DeepSpeed asks for and with
 which defaults.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.rules import TABLE_FILES, read_table
+from dstrial.config.deepspeed_schema import TABLE_FILES, read_table
 
 CONFIG_PATH = Path(__file__).resolve().parent.parent / "dstrial" / "config"
 
@@ -332,7 +332,7 @@ def generate() -> dict[str, Any]:
     """Describe the config of the installed DeepSpeed.
 
     Returns:
-        The table as ``dstrial.config.rules`` reads it; see the docstring there for its shape.
+        The table as ``dstrial.config.deepspeed_schema`` reads it; see the docstring there for its shape.
 
     Raises:
         RuntimeError: DeepSpeed changed in a way that the generator must be told about.
@@ -435,7 +435,7 @@ def generate() -> dict[str, Any]:
 
 
 def differences(table: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Return what makes ``table`` of ``base``: see ``dstrial.config.rules.read_table``."""
+    """Return what makes ``table`` of ``base``: see ``dstrial.config.deepspeed_schema.read_table``."""
     changed: dict[str, Any] = {}
     absent: list[str] = []
 

@@ -24,11 +24,11 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY, read_deepspeed
-from dstrial.config.findings import Findings
+from dstrial.config.diagnostics import Findings
 from dstrial.dsat import get_hf_args_with_overwrites
-from dstrial.dsat.trainer_arguments import reconcile
 from dstrial.errors import ConfigError
 from dstrial.integrations import huggingface
+from dstrial.integrations.huggingface.overwrites.reconcile import reconcile
 
 NUM_STEPS = 50
 """Steps that the Trainer is taken to count."""

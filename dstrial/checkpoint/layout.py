@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dstrial.config.saved_run import EngineArrangement
+from dstrial.resume.metadata import EngineArrangement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

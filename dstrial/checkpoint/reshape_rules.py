@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.config.resume_rules import KNOWN_WRAPPERS
+from dstrial.resume.rules import KNOWN_WRAPPERS
 
 # The same algorithm and state under several names; which one DeepSpeed takes depends on offload and device.
 _SAME_OPTIMIZERS = (

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.run_resume import add_experiment_arguments, chosen_point
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
-from dstrial.config.explain import DEFAULT_ORIGIN, ExplainedValue
+from dstrial.config.deepspeed_rules.explain import DEFAULT_ORIGIN, ExplainedValue
+from dstrial.config.experiment_config.training_checks import explained
 from dstrial.config.secrets import MASK, SecretNames, masked
-from dstrial.config.training_checks import explained
 from dstrial.errors import ConfigError
 from dstrial.visible_text import visible_line
 

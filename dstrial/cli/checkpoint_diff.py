@@ -34,7 +34,7 @@ from dstrial.errors import CheckpointError, DstrialError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from dstrial.engine.saved_engine import SavedEngine
+    from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
     from dstrial.engine.weight_differences import WeightDifference
 
 _SECTIONS = ("config", "layout", "progress", "weights")
@@ -166,7 +166,7 @@ def _compare_state(
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
     """Compare what only the engines' own files say; adds to ``differences``, returns the summary of the weights."""
-    from dstrial.engine.open_saved import open_saved_engine, optimizer_summary, plain
+    from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
         open_saved_engine(side.source.path, engine_idx, side.layouts[engine_idx], trusts_code=args.trust_code)

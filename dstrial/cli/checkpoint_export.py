@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.checkpoint.file_roles import layouts_of, role_of
+from dstrial.checkpoint.integrity import damaged_error, verify_files
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import Manifest, read_manifest
 from dstrial.checkpoint.model_files import find_model_files
-from dstrial.checkpoint.verify import damaged_error, verify_files
 from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,
@@ -224,8 +224,8 @@ def _weights(
 ) -> ModelWeights:
     import torch
 
+    from dstrial.engine.checkpoint_reader.open import open_saved_engine
     from dstrial.engine.export import ModelWeights
-    from dstrial.engine.open_saved import open_saved_engine
 
     name = _DTYPES[dtype]
     saved = open_saved_engine(source.path, engine_idx, layout, trusts_code=trusts_code)

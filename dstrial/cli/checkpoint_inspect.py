@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dstrial.checkpoint.completion_marker import is_complete
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import read_manifest
-from dstrial.checkpoint.mark import is_complete
 from dstrial.checkpoint.summary import (
     configuration_of,
     count_parameters,
@@ -124,7 +124,7 @@ def _optimizer(
     source: CheckpointSource, engine_idx: int, layout: Layout, *, trusts_code: bool
 ) -> dict[str, Any]:
     """The optimizer's settings and counters, or why they cannot be read, which is no reason to show nothing else."""
-    from dstrial.engine.open_saved import open_saved_engine, optimizer_summary
+    from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary
 
     try:
         return optimizer_summary(open_saved_engine(source.path, engine_idx, layout, trusts_code=trusts_code))

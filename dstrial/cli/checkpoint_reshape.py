@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest
-from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.checkpoint.summary import configuration_of
 from dstrial.cli.checkpoint_export import require_new
 from dstrial.cli.checkpoint_source import (
@@ -31,9 +30,8 @@ from dstrial.cli.checkpoint_source import (
 from dstrial.cli.run_entrypoint import parse_entrypoint
 from dstrial.cli.run_outcome import failure_text
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
-from dstrial.config.documents import yaml_text
 from dstrial.config.dotted_keys import nested
-from dstrial.config.saved_run import RESUME_VARIABLE
+from dstrial.config.parsing.documents import yaml_text
 from dstrial.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -44,6 +42,8 @@ from dstrial.launch.arguments import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
+from dstrial.resume.manifest import read_saved_run
+from dstrial.resume.metadata import RESUME_VARIABLE
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -173,7 +173,7 @@ def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *
     if (source.path / "code").is_dir() and is_vouched:
         return source.path / "code"
     if source.client is not None and source.record is not None:
-        from dstrial.master.model_definition import unpack
+        from dstrial.master.backends.model_definition import unpack
 
         experiment_id = source.record["training"]["experimentId"]
         answer = source.client.get(f"/api/v1/experiments/{experiment_id}/model_def")
@@ -271,7 +271,7 @@ def _config_for(
 
 def _leave_out_what_runs(values: dict[str, Any]) -> None:
     """Take out of a stranger's config, in place, what has programs run that nobody has chosen here."""
-    from dstrial.local.measuring import AROUND_FIT_KEY
+    from dstrial.local.measuring_variables import AROUND_FIT_KEY
 
     values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH and the like
     values["hyperparameters"].pop(AROUND_FIT_KEY, None)  # names a function that is called
@@ -397,7 +397,7 @@ def _variables(source: CheckpointSource, experiment: ExperimentConfig) -> dict[s
     """Return the variables of ranks on CPUs that only write a checkpoint again."""
     trial_id = read_saved_run(source.path).trial_id
     if trial_id is None:
-        from dstrial.engine.open_saved import read_rank_state
+        from dstrial.engine.checkpoint_reader.open import read_rank_state
 
         trial_id = int(read_rank_state(source.path, 0)["trial_id"])
     variables = {

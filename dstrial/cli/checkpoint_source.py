@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dstrial.checkpoint.completion_marker import MARK_NAME
+from dstrial.checkpoint.integrity import verify_files
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
     MANIFEST_NAME,
@@ -16,14 +18,12 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     read_manifest,
 )
-from dstrial.checkpoint.mark import MARK_NAME
-from dstrial.checkpoint.verify import verify_files
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.run_directory import RunDirectory, default_runs_dir
-from dstrial.master.checkpoint_gc import checkpoint_directory
 from dstrial.master.client import Client
+from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
 from dstrial.master.state_directory import StateDirectory
 
 _TRACES = (MANIFEST_NAME, MARK_NAME, "load_data.json", "dstrial_rank0.pt", "model0")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
+from dstrial.checkpoint.completion_marker import read_mark
+from dstrial.checkpoint.integrity import Wholeness, bytes_to_read, examine
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
     MANIFEST_NAME,
@@ -17,8 +19,6 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     read_manifest,
 )
-from dstrial.checkpoint.mark import read_mark
-from dstrial.checkpoint.verify import Wholeness, bytes_to_read, examine
 from dstrial.cli.checkpoint_source import (
     CheckpointSource,
     add_checkpoint_argument,

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dstrial.cli.streams import text_table
 from dstrial.config import load_experiment
-from dstrial.config.documents import read_json, read_yaml
-from dstrial.config.findings import render
+from dstrial.config.diagnostics import render
+from dstrial.config.parsing.documents import read_json, read_yaml
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.integrations.accelerate.conversion import (
+from dstrial.integrations.accelerate.converter.convert import convert
+from dstrial.integrations.accelerate.converter.experiment_yaml import (
+    deepspeed_json,
+    experiment_yaml,
+    open_decisions,
+)
+from dstrial.integrations.accelerate.converter.result import (
     JSON_NAME,
     YAML_NAME,
     Choices,
     Conversion,
     ConvertedKey,
 )
-from dstrial.integrations.accelerate.convert import convert
-from dstrial.integrations.accelerate.experiment_text import deepspeed_json, experiment_yaml, open_decisions
 from dstrial.launch.arguments import slots_argument
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dstrial.dsat.arguments import add_methods, flags_of, with_method
+from dstrial.dsat.cli import add_methods, flags_of, with_method
 from dstrial.dsat.command import EPILOG, run_command
 
 if TYPE_CHECKING:

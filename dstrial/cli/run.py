@@ -25,8 +25,8 @@ from dstrial.cli.run_outcome import (
 from dstrial.cli.run_resume import ResumePoint, add_experiment_arguments, chosen_point, newest_resumable
 from dstrial.cli.streams import LastingStream, typed
 from dstrial.config import ExperimentConfig, load_experiment
-from dstrial.config.documents import read_yaml
-from dstrial.config.startup_hook import HOOK_NAME, requirements_of
+from dstrial.config.experiment_config.startup_hook import HOOK_NAME, requirements_of
+from dstrial.config.parsing.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
@@ -261,7 +261,7 @@ def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[
 def _attempt(request: _Request, run_directory: RunDirectory) -> int:
     """Train in a run directory that this process owns, put the outcome on record and print it."""
     from dstrial.cli.run_submission import find_or_start_master
-    from dstrial.ranks.stop import noted_signals
+    from dstrial.ranks.stop_signals import noted_signals
 
     experiment, args = request.experiment, request.args
     num_slots = args.slots if args.slots is not None else experiment.slots_per_trial

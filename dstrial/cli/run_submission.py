@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.cli.streams import typed
 from dstrial.config import ExperimentConfig
-from dstrial.config.documents import yaml_text
-from dstrial.config.saved_run import RESUME_VARIABLE
+from dstrial.config.parsing.documents import yaml_text
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
@@ -26,6 +25,7 @@ from dstrial.master import daemon
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store import observe
+from dstrial.resume.metadata import RESUME_VARIABLE
 
 if TYPE_CHECKING:
     from determined.common.api.bindings import v1File
@@ -98,7 +98,7 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
     record = state.running()
     is_new = record is None
     if record is None:
-        from dstrial.master.launcher.devices import find_slots
+        from dstrial.master.backends.devices import find_slots
         from dstrial.ranks.devices import may_share
 
         found = find_slots(None)

@@ -5,17 +5,17 @@ determined are never imported.
 """
 
 from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch
-from dstrial.config.deepspeed_check import CheckResult, check_deepspeed
-from dstrial.config.deepspeed_ignored import zero_keys_without_effect
+from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
+from dstrial.config.deepspeed_rules.explain import ExplainedValue, explain
+from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.experiment import ExperimentConfig, experiment_name, load_experiment
-from dstrial.config.experiment_rules import Length
-from dstrial.config.explain import ExplainedValue, explain
-from dstrial.config.kept_batch import keep_batch
+from dstrial.config.experiment_config.config import ExperimentConfig, experiment_name, load_experiment
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.config.parallel_dims import ParallelDims
-from dstrial.config.resume_rules import fitting_slots, resume_problems
-from dstrial.config.saved_run import EngineRecord, SavedRun
+from dstrial.config.schema import Length
+from dstrial.resume.batch import keep_batch
+from dstrial.resume.metadata import EngineRecord, SavedRun
+from dstrial.resume.rules import fitting_slots, resume_problems
 
 __all__ = [
     # experiment config

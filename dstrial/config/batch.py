@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.findings import render
+from dstrial.config.diagnostics import render
 from dstrial.errors import ConfigError, ConfigProblem
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.documents import Document, read_json
+from dstrial.config.diagnostics import OVERRIDE_LABEL, Findings, KeyPath, Lines, dotted, locate, render
 from dstrial.config.dotted_keys import nested
-from dstrial.config.findings import OVERRIDE_LABEL, Findings, KeyPath, Lines, dotted, locate, render
 from dstrial.config.merge import merge_deepspeed
+from dstrial.config.parsing.documents import Document, read_json
 from dstrial.errors import ConfigError
 
 MAIN_KEY = "deepspeed_config"

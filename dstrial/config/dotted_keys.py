@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.config.documents import Document, parse_yaml_value
-from dstrial.config.findings import OVERRIDE_LABEL, Findings, KeyPath, key_path, nested_form, render
-from dstrial.config.limits import check_value
-from dstrial.config.rules import deepspeed_rules
+from dstrial.config.deepspeed_schema import deepspeed_rules
+from dstrial.config.diagnostics import OVERRIDE_LABEL, Findings, KeyPath, key_path, nested_form, render
+from dstrial.config.parsing.documents import Document, parse_yaml_value
+from dstrial.config.parsing.limits import check_value
 from dstrial.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.fillers import Filler
-from dstrial.config.findings import Findings, KeyPath, dotted, nested_form, render
+from dstrial.config.auto_values import Filler
+from dstrial.config.diagnostics import Findings, KeyPath, dotted, nested_form, render
 
 AUTO = "auto"
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.documents import read_json
+from dstrial.config.diagnostics import KeyPath
 from dstrial.config.dotted_keys import nested
-from dstrial.config.findings import KeyPath
-from dstrial.config.hyperparameters import is_specification
-from dstrial.config.mounts import DEVICES, of_device, with_new_names
+from dstrial.config.experiment_config.hyperparameters import is_specification
+from dstrial.config.experiment_config.sections import DEVICES, of_device, with_new_names
+from dstrial.config.parsing.documents import read_json
 from dstrial.errors import ConfigError, ConfigProblem
 
 

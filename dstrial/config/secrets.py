@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from dstrial.config.documents import read_yaml_text, yaml_text
-from dstrial.config.limits import DEFAULT_LIMITS, TextLimits
+from dstrial.config.parsing.documents import read_yaml_text, yaml_text
+from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
 from dstrial.errors import ConfigError, ConfigProblem
 
 MASK = "********"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dstrial.doctor.finding import Finding, note, ok
 from dstrial.doctor.libraries import DeepSpeedBuild, Libraries, Operator, TorchBuild
-from dstrial.launch.abandoned_locks import abandoned_locks
+from dstrial.launch.stale_locks import abandoned_locks
 
 _TOOL_TIMEOUT_S = 5.0
 

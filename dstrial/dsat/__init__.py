@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dstrial.dsat.outcome import METRIC_NAMES
+from dstrial.dsat.core.outcome import METRIC_NAMES
 
 if TYPE_CHECKING:
-    from dstrial.dsat.defaults import (
+    from dstrial.dsat.compat import (
         ALL_SEARCH_METHOD_NAMES,
         AUTOTUNING_ARG_DEFAULTS,
         CONFIG_KEY,
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
         USE_DSAT_MODE_KEY,
         get_ds_config_from_hparams,
     )
-    from dstrial.dsat.hf_overwrites import get_hf_args_with_overwrites
-    from dstrial.dsat.trial.reporting import dsat_reporting_context
+    from dstrial.dsat.rank.context import dsat_reporting_context
+    from dstrial.integrations.huggingface.overwrites.arguments import get_hf_args_with_overwrites
 
 __all__ = [
     # what a script calls
     "dsat_reporting_context",
     "get_ds_config_from_hparams",
     "get_hf_args_with_overwrites",
-    # names and defaults; all others are in dstrial.dsat.defaults
+    # names and defaults; all others are in dstrial.dsat.compat
     "ALL_SEARCH_METHOD_NAMES",
     "AUTOTUNING_ARG_DEFAULTS",
     "CONFIG_KEY",
@@ -46,7 +46,7 @@ __all__ = [
     "USE_DSAT_MODE_KEY",
 ]
 
-_DEFAULTS = "dstrial.dsat.defaults"
+_DEFAULTS = "dstrial.dsat.compat"
 _HOMES = {
     "ALL_SEARCH_METHOD_NAMES": _DEFAULTS,
     "AUTOTUNING_ARG_DEFAULTS": _DEFAULTS,
@@ -57,8 +57,8 @@ _HOMES = {
     "OVERWRITE_KEY": _DEFAULTS,
     "SMALLER_IS_BETTER_METRICS": _DEFAULTS,
     "USE_DSAT_MODE_KEY": _DEFAULTS,
-    "dsat_reporting_context": "dstrial.dsat.trial.reporting",
-    "get_hf_args_with_overwrites": "dstrial.dsat.hf_overwrites",
+    "dsat_reporting_context": "dstrial.dsat.rank.context",
+    "get_hf_args_with_overwrites": "dstrial.integrations.huggingface.overwrites.arguments",
     "get_ds_config_from_hparams": _DEFAULTS,
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dstrial.dsat.arguments import build_parser, flags_of, with_method
+from dstrial.dsat.cli import build_parser, flags_of, with_method
 from dstrial.dsat.command import EPILOG, run_command
 from dstrial.errors import DstrialError
 

@@ -13,24 +13,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dstrial.dsat.backends import LateBackend
-from dstrial.dsat.driver import Driver
+from dstrial.dsat.config import SearchSettings, read_settings, with_parallel
+from dstrial.dsat.core.journal import SearchEnd, SearchRecord
+from dstrial.dsat.core.result import TrialResult, best_of
+from dstrial.dsat.driver.disk_full import NO_ROOM
+from dstrial.dsat.driver.driver import Driver
+from dstrial.dsat.driver.dry_runs import gather_inputs, on_one_device, target_here
+from dstrial.dsat.driver.full_run import run_full
 from dstrial.dsat.flags import PlanFlags, SearchFlags
-from dstrial.dsat.full_run import run_full
-from dstrial.dsat.gates import Gates
-from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.machine import DEVICES, nominal_machine
-from dstrial.dsat.memory_model import DeviceMemory, unmeasured_peak
 from dstrial.dsat.methods import METHODS, search_method
-from dstrial.dsat.plan import Plan, headline, make_plan, one_device, table_rows
-from dstrial.dsat.prepare import gather_inputs, on_one_device, target_here
-from dstrial.dsat.record import SearchEnd, SearchRecord
+from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
+from dstrial.dsat.predictor.memory import DeviceMemory, unmeasured_peak
+from dstrial.dsat.predictor.plan import Plan, headline, make_plan, one_device, table_rows
+from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.report.live import LiveTable, summary
-from dstrial.dsat.results import TrialResult, best_of
-from dstrial.dsat.room import NO_ROOM
-from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
+from dstrial.dsat.space.filters import Gates
 from dstrial.errors import LaunchError, SearchError
 from dstrial.local.json_files import write_json_atomically, write_text_atomically
-from dstrial.ranks.stop import noted_signals
+from dstrial.ranks.stop_signals import noted_signals
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DESCRIBING_S = 900.0

@@ -21,7 +21,7 @@ import torch
 
 from dstrial.checkpoint.model_files import TensorSpec, header_bytes, in_file_order, shards_of
 from dstrial.checkpoint.summary import own_places, tied_names
-from dstrial.engine.saved_engine import MASTER, SavedEngine
+from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.errors import CheckpointLayoutError
 
 _BUFFER_NUMEL = 4 << 20

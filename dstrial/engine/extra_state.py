@@ -9,8 +9,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.deepspeed_internals import engines
-from dstrial.engine.values import is_equal
 from dstrial.errors import CheckpointLayoutError
 
 

@@ -12,7 +12,7 @@ from deepspeed import DeepSpeedEngine
 
 from dstrial import __version__
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
-from dstrial.engine.batch_sizes import dims_of
+from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.deepspeed_internals.optimizers import FlatGroups, SubGroup
 

@@ -18,13 +18,13 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.checkpoint.pieces import Piece, Pieces, own_piece, positions_in_groups
 from dstrial.checkpoint.reshape_rules import reshape_problems
+from dstrial.checkpoint.shards import Piece, Pieces, own_piece, positions_in_groups
+from dstrial.engine.checkpoint_reader.equality import is_equal
+from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.extra_state import describe_untied
 from dstrial.engine.files import describe_rank
-from dstrial.engine.saved_engine import MASTER, SavedEngine
-from dstrial.engine.values import is_equal
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 _SCRATCH_NUMEL = 1 << 20

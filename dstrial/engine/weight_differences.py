@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dstrial.engine.saved_engine import MASTER, SavedEngine
+from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 
 _PIECE_NUMEL = 1 << 20
 

@@ -17,10 +17,8 @@ from dstrial.launch.arguments import slots_argument
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
-from dstrial.launch.resume_check import resumption_problems, saved_run_of_trial
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
-from dstrial.local.resume import saved_run_to_resume
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
     RUNS_DIR_VARIABLE,
@@ -28,6 +26,8 @@ from dstrial.local.run_directory import (
     default_runs_dir,
     utc_stamp,
 )
+from dstrial.resume.before_ranks import resumption_problems, saved_run_of_trial
+from dstrial.resume.local_run import saved_run_to_resume
 from dstrial.scratch import scratch_directory
 
 if TYPE_CHECKING:

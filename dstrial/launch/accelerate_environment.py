@@ -17,9 +17,9 @@ from typing import Any
 from dstrial.config import ParallelDims, SavedRun, solve_batch
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
-from dstrial.config.findings import Findings
-from dstrial.config.resume_check import with_kept_batch
-from dstrial.config.saved_run import given_sizes
+from dstrial.config.diagnostics import Findings
+from dstrial.resume.config_check import with_kept_batch
+from dstrial.resume.metadata import given_sizes
 
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable that makes ``Accelerator()`` use DeepSpeed if it is ``true``."""

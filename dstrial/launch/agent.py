@@ -19,18 +19,18 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from dstrial.errors import LaunchError
-from dstrial.launch.abandoned_locks import remove_abandoned_locks
 from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE, LaunchOutcome, RankFailure
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
+from dstrial.launch.stale_locks import remove_abandoned_locks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
-from dstrial.ranks.phases import PHASE_FILE_VARIABLE
+from dstrial.ranks.job_secret import SECRET_VARIABLE, new_secret
 from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
-from dstrial.ranks.secret import SECRET_VARIABLE, new_secret
 from dstrial.ranks.sockets import loopback_only
-from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
+from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE
+from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable
 from dstrial.scratch import compile_cache, scratch_directory
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.local.run_directory import shown_path
-from dstrial.ranks.peer_loss import is_peer_loss
+from dstrial.ranks.peer_errors import is_peer_loss
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 

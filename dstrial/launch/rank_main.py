@@ -27,8 +27,8 @@ from dstrial.launch.tracebacks import short_traceback, whole_traceback
 from dstrial.launch.trial_import import import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
-from dstrial.ranks.phases import begin_phase, end_phases
-from dstrial.ranks.stop import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
+from dstrial.ranks.startup_phase import begin_phase, end_phases
+from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 
 _MODULE = "dstrial.launch.rank_main"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -161,8 +161,8 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 def _run_trial(options: argparse.Namespace) -> None:
     begin_phase("importing torch and DeepSpeed")
-    from dstrial.ranks.meeting import meet_privately
     from dstrial.ranks.process_group import prepare_accelerator
+    from dstrial.ranks.rendezvous_store import meet_privately
 
     prepare_accelerator()
     # The launcher serves no store for a trial, whose module may make the process group while it is imported.
@@ -175,7 +175,7 @@ def _run_trial(options: argparse.Namespace) -> None:
         _run_determined_trial(trial_class, options.trial)
         return
     from dstrial.config import load_experiment
-    from dstrial.local.resume import saved_run_to_resume
+    from dstrial.resume.local_run import saved_run_to_resume
     from dstrial.trainer import run_trial
 
     experiment = None

@@ -14,7 +14,7 @@ import torch.distributed
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from dstrial.ranks.identity import LOOPBACK_ADDR
-from dstrial.ranks.meeting import serve_store
+from dstrial.ranks.rendezvous_store import serve_store
 from dstrial.ranks.sockets import free_port
 
 if TYPE_CHECKING:

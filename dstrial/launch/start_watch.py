@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
-from dstrial.launch.abandoned_locks import Build, builds_under_way, extensions_root, remove_abandoned_locks
-from dstrial.ranks.phases import read_phase
+from dstrial.launch.stale_locks import Build, builds_under_way, extensions_root, remove_abandoned_locks
+from dstrial.ranks.startup_phase import read_phase
 
 STARTING_NAME = "starting.json"
 _LOOK_EVERY_S = 0.5

@@ -27,7 +27,7 @@ from dstrial.launch.failures import (
 )
 from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
-from dstrial.ranks.peer_loss import is_watchdogs_end
+from dstrial.ranks.peer_errors import is_watchdogs_end
 
 # Ranks that lost a peer mostly end by themselves; only then are the others told to.
 _UNTOLD_GRACE_S = 2.0

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.mark import is_complete, read_mark, remove_mark
+from dstrial.checkpoint.completion_marker import is_complete, read_mark, remove_mark
 from dstrial.errors import CheckpointDamagedError, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
 

@@ -22,8 +22,8 @@ from determined import core
 from determined.common import storage
 from determined.core._checkpoint import merge_metadata
 
+from dstrial.checkpoint.completion_marker import MARK_NAME, is_complete, read_mark, write_mark
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
-from dstrial.checkpoint.mark import MARK_NAME, is_complete, read_mark, write_mark
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
     StoredCheckpoint,

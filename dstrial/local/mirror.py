@@ -16,7 +16,7 @@ from determined import core
 from determined.common.api import bindings
 from determined.common.api.errors import ForbiddenException, NotFoundException
 
-from dstrial.checkpoint.mark import remove_mark, write_mark
+from dstrial.checkpoint.completion_marker import remove_mark, write_mark
 from dstrial.local.checkpoint_directory import list_checkpoints, remove_incomplete_checkpoints
 from dstrial.local.json_files import read_json
 from dstrial.local.retention import KeepPolicy, checkpoints_to_delete

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.documents import yaml_text
+from dstrial.config.parsing.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.errors import DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically, write_text_atomically

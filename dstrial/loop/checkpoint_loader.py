@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
+from dstrial.checkpoint.integrity import read_verified
 from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.checkpoint.manifest import Manifest
 from dstrial.checkpoint.reshape_rules import reshape_problems
-from dstrial.checkpoint.verify import read_verified
-from dstrial.engine.batch_sizes import recount_micro_batches
+from dstrial.engine.adapters.batch_sizes import recount_micro_batches
+from dstrial.engine.checkpoint_reader.open import read_rank_state
+from dstrial.engine.checkpoint_reader.safe_load import load, restoring
+from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.extra_state import extra_state_for, merged_tied_modules
-from dstrial.engine.open_saved import read_rank_state
 from dstrial.engine.reshape import load_reshaped
-from dstrial.engine.safe_load import load, restoring
-from dstrial.engine.saved_engine import SavedEngine
 from dstrial.engine.state import restore_engine_extra_state
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
+from dstrial.loop.checkpoint_trust import trusts_code
 from dstrial.loop.metrics import merge_windows, weighed_window
 from dstrial.loop.run_state import RunState, restore_random_states, restore_reducer, training_reductions
-from dstrial.loop.trust import trusts_code
 from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")

@@ -32,15 +32,15 @@ from dstrial.checkpoint.manifest import (
     share_of,
     write_manifest,
 )
-from dstrial.engine.copied_engine import copy_engine, sizes_to_copy
+from dstrial.engine.async_copy.copied_engine import copy_engine, sizes_to_copy
+from dstrial.engine.async_copy.pinned_memory import host_memory_for
+from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
 from dstrial.engine.files import engine_files, missing_files
-from dstrial.engine.pinned_memory import host_memory_for
 from dstrial.engine.state import engine_extra_state
-from dstrial.engine.state_copy import HostBuffers, StateCopies
 from dstrial.errors import CheckpointError
+from dstrial.loop.background_save import ReportsUnderway, SaveJob, SaveStatus, together
 from dstrial.loop.run_state import RunState, random_states, reducer_state
-from dstrial.loop.save_job import ReportsUnderway, SaveJob, SaveStatus, together
-from dstrial.ranks.control import ControlChannel
+from dstrial.ranks.control_channel import ControlChannel
 from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")

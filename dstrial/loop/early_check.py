@@ -15,12 +15,12 @@ import torch
 
 from dstrial.engine.state import engine_extra_state, restore_engine_extra_state
 from dstrial.errors import PeerFailedError, RankError, TrialContractError
-from dstrial.loop import rescue
+from dstrial.loop import failure_agreement
 from dstrial.loop.run_state import Snapshot, random_states, restore_random_states
 from dstrial.loop.settings import LoopSettings
 from dstrial.loop.validation import Validation
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
-from dstrial.trial.det_errors import SearcherMetricError
+from dstrial.trial.determined_errors import SearcherMetricError
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -78,7 +78,7 @@ def check_metric(
                 "searcher.metric %r is looked for at the first validation: evaluating one batch before training has failed "
                 "(%s)",
                 searched,
-                rescue.described(error),
+                failure_agreement.described(error),
             )
     elif names is not None and searched not in names:
         raise SearcherMetricError(
@@ -100,7 +100,7 @@ _MOST_DEPTH = 6
 
 # Libraries whose objects are not looked into; data sets of torch only wrap others.
 _LEFT_ALONE = ("torch.", "deepspeed.", "determined.core", "dstrial.", "threading", "_thread")
-_LOOKED_INTO = ("torch.utils.data", "dstrial.trial.data")
+_LOOKED_INTO = ("torch.utils.data", "dstrial.trial.device_transfer")
 
 
 class Undo:

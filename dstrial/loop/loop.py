@@ -18,24 +18,24 @@ from dstrial.errors import (
     PeerFailedError,
     RankError,
 )
-from dstrial.loop import early_check, rescue
-from dstrial.loop.agreement import AgreementPoints, StopReason
+from dstrial.loop import early_check, failure_agreement
 from dstrial.loop.boundaries import Boundary, Period, asks_for_checkpoint, due, next_due, total_batches
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
+from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_epoch_length
+from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks
 from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping, combine
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
 from dstrial.loop.progress import Progress
 from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
-from dstrial.loop.training_data import CountingIterator, TrainingStream, agreed_epoch_length
+from dstrial.loop.sync_point import AgreementPoints, StopReason
 from dstrial.loop.validation import Validation
-from dstrial.loop.validation_data import ValidationStream
-from dstrial.ranks.phases import begin_phase, end_phases
+from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
-from dstrial.trial.det_errors import AccumulationError, InvalidTrialError, SearcherMetricError
+from dstrial.trial.determined_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
@@ -483,11 +483,11 @@ class TrainingLoop:
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
         self._sinks.upload()
-        saves, failure = self._distributed.broadcast((saves, rescue.described(error)))
+        saves, failure = self._distributed.broadcast((saves, failure_agreement.described(error)))
         if error is not None:
             raise error
         if failure is not None:
-            raise rescue.peer_failed("the report of a validation", [(0, failure)])
+            raise failure_agreement.peer_failed("the report of a validation", [(0, failure)])
         progress.last_validation = progress.batches_trained
         return bool(saves)
 
@@ -495,7 +495,7 @@ class TrainingLoop:
     def _saving_first(self) -> Iterator[None]:
         """Save what is trained before an exception of user code goes on, if all ranks have failed at the same place.
 
-        Ranks: all, collectively where they can agree; see ``dstrial.loop.rescue``.
+        Ranks: all, collectively where they can agree; see ``dstrial.loop.failure_agreement``.
         """
         try:
             yield
@@ -512,13 +512,13 @@ class TrainingLoop:
         if progress.checkpoint_is_current or batches == self._first_batch:
             return
         place = f"failed at batch {batches}"
-        rescue.arrive(distributed, place)
-        if not rescue.all_arrived(distributed, place, rescue.MEET_S):
+        failure_agreement.arrive(distributed, place)
+        if not failure_agreement.all_arrived(distributed, place, failure_agreement.MEET_S):
             logger.error(
                 "rank %d has failed alone at batch %d (%s): what is trained since the last checkpoint is lost",
                 distributed.rank,
                 batches,
-                rescue.described(error),
+                failure_agreement.described(error),
             )
             return
         try:

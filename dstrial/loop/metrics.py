@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from determined import pytorch
 
-from dstrial.trial.det_errors import InvalidTrialError, MetricNamesError
+from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
 
 _MOST_LOSSES_HELD = 4096
 """Losses of this many newest sets are held until the next report, to see which of them are finite."""

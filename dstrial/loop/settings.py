@@ -8,8 +8,8 @@ from typing import Literal
 
 from determined import pytorch
 
-from dstrial.config.training_checks import TrainingChecks
-from dstrial.loop.agreement import StopReason
+from dstrial.config.experiment_config.training_checks import TrainingChecks
+from dstrial.loop.sync_point import StopReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from determined import pytorch, util
 
-from dstrial.engine.validation_plan import ValidationRound
+from dstrial.engine.adapters.validation_plan import ValidationRound
 from dstrial.errors import DataError, TrialContractError
+from dstrial.loop import failure_agreement
 from dstrial.loop import metrics as loop_metrics
-from dstrial.loop import rescue
 from dstrial.loop.callbacks import Callbacks
+from dstrial.loop.data.validation import Extent, ValidationStream
 from dstrial.loop.run_state import Snapshot
-from dstrial.loop.validation_data import Extent, ValidationStream
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
-from dstrial.trial.det_errors import FullDatasetError, InvalidTrialError
+from dstrial.trial.determined_errors import FullDatasetError, InvalidTrialError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
@@ -168,11 +168,11 @@ class Validation:
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
         results: dict[str, Any]
-        results, failure = self._context.distributed.broadcast((mine, rescue.described(error)))
+        results, failure = self._context.distributed.broadcast((mine, failure_agreement.described(error)))
         if error is not None:
             raise error
         if failure is not None:
-            raise rescue.peer_failed("evaluate_full_dataset", [(0, failure)])
+            raise failure_agreement.peer_failed("evaluate_full_dataset", [(0, failure)])
         return results, self._extent.num_records or 0
 
     def _by_batches(self) -> tuple[dict[str, Any], int]:
@@ -209,23 +209,25 @@ class Validation:
         distributed = self._context.distributed
         self._num_runs += 1
         place = f"evaluated {self._num_runs}"
-        rescue.arrive(distributed, place)
+        failure_agreement.arrive(distributed, place)
         if error is not None:
             # The others may be inside a forward pass that waits for this rank.
-            timeout_s = rescue.MEET_S if self._is_collective else rescue.EVALUATE_S
-            if distributed.size > 1 and rescue.can_agree(distributed):
+            timeout_s = failure_agreement.MEET_S if self._is_collective else failure_agreement.EVALUATE_S
+            if distributed.size > 1 and failure_agreement.can_agree(distributed):
                 logger.error(
-                    "evaluation has failed on rank %d: %s", distributed.rank, rescue.described(error)
+                    "evaluation has failed on rank %d: %s",
+                    distributed.rank,
+                    failure_agreement.described(error),
                 )
-            if not rescue.all_arrived(distributed, place, timeout_s):
+            if not failure_agreement.all_arrived(distributed, place, timeout_s):
                 self.is_agreed = False
                 raise error
-        gathered = distributed.allgather((share, rescue.described(error)))
+        gathered = distributed.allgather((share, failure_agreement.described(error)))
         if error is not None:
             raise error
         failures = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
         if failures:
-            raise rescue.peer_failed("evaluation", failures)
+            raise failure_agreement.peer_failed("evaluation", failures)
         return [handed_in for handed_in, _ in gathered]
 
     def sample(self) -> set[str] | None:

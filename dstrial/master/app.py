@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 from dstrial.master import api, web
-from dstrial.master.api.frame import Api, Route
+from dstrial.master.http.router import Api, Route
 from dstrial.master.proxy import Front
 from dstrial.master.services import Services
 

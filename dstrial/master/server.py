@@ -26,10 +26,10 @@ import uvloop
 from dstrial import __version__
 from dstrial.errors import DstrialError, MasterError
 from dstrial.master import owner_socket
-from dstrial.master.changes import Changes
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
 from dstrial.master.log_format import LogFormatter
+from dstrial.master.pubsub import Changes
 from dstrial.master.state_directory import (
     MasterRecord,
     StateDirectory,
@@ -170,15 +170,15 @@ def serve(
     Raises:
         MasterError: the directory is another master's, the port is taken, or the settings are wrong.
     """
-    from dstrial.master.launcher import launcher
-    from dstrial.master.launcher.devices import find_slots
+    from dstrial.master.backends import local
+    from dstrial.master.backends.devices import find_slots
     from dstrial.master.services import open_services
     from dstrial.master.settings import MasterSettings
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     with contextlib.ExitStack() as stack:
         # Trials get the user's umask back: what they write may be meant for others.
-        launcher.trial_umask = os.umask(_PRIVATE_UMASK)
+        local.trial_umask = os.umask(_PRIVATE_UMASK)
         stack.enter_context(state.lock())
         state.close_to_others()
         listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.master.activity import Activity
-from dstrial.master.attempts import Attempts
-from dstrial.master.changes import Changes
 from dstrial.master.clock import now_us
-from dstrial.master.links import LoginLinks
+from dstrial.master.http.login_links import LoginLinks
+from dstrial.master.http.login_throttle import Attempts
+from dstrial.master.pubsub import Changes
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import users
 from dstrial.master.store.database import Connection, Database, Transaction, make_cluster_id
@@ -32,7 +32,7 @@ from dstrial.master.webhooks.signing import load_key
 
 if TYPE_CHECKING:
     from dstrial.config.secrets import SecretNames
-    from dstrial.master.launcher.devices import Slot
+    from dstrial.master.backends.devices import Slot
     from dstrial.master.settings import MasterSettings
 
 T = TypeVar("T")

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.documents import read_yaml
-from dstrial.config.findings import Findings, render
+from dstrial.config.diagnostics import Findings, render
+from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
-from dstrial.config.limits import DEFAULT_LIMITS, TextLimits
+from dstrial.config.parsing.documents import read_yaml
+from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
 from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
-from dstrial.config.submission import MasterDefaults
 
 DEFAULT_PORT = 8080
 DEFAULT_POOL = "default"

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dstrial.ranks.control import ControlChannel, timeout_from_environ
+    from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
     from dstrial.ranks.identity import RankIdentity, identify
     from dstrial.ranks.process_group import (
         device,
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         prepare_accelerator,
         shutdown,
     )
-    from dstrial.ranks.stop import StopSignals
+    from dstrial.ranks.stop_signals import StopSignals
 
 _HOME = {
     "ControlChannel": "control",

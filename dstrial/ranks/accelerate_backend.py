@@ -80,7 +80,7 @@ def _bring_up_ranks() -> None:
     import torch.distributed
 
     from dstrial.ranks import process_group
-    from dstrial.ranks.control import timeout_from_environ
+    from dstrial.ranks.control_channel import timeout_from_environ
     from dstrial.ranks.identity import identify
 
     if not torch.distributed.is_initialized():

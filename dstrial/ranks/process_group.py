@@ -20,7 +20,7 @@ from dstrial.errors import RankError, RankTimeoutError
 from dstrial.ranks.device_memory import ask_torch_for_free_memory
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
-from dstrial.ranks.meeting import as_init_method, open_store
+from dstrial.ranks.rendezvous_store import as_init_method, open_store
 from dstrial.ranks.sockets import free_port, loopback_only
 
 if TYPE_CHECKING:

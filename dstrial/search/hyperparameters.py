@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.config.hyperparameters import is_specification
+from dstrial.config.experiment_config.hyperparameters import is_specification
 from dstrial.errors import SearchError
 from dstrial.search.random_state import SearchRandom
 

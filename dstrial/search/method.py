@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from dstrial.config.hyperparameters import is_searched
+from dstrial.config.experiment_config.hyperparameters import is_searched
 from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.hyperparameters import sample
 from dstrial.search.random_state import SearchRandom

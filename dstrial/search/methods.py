@@ -19,7 +19,7 @@ METHODS: dict[str, type[SearchMethod]] = {
     "adaptive_asha": AdaptiveAsha,
     "async_halving": AsyncHalving,
 }
-"""Name -> what runs it; ``dstrial.config.experiment_rules.SEARCHERS`` says what its config may have."""
+"""Name -> what runs it; ``dstrial.config.schema.SEARCHERS`` says what its config may have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,17 +20,17 @@ from dstrial.config import (
     resolve_batch,
 )
 from dstrial.config.parallel_dims import replicas_of
-from dstrial.config.saved_run import given_settings
-from dstrial.engine.adapt import adapt, require_engine
-from dstrial.engine.adapter import EngineAdapter
-from dstrial.engine.batch_sizes import dims_of
+from dstrial.engine.adapters.base import EngineAdapter
+from dstrial.engine.adapters.batch_sizes import dims_of
+from dstrial.engine.adapters.factory import adapt, require_engine
+from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.engine.deepspeed_internals import engines
-from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.errors import ConfigError
-from dstrial.trial.data import to_device
-from dstrial.trial.det_errors import InvalidTrialError, NoSeedError, NotTrainingError
-from dstrial.trial.kept_batch import ResumedRun
-from dstrial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
+from dstrial.resume.apply import ResumedRun
+from dstrial.resume.metadata import given_settings
+from dstrial.trial.determined_errors import InvalidTrialError, NoSeedError, NotTrainingError
+from dstrial.trial.device_transfer import to_device
+from dstrial.trial.model_parallel_unit import ModelParallelUnit, make_data_parallel_mpu, make_deepspeed_mpu
 from dstrial.trial.runtime import TrialRuntime
 
 logger = logging.getLogger("dstrial.trial")

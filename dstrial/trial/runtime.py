@@ -9,15 +9,15 @@ from typing import Any
 from determined import core
 
 from dstrial.config import EngineRecord
-from dstrial.config.saved_run import run_metadata
-from dstrial.engine.adapter import EngineAdapter
+from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.errors import CheckpointNotFoundError
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import RunDirectory
 from dstrial.local.train_context import LocalTrainContext
-from dstrial.ranks.stop import StopSignals
-from dstrial.trial.kept_batch import ResumedRun
-from dstrial.trial.mpu import ModelParallelUnit
+from dstrial.ranks.stop_signals import StopSignals
+from dstrial.resume.apply import ResumedRun
+from dstrial.resume.metadata import run_metadata
+from dstrial.trial.model_parallel_unit import ModelParallelUnit
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

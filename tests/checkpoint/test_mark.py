@@ -3,7 +3,7 @@ import pathlib
 
 import pytest
 
-from dstrial.checkpoint.mark import (
+from dstrial.checkpoint.completion_marker import (
     MARK_NAME,
     fsync_tree,
     incomplete,

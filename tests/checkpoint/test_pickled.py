@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dstrial.checkpoint.pickled import read_pickle
+from dstrial.checkpoint.pickle_scan import read_pickle
 
 
 class Calls:

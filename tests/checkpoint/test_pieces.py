@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
-from dstrial.checkpoint.pieces import Pieces, overlaps, own_piece
+from dstrial.checkpoint.shards import Pieces, overlaps, own_piece
 
 
 def place(name: str, numel: int, **where: object) -> ParameterPlace:

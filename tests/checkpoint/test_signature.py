@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrial.checkpoint.checksum import SEAL_KEY, key_path, sealed
 from dstrial.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -15,7 +16,6 @@ from dstrial.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from dstrial.checkpoint.signature import SEAL_KEY, key_path, sealed
 
 
 @pytest.fixture(autouse=True)

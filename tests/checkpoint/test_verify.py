@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dstrial.checkpoint.integrity import damaged_error, describe_damage, verify_files
 from dstrial.checkpoint.manifest import Manifest, hash_files
-from dstrial.checkpoint.verify import damaged_error, describe_damage, verify_files
 
 FILES = {"model0/a.pt": b"a" * 4000, "model0/b.pt": b"b" * 5000, "dstrial_rank1.pt": b"state"}
 

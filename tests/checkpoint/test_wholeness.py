@@ -2,9 +2,9 @@ import pathlib
 
 import pytest
 
+from dstrial.checkpoint.completion_marker import write_mark
+from dstrial.checkpoint.integrity import bytes_to_read, examine
 from dstrial.checkpoint.manifest import Manifest, hash_files, write_manifest
-from dstrial.checkpoint.mark import write_mark
-from dstrial.checkpoint.verify import bytes_to_read, examine
 from dstrial.errors import CheckpointNotFoundError
 
 FILES = {"model0/a.pt": b"a" * 4000, "model0/b.pt": b"b" * 5000, "dstrial_rank1.pt": b"state"}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from dstrial.checkpoint.mark import read_mark
+from dstrial.checkpoint.completion_marker import read_mark
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.ranks import run_function
 

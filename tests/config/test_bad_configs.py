@@ -4,7 +4,7 @@ import pytest
 from bad_configs import BAD_CONFIGS, EXPERIMENT, NOT_IN_0_19_0, BadConfig, message, write
 
 from dstrial.config import load_experiment
-from dstrial.config.rules import installed_deepspeed_version
+from dstrial.config.deepspeed_schema import installed_deepspeed_version
 
 
 @pytest.mark.parametrize("bad", BAD_CONFIGS, ids=[bad.mistake for bad in BAD_CONFIGS])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.config.command import check_command, interpreter_of, seconds_of
+from dstrial.config.experiment_config.command import check_command, interpreter_of, seconds_of
 from dstrial.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.config import ParallelDims, check_deepspeed
-from dstrial.config.rules import TABLE_FILES, installed_deepspeed_version, read_table
+from dstrial.config.deepspeed_schema import TABLE_FILES, installed_deepspeed_version, read_table
 
 pytestmark = pytest.mark.timeout(600)  # DeepSpeed compiles a Muon kernel when it is first used on a machine
 

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config.documents import parse_yaml_value, read_json, read_yaml, read_yaml_text, yaml_text
+from dstrial.config.parsing.documents import parse_yaml_value, read_json, read_yaml, read_yaml_text, yaml_text
 from dstrial.errors import ConfigError
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))

@@ -6,8 +6,8 @@ import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT, MODEL_DEF
 
 from dstrial.config import load_experiment, merge_deepspeed, overwrite_deepspeed_config
+from dstrial.config.diagnostics import nested_form
 from dstrial.config.dotted_keys import nested
-from dstrial.config.findings import nested_form
 from dstrial.errors import ConfigError
 
 OVERWRITES = "  overwrite_deepspeed_args: {overwrites}\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dstrial.config import ExperimentConfig, explain, load_experiment
-from dstrial.config.script_source import find_script
+from dstrial.config.experiment_config.script_source import find_script
 from dstrial.errors import ConfigError
 
 EXPERIMENT = """\

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrial.config import EngineRecord, SavedRun, fitting_slots, keep_batch, resume_problems, solve_batch
-from dstrial.config.saved_run import given_settings, run_metadata
 from dstrial.errors import ConfigError
+from dstrial.resume.metadata import given_settings, run_metadata
 
 SIZES = st.integers(min_value=1, max_value=24)
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

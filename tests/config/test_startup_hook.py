@@ -10,7 +10,7 @@ import yaml
 
 from dstrial.cli.app import main
 from dstrial.config import load_experiment
-from dstrial.config.startup_hook import may_install, requirements_of, unsupported
+from dstrial.config.experiment_config.startup_hook import may_install, requirements_of, unsupported
 from dstrial.errors import ConfigError
 
 

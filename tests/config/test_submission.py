@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.config.limits import TextLimits
-from dstrial.config.submission import (
+from dstrial.config.experiment_config.submission import (
     MasterDefaults,
     Submission,
     check_submission,
@@ -18,6 +17,7 @@ from dstrial.config.submission import (
     read_override,
     search_section,
 )
+from dstrial.config.parsing.limits import TextLimits
 from dstrial.errors import ConfigError
 
 DEFAULTS = MasterDefaults({"type": "shared_fs", "host_path": "/checkpoints"}, ("A=1",))

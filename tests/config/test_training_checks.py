@@ -2,7 +2,7 @@ import pytest
 from bad_configs import EXPERIMENT, BadConfig, write
 
 from dstrial.config import load_experiment
-from dstrial.config.training_checks import TrainingChecks
+from dstrial.config.experiment_config.training_checks import TrainingChecks
 from dstrial.errors import ConfigError
 
 

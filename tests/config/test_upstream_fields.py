@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrial.config.command import check_command
+from dstrial.config.experiment_config.command import check_command
+from dstrial.config.experiment_config.submission import NO_IMAGE, MasterDefaults, Submission, check_submission
 from dstrial.config.merge import merge_template
-from dstrial.config.submission import NO_IMAGE, MasterDefaults, Submission, check_submission
 from dstrial.errors import ConfigError
 
 GOOD: dict[str, Any] = {

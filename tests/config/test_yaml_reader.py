@@ -6,11 +6,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config import yaml_reader
-from dstrial.config.documents import parse_yaml_value, read_yaml_text, yaml_text
-from dstrial.config.findings import MAX_PROBLEMS, Findings, render
-from dstrial.config.limits import DEFAULT_LIMITS, TextLimits, check_value
+from dstrial.config.diagnostics import MAX_PROBLEMS, Findings, render
 from dstrial.config.merge import merge_template
+from dstrial.config.parsing import yaml_reader
+from dstrial.config.parsing.documents import parse_yaml_value, read_yaml_text, yaml_text
+from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits, check_value
 from dstrial.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

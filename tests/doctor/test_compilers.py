@@ -6,7 +6,7 @@ import pytest
 from dstrial.doctor import compilers
 from dstrial.doctor.compilers import Compilers
 from dstrial.doctor.libraries import DeepSpeedBuild, Libraries, Operator, TorchBuild
-from dstrial.launch.abandoned_locks import abandoned_locks, remove_abandoned_locks
+from dstrial.launch.stale_locks import abandoned_locks, remove_abandoned_locks
 
 ALL = Compilers(
     "c++", "g++ 12.2", "1.11", False, True, "/usr/include/python3.12", "/usr/local/cuda/bin/nvcc", "13.0"

@@ -7,12 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from dstrial.config import ParallelDims
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.gates import Gates
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import (
+    Failure,
+    FailureKind,
+    Measured,
+    Outcome,
+    outcome_from_json,
+    outcome_to_json,
+)
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.method import Action, Finish, Measure, MethodOptions, measures
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_from_json, outcome_to_json
-from dstrial.dsat.space import Space
+from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, measures
+from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.space import Space
 from dstrial.search.random_state import SearchRandom
 
 BASE = {

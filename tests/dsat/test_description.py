@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dstrial.dsat.arguments import build_parser, flags_of
-from dstrial.dsat.description import describe, script_request, trial_request
-from dstrial.dsat.prepare import request_maker
-from dstrial.dsat.settings import read_settings
-from dstrial.dsat.space import Structure
-from dstrial.dsat.trial_config import python_words
+from dstrial.dsat.backends.trial_spec import python_words
+from dstrial.dsat.cli import build_parser, flags_of
+from dstrial.dsat.config import read_settings
+from dstrial.dsat.driver.dry_runs import request_maker
+from dstrial.dsat.predictor.dry_run_requests import describe, script_request, trial_request
+from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.__main__ import user_place
 from dstrial.engine.dryrun.process import DryRunError
 from dstrial.engine.dryrun.values import DryRunResult

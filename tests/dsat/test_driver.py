@@ -13,18 +13,18 @@ import pytest
 import yaml
 from surfaces import BASE, surface
 
-from dstrial.dsat.arguments import build_parser, flags_of
-from dstrial.dsat.backends.backend import Ended
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.driver import Driver
-from dstrial.dsat.gates import Gates
+from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
+from dstrial.dsat.cli import build_parser, flags_of
+from dstrial.dsat.config import SearchSettings, read_settings, with_parallel
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.journal import SearchEnd, SearchRecord
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
+from dstrial.dsat.core.result import TrialResult, best_of
+from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.outcome import Failure, FailureKind, Measured
-from dstrial.dsat.record import SearchEnd, SearchRecord
 from dstrial.dsat.report.live import summary
-from dstrial.dsat.results import TrialResult, best_of
-from dstrial.dsat.settings import SearchSettings, read_settings, with_parallel
-from dstrial.dsat.trial_config import TrialSpec, full_config
+from dstrial.dsat.space.filters import Gates
 from dstrial.errors import ConfigError, LaunchError
 
 
@@ -199,7 +199,7 @@ def test_the_best_experiment_is_written_whole_and_the_report_names_keys_that_do_
 def test_a_trial_that_found_no_room_on_the_disk_is_measured_when_there_is_some(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstrial.dsat.room._RETRY_S", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver.disk_full._RETRY_S", 0.0)
     settings = _settings(experiment, "--max-trials", "3")
     _, undisturbed, _ = _run(settings, {"started": {}})
     shutil.rmtree(settings.output)

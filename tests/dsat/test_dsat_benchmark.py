@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.dsat.inputs import PredictInputs
+from dstrial.dsat.predictor.profiles import PredictInputs
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -51,7 +51,7 @@ def test_larger_micro_batches_and_buckets_need_more_memory_and_higher_stages_les
 
     def peak(stage: int, position: int, **settings: Any) -> float:
         values = tuple(sorted((f"zero_optimization.{name}", value) for name, value in settings.items()))
-        structure = load("dstrial.dsat.space").Structure(stage, values)
+        structure = load("dstrial.dsat.space.space").Structure(stage, values)
         outcome = surface.outcome(space.candidate(structure, position))
         return float(outcome.metrics["peak_memory_bytes"])
 

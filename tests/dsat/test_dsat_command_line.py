@@ -15,12 +15,12 @@ import yaml
 from dstrial import dsat
 from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
-from dstrial.dsat import defaults
-from dstrial.dsat.arguments import build_parser, flags_of, with_method
+from dstrial.dsat import compat
+from dstrial.dsat.backends.trial_spec import full_config, local_command, measuring_spec
+from dstrial.dsat.cli import build_parser, flags_of, with_method
+from dstrial.dsat.config import read_settings
 from dstrial.dsat.methods import METHOD_NAMES
-from dstrial.dsat.settings import read_settings
-from dstrial.dsat.space import Space
-from dstrial.dsat.trial_config import full_config, local_command, measuring_spec
+from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
 
 BASE = {
@@ -221,7 +221,7 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
         "max_length": {"batches": 1000},
     }
     assert spec.config["max_restarts"] == 0
-    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.trial --trial model_def:MyTrial")
+    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.rank --trial model_def:MyTrial")
     assert "min_validation_period" not in spec.config
     hparams = spec.config["hyperparameters"]
     assert hparams["_use_dsat_mode"] is True
@@ -252,7 +252,7 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
     command = local_command(settings, "gen.yaml", "python")
 
     launch = ["python", "-m", "dstrial.launch", "--slots", "2", "--config", "gen.yaml", "--context-dir", "."]
-    script = ["-m", "dstrial.dsat.trial.local_script", "train.py", "--deepspeed", "ds.json"]
+    script = ["-m", "dstrial.dsat.rank.standalone_script", "train.py", "--deepspeed", "ds.json"]
     assert command == [*launch, *script]
 
 
@@ -410,16 +410,16 @@ def test_the_constants_of_the_old_tool_are_there_under_their_names() -> None:
     assert dsat.DEFAULT_ZERO_SEARCH_SPACE[2]["overlap_comm"] == (False, True)
     assert "allgather_bucket_size" not in dsat.DEFAULT_ZERO_SEARCH_SPACE[3]
     for name in ("ARGS_PKL_PATH", "MODEL_INFO_PROFILING_PATH", "AUTOTUNING_RESULTS_PATH"):
-        assert getattr(defaults, name).endswith((".pkl", ".json"))
-    assert defaults.SMALLER_IS_BETTER is True
-    assert defaults.DEFAULT_SEARCH_RUNNER_CONFIG["resources"] == {"slots_per_trial": 0}
+        assert getattr(compat, name).endswith((".pkl", ".json"))
+    assert compat.SMALLER_IS_BETTER is True
+    assert compat.DEFAULT_SEARCH_RUNNER_CONFIG["resources"] == {"slots_per_trial": 0}
 
 
 @pytest.mark.process
 def test_importing_the_constants_of_the_old_tool_builds_no_parser_and_knows_no_method() -> None:
     program = (
-        "import sys; from dstrial.dsat.defaults import CONFIG_KEY; from dstrial.dsat import get_ds_config_from_hparams; "
-        "print([name for name in ('dstrial.dsat.arguments', 'dstrial.dsat.methods', 'numpy') if name in sys.modules])"
+        "import sys; from dstrial.dsat.compat import CONFIG_KEY; from dstrial.dsat import get_ds_config_from_hparams; "
+        "print([name for name in ('dstrial.dsat.cli', 'dstrial.dsat.methods', 'numpy') if name in sys.modules])"
     )
 
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -430,7 +430,7 @@ def test_importing_the_constants_of_the_old_tool_builds_no_parser_and_knows_no_m
 def test_only_agents_of_the_experiments_pool_count_unless_none_says_to_be_in_it() -> None:
     from determined.common.api import bindings
 
-    from dstrial.dsat.backends.master import of_pool
+    from dstrial.dsat.backends.cluster import of_pool
 
     stats = bindings.v1SlotStats(brandStats={}, typeStats={})
     agents = [bindings.v1Agent(id=pool, resourcePools=[pool], slotStats=stats) for pool in ("gpus", "cpus")]

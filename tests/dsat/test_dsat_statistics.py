@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.dsat.report.numbers import format_duration, parse_duration
-from dstrial.dsat.statistics import Sampling, SamplingLimits, median_interval, warm_from
+from dstrial.dsat.rank.statistics import Sampling, SamplingLimits, median_interval, warm_from
+from dstrial.dsat.report.formatting import format_duration, parse_duration
 
 
 def test_warm_up_ends_where_times_change_their_level() -> None:

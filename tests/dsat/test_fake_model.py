@@ -6,7 +6,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from dstrial.dsat.trial.fake_model import renew_parameters, shapes_only
+from dstrial.dsat.rank.meta_init import renew_parameters, shapes_only
 
 
 def test_parameters_built_as_shapes_have_no_memory_and_keep_what_was_said_of_them() -> None:

@@ -8,12 +8,12 @@ import pytest
 from surfaces import play, space, surface
 
 from dstrial.config import ParallelDims
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.methods.method import Note
-from dstrial.dsat.outcome import Failure, Measured, Outcome
-from dstrial.dsat.pipeline import efficiency, enough_accumulation, first_position
-from dstrial.dsat.proof import Proof, best_proofs, proofs
-from dstrial.dsat.space import Space, Structure
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, Measured, Outcome
+from dstrial.dsat.methods.base import Note
+from dstrial.dsat.space.knob_effects import Proof, best_proofs, proofs
+from dstrial.dsat.space.pipeline import efficiency, enough_accumulation, first_position
+from dstrial.dsat.space.space import Space, Structure
 
 RECOMPUTES, UNREAD, WORKERS = (f"hyperparameters.{name}" for name in ("recomputes", "unread", "workers"))
 PIPELINE: dict[str, Any] = {

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from surfaces import BASE, SIZES, play, space, surface
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.gates import Gates
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
+from dstrial.dsat.methods.base import MethodOptions, Note, Skip
 from dstrial.dsat.methods.binary import AshaSearch
-from dstrial.dsat.methods.lineages import LineageMethod
-from dstrial.dsat.methods.method import MethodOptions, Note, Skip
+from dstrial.dsat.methods.lineage import LineageMethod
 from dstrial.dsat.methods.random import RandomSearch
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.space.filters import Gates
 from dstrial.errors import SearchError
 
 METHODS = ("asha", "binary", "random")

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrial.dsat.outcome import Failure, FailureKind, Measured
-from dstrial.dsat.proof import PROBES
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
+from dstrial.dsat.space.knob_effects import PROBES
 from dstrial.dsat.worker.drift import Incumbent, drift_between, without_drift
-from dstrial.dsat.worker.mailbox import (
+from dstrial.dsat.worker.messages import Answer, Order, OrderBook
+from dstrial.dsat.worker.transport import (
     ANSWERS_NAME,
     ORDERS_NAME,
     answer_from_row,
     book_from_notes,
     notes_of,
 )
-from dstrial.dsat.worker.orders import Answer, Order, OrderBook
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json_lines, write_json_atomically
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dstrial.dsat.arguments import build_parser, flags_of
 from dstrial.dsat.backends.local import LocalBackend
 from dstrial.dsat.backends.processes import launch
-from dstrial.dsat.outcome import Failure, FailureKind, failure_line
-from dstrial.dsat.record import SearchRecord
-from dstrial.dsat.settings import read_settings
-from dstrial.dsat.trial_config import measuring_spec
+from dstrial.dsat.backends.trial_spec import measuring_spec
+from dstrial.dsat.cli import build_parser, flags_of
+from dstrial.dsat.config import read_settings
+from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.outcome import Failure, FailureKind, failure_line
 
 pytestmark = pytest.mark.process
 

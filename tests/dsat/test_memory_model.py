@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.dsat.memory_learning import MemoryLearner, MemoryPoint
-from dstrial.dsat.memory_model import MEMORY_PARTS, DeviceMemory, PeakParts, peak_parts, unmeasured_peak
-from dstrial.dsat.setup import Buckets, Setup
+from dstrial.dsat.predictor.memory import MEMORY_PARTS, DeviceMemory, PeakParts, peak_parts, unmeasured_peak
+from dstrial.dsat.predictor.memory_learner import MemoryLearner, MemoryPoint
+from dstrial.dsat.predictor.zero_features import Buckets, Setup
 from dstrial.engine.dryrun.values import DryRunResult, Flops, Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dstrial.dsat.candidate import BatchSplit, Candidate
-from dstrial.dsat.comparable import FLOPS_RULE, doubts, unlike_ordered, with_model_flops
-from dstrial.dsat.outcome import FailureKind, Measured
-from dstrial.dsat.trial.first_batch import counted_flops
+from dstrial.dsat.core.candidate import BatchSplit, Candidate
+from dstrial.dsat.core.outcome import FailureKind, Measured
+from dstrial.dsat.driver.normalize import FLOPS_RULE, doubts, unlike_ordered, with_model_flops
+from dstrial.dsat.rank.engine_features import counted_flops
 
 ONE_LAYER = 2 * 4 * 16 * 16  # of 4 records
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.dsat.outcome import (
+from dstrial.dsat.core.outcome import (
     Failure,
     FailureKind,
     Measured,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dstrial.dsat.arguments import build_parser, flags_of
-from dstrial.dsat.settings import SearchSettings, read_settings
+from dstrial.dsat.cli import build_parser, flags_of
+from dstrial.dsat.config import SearchSettings, read_settings
 from dstrial.errors import ConfigError
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

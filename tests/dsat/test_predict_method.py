@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from surfaces import BASE, DEVICE_BYTES, SIZES, Played, play, space, surface
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.ceilings import ModelInfo
-from dstrial.dsat.forecast import structure_of
-from dstrial.dsat.gates import Gates, needs_no_less_memory
-from dstrial.dsat.inputs import PredictInputs, closed_form
-from dstrial.dsat.machine import DEVICES, METRIC_PREFIX, nominal_machine
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.method import MethodOptions, measures
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.plan import headline, make_plan, parse_bytes
-from dstrial.dsat.structures import Structures, positions
+from dstrial.dsat.methods.base import MethodOptions, measures
+from dstrial.dsat.predictor.config_groups import Structures, positions
+from dstrial.dsat.predictor.hardware import DEVICES, METRIC_PREFIX, nominal_machine
+from dstrial.dsat.predictor.memory_formula import ModelInfo
+from dstrial.dsat.predictor.plan import headline, make_plan, parse_bytes
+from dstrial.dsat.predictor.predictor import structure_of
+from dstrial.dsat.predictor.profiles import PredictInputs, closed_form
+from dstrial.dsat.space.filters import Gates, needs_no_less_memory
 
 INFO = ModelInfo(1.3e9, 1.3e9, 1.1e9, None)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from core_api_program import train
 
-from dstrial.dsat.outcome import FailureKind, failure_from_log
+from dstrial.dsat.core.outcome import FailureKind, failure_from_log
 from dstrial.testing.ranks import run_function
 
 pytestmark = pytest.mark.ranks

@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 from surfaces import play, space, surface
 
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.methods.method import Measure, ReportFacts
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.report import SearchFacts, numbers, report_document, write_report
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.core.result import TrialResult
+from dstrial.dsat.methods.base import Measure, ReportFacts
+from dstrial.dsat.report import SearchFacts, formatting, report_document, write_report
 from dstrial.dsat.report.live import LiveTable
-from dstrial.dsat.results import TrialResult
 
 _PHASES = {"forward": 0.3, "backward": 0.6, "step": 0.05}
 
@@ -195,7 +195,7 @@ def test_the_page_loads_nothing_and_both_renderings_say_the_same(tmp_path: Path)
             r"end to end \(all steps, with the data loader\), [\d.e+]+ by the median step, ", rendered
         )
         assert "bare (one batch again and again)" in rendered
-        flops = [numbers.amount(factor * best["throughput"]) for factor in (2e12, 3e12)]
+        flops = [formatting.amount(factor * best["throughput"]) for factor in (2e12, 3e12)]
         assert f"{flops[0]} of the model, {flops[1]} with recomputation" in rendered
     assert json.loads((tmp_path / "report.json").read_text()) == document
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from surfaces import BASE, play, space
 
 from dstrial.config import ParallelDims, zero_keys_without_effect
-from dstrial.dsat.candidate import BatchSplit, Candidate, Ladder, layered
-from dstrial.dsat.settings_checks import read_space
-from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.structures import Structures
+from dstrial.dsat.config_checks import read_space
+from dstrial.dsat.core.candidate import BatchSplit, Candidate, Ladder, layered
+from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.space.space import Space, Structure
 from dstrial.errors import ConfigError
 from dstrial.search.random_state import SearchRandom
 

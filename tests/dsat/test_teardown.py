@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dstrial.dsat.trial.numeric_flags import NumericFlags
+from dstrial.dsat.rank.numeric_flags import NumericFlags
 from dstrial.testing.ranks import run_function
 
 
@@ -44,11 +44,11 @@ def in_order() -> dict[str, Any]:
 
     cpu = get_accelerator()
     real_accelerator.set_accelerator(Accelerator())
-    from dstrial.dsat.trial import residue, teardown
+    from dstrial.dsat.rank import cleanup, leak_check
 
-    for module in (residue, teardown):
+    for module in (leak_check, cleanup):
         assert module.get_accelerator() is not cpu
-    state = teardown.ProcessState()
+    state = cleanup.ProcessState()
     dist.new_group([0, 1])
     destroy = dist.destroy_process_group
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrial.dsat.machine import DEVICES, Link, Machine, nominal_machine
-from dstrial.dsat.step_parts import PARTS, PHASES, Setup, StepParts, step_parts
-from dstrial.dsat.time_model import TimeModel, TimePoint, Timing
+from dstrial.dsat.predictor.hardware import DEVICES, Link, Machine, nominal_machine
+from dstrial.dsat.predictor.step_parts import PARTS, PHASES, Setup, StepParts, step_parts
+from dstrial.dsat.predictor.step_time import TimeModel, TimePoint, Timing
 from dstrial.engine.dryrun.values import Collective, DryRunResult, Flops, Line, MemoryForm
 
 MACHINE = Machine(

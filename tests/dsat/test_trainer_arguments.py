@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from dstrial.config.deepspeed_source import read_deepspeed
-from dstrial.config.findings import Findings
-from dstrial.config.saved_run import EngineRecord, SavedRun
-from dstrial.dsat.trainer_arguments import ReconciledArguments, reconcile
-from dstrial.dsat.trainer_draft import Outcome
+from dstrial.config.diagnostics import Findings
 from dstrial.errors import ConfigError
+from dstrial.integrations.huggingface.overwrites.draft import Outcome
+from dstrial.integrations.huggingface.overwrites.reconcile import ReconciledArguments, reconcile
+from dstrial.resume.metadata import EngineRecord, SavedRun
 
 AUTO_BATCH = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"

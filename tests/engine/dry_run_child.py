@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-from dstrial.engine.dryrun.bypass import without_compiler
 from dstrial.engine.dryrun.measure import measure
+from dstrial.engine.dryrun.patches import without_compiler
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
 with without_compiler():

@@ -22,10 +22,10 @@ import torch
 from packaging.version import Version
 
 import dstrial
-from dstrial.config.saved_run import EngineRecord
+from dstrial.engine.checkpoint_reader.allowed_classes import LISTED
 from dstrial.engine.deepspeed_internals import PUBLIC_MODULES, engines, optimizers, process
-from dstrial.engine.listed_classes import LISTED
-from dstrial.trial.mpu import ModelParallelUnit
+from dstrial.resume.metadata import EngineRecord
+from dstrial.trial.model_parallel_unit import ModelParallelUnit
 
 PACKAGE = Path(dstrial.__file__).parent
 INTERNALS = PACKAGE / "engine" / "deepspeed_internals"

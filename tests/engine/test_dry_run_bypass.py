@@ -18,17 +18,17 @@ from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from dstrial.engine.dryrun import bypass
+from dstrial.engine.dryrun import patches
 from dstrial.engine.dryrun.tracker import Tracker
 
 
 def tracker(**more: Any) -> Tracker:
-    return Tracker(lambda device: device != torch.device(bypass.DEVICE_NAME), **more)
+    return Tracker(lambda device: device != torch.device(patches.DEVICE_NAME), **more)
 
 
 def test_a_virtual_world_has_many_ranks_and_its_collectives_return() -> None:
     rank_before = os.environ.get("RANK")
-    with bypass.virtual_world(64):
+    with patches.virtual_world(64):
         value = torch.ones(3)
         torch.distributed.all_reduce(value)
         assert torch.distributed.get_world_size() == 64
@@ -40,7 +40,7 @@ def test_a_virtual_world_has_many_ranks_and_its_collectives_return() -> None:
 def test_the_shared_memory_op_is_not_built() -> None:
     backend = importlib.import_module("deepspeed.comm.torch")
     before = backend.build_shm_op
-    with bypass.without_shared_memory_op():
+    with patches.without_shared_memory_op():
         assert backend.build_shm_op() is None
     assert backend.build_shm_op is before
 
@@ -48,7 +48,7 @@ def test_the_shared_memory_op_is_not_built() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("optimizer_class", [DeepSpeedCPUAdam, FusedAdam])
 def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimizer_class: type) -> None:
-    with bypass.without_compiled_ops(), FakeTensorMode():
+    with patches.without_compiled_ops(), FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(10))
         optimizer = optimizer_class([parameter])
         parameter.grad = torch.zeros(10)
@@ -59,7 +59,7 @@ def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimi
 def test_nothing_is_compiled() -> None:
     layer = nn.Linear(2, 2)
     before = torch.compile
-    with bypass.without_compiler():
+    with patches.without_compiler():
         assert torch.compile(layer, dynamic=True) is layer
 
         @torch.compile(fullgraph=True)
@@ -79,7 +79,7 @@ def test_fake_modules_can_be_converted() -> None:
         if Version(torch.__version__) >= Version("2.13"):  # and 2.6 does without
             with pytest.raises(RuntimeError, match="swap"):
                 layer.bfloat16()
-        with bypass.module_conversion():
+        with patches.module_conversion():
             layer.bfloat16()
     assert layer.weight is weight
     assert layer.weight.dtype is torch.bfloat16
@@ -89,16 +89,16 @@ def test_fake_modules_can_be_converted() -> None:
 def test_assigned_data_brings_its_device_along() -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(2))
-        with bypass.data_with_device():
-            parameter.data = parameter.data.to(bypass.DEVICE_NAME)
-        assert parameter.device == torch.device(bypass.DEVICE_NAME)
+        with patches.data_with_device():
+            parameter.data = parameter.data.to(patches.DEVICE_NAME)
+        assert parameter.device == torch.device(patches.DEVICE_NAME)
         other = nn.Parameter(torch.zeros(2))
-        other.data = other.data.to(bypass.DEVICE_NAME)
+        other.data = other.data.to(patches.DEVICE_NAME)
         assert other.device == torch.device("cpu")
 
 
 def test_lists_of_all_ranks_agree() -> None:
-    with bypass.lists_agree():
+    with patches.lists_agree():
         zero_utils.assert_ints_same_as_other_ranks([3, 1, 2])
 
 
@@ -106,7 +106,7 @@ def test_the_device_is_another_memory_than_the_host_and_fills_up() -> None:
     accelerator = get_accelerator()
     name_before = accelerator.current_device_name()
     watching = tracker()
-    with bypass.device_beside_host(watching, 10_000), FakeTensorMode(), watching:
+    with patches.device_beside_host(watching, 10_000), FakeTensorMode(), watching:
         on_device = torch.empty(1000, dtype=torch.uint8, device=accelerator.current_device_name())
         on_host = torch.empty(5000, dtype=torch.uint8)
         assert accelerator.on_accelerator(on_device)
@@ -120,7 +120,7 @@ def test_the_device_is_another_memory_than_the_host_and_fills_up() -> None:
 
 
 def test_user_code_reads_the_declared_constant_and_its_line_is_noted() -> None:
-    reads = bypass.ScalarReads(3.5)
+    reads = patches.ScalarReads(3.5)
     with FakeTensorMode(), tracker(read_scalar=reads):
         assert torch.zeros(2).sum().item() == 3.5
         assert int(torch.zeros((), dtype=torch.int64)) == 3
@@ -134,7 +134,7 @@ def test_fake_scalars_cannot_be_read_otherwise() -> None:
 
 
 def test_deepspeed_reads_no_overflow_and_torch_optimizers_a_first_step() -> None:
-    reads = bypass.ScalarReads()
+    reads = patches.ScalarReads()
     read = "def read(tensor):\n    return tensor.item()\n"
     told = []
     for library in (Path(deepspeed.__file__).parent / "runtime", Path(torch.__file__).parent / "optim"):
@@ -148,7 +148,7 @@ def test_deepspeed_reads_no_overflow_and_torch_optimizers_a_first_step() -> None
 
 def test_the_places_that_begin_a_phase_are_replaced_in_the_block_only() -> None:
     before = DeepSpeedEngine.forward
-    with bypass.phases(tracker()):
+    with patches.phases(tracker()):
         assert DeepSpeedEngine.forward is not before
     assert DeepSpeedEngine.forward is before
 

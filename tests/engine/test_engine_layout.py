@@ -7,7 +7,7 @@ import pytest
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, compatible
-from dstrial.config.rules import installed_deepspeed_version
+from dstrial.config.deepspeed_schema import installed_deepspeed_version
 
 CASES = [
     "zero 0",

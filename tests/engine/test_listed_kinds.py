@@ -34,7 +34,12 @@ def _save_and_load(kind: str, path: Path) -> dict[str, tuple[str, ...]]:
     """Save, look at the files, load, and compare; returns what is not on the list."""
     import torch
 
-    from dstrial.engine.safe_load import bind_checkpoint_engine, make_plain_config, restoring, unlisted_in
+    from dstrial.engine.checkpoint_reader.safe_load import (
+        bind_checkpoint_engine,
+        make_plain_config,
+        restoring,
+        unlisted_in,
+    )
     from dstrial.engine.state import load_engine, save_engine
 
     engine = _engine(kind)

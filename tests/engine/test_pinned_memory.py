@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from dstrial.engine.pinned_memory import PinnedMemory
-from dstrial.engine.state_copy import HostBuffers, StateCopies
+from dstrial.engine.async_copy.pinned_memory import PinnedMemory
+from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
 
 _ALREADY_REGISTERED = 712
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrial.engine.state_copy import HostBuffers, StateCopies
+from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
 
 
 class Scaler:

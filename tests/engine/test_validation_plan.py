@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.engine.validation_plan import ValidationRound, plan_data_parallel, plan_pipeline
+from dstrial.engine.adapters.validation_plan import ValidationRound, plan_data_parallel, plan_pipeline
 
 records = st.integers(0, 200)
 sizes = st.integers(1, 9)

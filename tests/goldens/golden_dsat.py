@@ -13,17 +13,8 @@ import yaml
 from normalization import normalized
 from record import ROOT, inside
 
-from dstrial.dsat.arguments import build_parser
-from dstrial.dsat.backends.backend import Ended
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.driver import Driver
-from dstrial.dsat.gates import Gates
-from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.methods import search_method
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.record import SearchRecord
-from dstrial.dsat.settings import read_settings, with_parallel
-from dstrial.dsat.trial_config import (
+from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.trial_spec import (
     TrialSpec,
     full_config,
     local_command,
@@ -32,8 +23,17 @@ from dstrial.dsat.trial_config import (
     worker_command,
     worker_config,
 )
-from dstrial.dsat.worker.mailbox import notes_of
-from dstrial.dsat.worker.orders import Answer, Order, OrderBook
+from dstrial.dsat.cli import build_parser
+from dstrial.dsat.config import read_settings, with_parallel
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.driver.driver import Driver
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.worker.messages import Answer, Order, OrderBook
+from dstrial.dsat.worker.transport import notes_of
 
 _SEARCH_ID = "0123abcd"
 _GRID = ROOT / "benchmarks" / "dsat_recorded" / "grid.json"

@@ -224,9 +224,9 @@ def fingerprints(scratch: Path) -> dict[str, str]:
     """Record digests that are stored, or compared with those of another release."""
     from determined.common.api.bindings import v1File
 
-    from dstrial.checkpoint.signature import sealed, signed
+    from dstrial.checkpoint.checksum import sealed, signed
     from dstrial.cli.run_submission import fingerprint as of_submission
-    from dstrial.master.launcher.failures import fingerprint as of_failure
+    from dstrial.master.backends.failures import fingerprint as of_failure
     from dstrial.master.store.users import client_hash
     from dstrial.master.webhooks.signing import signature
 

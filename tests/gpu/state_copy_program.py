@@ -7,8 +7,8 @@ import threading
 
 import torch
 
-from dstrial.engine.pinned_memory import CudaRuntime, host_memory_for
-from dstrial.engine.state_copy import HostBuffers, StateCopies
+from dstrial.engine.async_copy.pinned_memory import CudaRuntime, host_memory_for
+from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
 
 DEVICE = torch.device("cuda", 0)
 

@@ -5,8 +5,8 @@ import pathlib
 import pytest
 import torch
 
-from dstrial.engine.pinned_memory import host_memory_for
-from dstrial.engine.state_copy import HostBuffers, StateCopies
+from dstrial.engine.async_copy.pinned_memory import host_memory_for
+from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
 
 pytestmark = [
     pytest.mark.gpu,

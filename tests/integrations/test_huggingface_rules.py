@@ -11,26 +11,26 @@ import pytest
 import torch
 
 from dstrial.config.command_line import CommandLine
-from dstrial.config.saved_run import EngineRecord, SavedRun
 from dstrial.errors import ConfigError, RankTimeoutError, TrialContractError
 from dstrial.integrations.huggingface.arguments import TrainerLength, length_problems
-from dstrial.integrations.huggingface.batch import (
+from dstrial.integrations.huggingface.batch_sizes import (
     ArgumentSizes,
     batch_problems,
     kept_sizes,
     sizes_to_keep,
 )
 from dstrial.integrations.huggingface.context import _require_no_named_checkpoint
-from dstrial.integrations.huggingface.data_wait import STOPPING_WAIT_S, WAIT_S, DataWait
-from dstrial.integrations.huggingface.joint_stop import JointStop
-from dstrial.integrations.huggingface.metrics import (
+from dstrial.integrations.huggingface.coordinated_stop import JointStop
+from dstrial.integrations.huggingface.logged_metrics import (
     LogKind,
     Throughput,
     kind_of,
     reported,
     require_searcher_metrics,
 )
-from dstrial.loop.agreement import StopReason
+from dstrial.integrations.huggingface.stall_detector import STOPPING_WAIT_S, WAIT_S, DataWait
+from dstrial.loop.sync_point import StopReason
+from dstrial.resume.metadata import EngineRecord, SavedRun
 
 
 class Clock:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dstrial.checkpoint.integrity import examine
 from dstrial.checkpoint.manifest import read_manifest
-from dstrial.checkpoint.verify import examine
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.ranks import run_script

@@ -35,11 +35,11 @@ from transformers import (
 )
 
 from dstrial.cli.app import main as dstrial
-from dstrial.config.saved_run import RESUME_VARIABLE
 from dstrial.errors import DstrialError
 from dstrial.integrations import huggingface
-from dstrial.integrations.huggingface import data_wait
+from dstrial.integrations.huggingface import stall_detector
 from dstrial.ranks.process_group import without_compiled_collectives
+from dstrial.resume.metadata import RESUME_VARIABLE
 
 DEFAULTS: dict[str, Any] = {
     "stage": None,  # ZeRO stage; None for a Trainer without DeepSpeed
@@ -268,7 +268,7 @@ def main(path: Path) -> None:
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    data_wait.WAIT_S, data_wait._LOOK_S = 2.0, 0.1
+    stall_detector.WAIT_S, stall_detector._LOOK_S = 2.0, 0.1
     warnings = Warnings()
     logging.getLogger("dstrial.integrations.huggingface").addHandler(warnings)
     found = []

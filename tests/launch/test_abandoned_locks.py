@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.launch.abandoned_locks import remove_abandoned_locks
+from dstrial.launch.stale_locks import remove_abandoned_locks
 from dstrial.launch.start_watch import watched_start
 
 pytestmark = [

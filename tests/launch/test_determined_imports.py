@@ -123,8 +123,8 @@ def test_dsat_is_there_though_determined_no_longer_has_it() -> None:
     assert done.returncode == 0, done.stderr
     assert last_line(done).split() == [
         "determined.pytorch.dsat",
-        "dstrial.dsat.trial.reporting",
-        "dstrial.dsat.defaults",
+        "dstrial.dsat.rank.context",
+        "dstrial.dsat.compat",
     ]
     shown = run("", started_by_dstrial(), arguments=("-m", "determined.pytorch.dsat", "--help"))
     assert shown.returncode == 0, shown.stderr

@@ -11,11 +11,11 @@ import pytest
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.manifest import Manifest, write_manifest
-from dstrial.checkpoint.saved_run import read_saved_run
 from dstrial.config import EngineRecord
-from dstrial.config.saved_run import run_metadata
 from dstrial.errors import CheckpointDamagedError
-from dstrial.launch.resume_check import resumption_problems
+from dstrial.resume.before_ranks import resumption_problems
+from dstrial.resume.manifest import read_saved_run
+from dstrial.resume.metadata import run_metadata
 
 LAYOUT = dataclasses.replace(
     PLAIN_LAYOUT, world_size=3, data_parallel_size=3, micro_batch_size=8, wrapper="DeepSpeedZeroOptimizer"

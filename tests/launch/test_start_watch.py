@@ -10,7 +10,7 @@ import pytest
 from waiting import wait_for
 
 from dstrial.launch.start_watch import Activity, activity, is_due, watched_start
-from dstrial.ranks.phases import PHASE_FILE_VARIABLE, begin_phase, end_phases, read_phase
+from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE, begin_phase, end_phases, read_phase
 
 
 def test_nothing_is_silent_for_five_seconds_and_what_goes_on_is_told_ever_more_rarely() -> None:

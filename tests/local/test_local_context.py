@@ -10,7 +10,7 @@ from determined import core
 from rank_processes import on_ranks
 
 from dstrial.errors import LaunchError, RankError
-from dstrial.local.context import LocalContext, LocalPreemptContext, init
+from dstrial.local.core_context import LocalContext, LocalPreemptContext, init
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory
 

@@ -1,6 +1,6 @@
 from determined import core
 
-from dstrial.loop.agreement import AgreementPoints, StopReason
+from dstrial.loop.sync_point import AgreementPoints, StopReason
 
 
 class Clock:

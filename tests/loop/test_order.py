@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.utils import data
 
 from dstrial.errors import DataError
-from dstrial.loop.order import (
+from dstrial.loop.data.order import (
     BatchGeometry,
     GlobalBatches,
     ReplicaSampler,

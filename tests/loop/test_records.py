@@ -6,8 +6,8 @@ import torch
 from determined import pytorch
 from torch.utils import data
 
-from dstrial.loop.order import BatchGeometry, GlobalBatches, ReplicaSampler, SamplerOrder
-from dstrial.loop.records import SeededRecords, torch_loader
+from dstrial.loop.data.order import BatchGeometry, GlobalBatches, ReplicaSampler, SamplerOrder
+from dstrial.loop.data.records import SeededRecords, torch_loader
 
 pytestmark = pytest.mark.process
 

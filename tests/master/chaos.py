@@ -38,7 +38,7 @@ import chaos_checks
 import chaos_train
 import yaml
 
-from dstrial.master.launcher import SupervisorHandle, is_alive
+from dstrial.master.backends import SupervisorHandle, is_alive
 from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 240.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from dstrial.master.changes import Changes
+from dstrial.master.pubsub import Changes
 
 
 def test_a_change_between_looking_and_waiting_is_not_lost() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.checkpoint_gc import Candidate, Policy, delete_files, plan
+from dstrial.master.lifecycle.checkpoint_gc import Candidate, Policy, delete_files, plan
 
 CANDIDATES = [
     Candidate("a1", 1, 10, 0.9),

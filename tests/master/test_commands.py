@@ -19,7 +19,7 @@ from lomond import events
 from submitting import config, submit, wait_until
 from tasks_here import DEADLINE_S, TasksHere, wait_for
 
-from dstrial.master.command import life
+from dstrial.master.lifecycle import commands
 from dstrial.master.login import USERNAME
 from dstrial.master.store.database import Database, Transaction
 from dstrial.ranks.sockets import free_port
@@ -432,7 +432,9 @@ def test_a_command_whose_master_was_killed_before_its_process_began_begins_with_
     def assign(tx: Transaction) -> None:
         tx.execute("DELETE FROM disabled_slots")
         directory = str(state.path / "allocations")
-        life.assign(tx, task_id, slots=[0], ports={}, resources_id="r", directory=directory, token_hashes={})
+        commands.assign(
+            tx, task_id, slots=[0], ports={}, resources_id="r", directory=directory, token_hashes={}
+        )
 
     with contextlib.closing(Database(state.database_path)) as database:
         database.write(assign)

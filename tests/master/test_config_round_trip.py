@@ -16,8 +16,8 @@ import pytest
 import yaml
 from config_cases import CASES, Case
 
-from dstrial.config.experiment_rules import EXPERIMENT
 from dstrial.config.keys import Section
+from dstrial.config.schema import EXPERIMENT
 from dstrial.testing.master import MasterForTest
 
 RECORD = 'printf \'{"config": %s, "hparams": %s, "variables": %s}\' "$DET_EXPERIMENT_CONFIG" "$DET_HPARAMS" '

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
+from dstrial.master.backends import supervisor
 from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail
-from dstrial.master.launcher import supervisor
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.observe import usage

@@ -6,9 +6,9 @@ import contextlib
 import time
 from pathlib import Path
 
-from dstrial.config.submission import MasterDefaults, check_submission
-from dstrial.master.changes import Changes
-from dstrial.master.experiment import experiments
+from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
+from dstrial.master.lifecycle import experiments
+from dstrial.master.pubsub import Changes
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.logs import add_master_line

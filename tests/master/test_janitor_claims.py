@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from dstrial.config.submission import MasterDefaults, check_submission
-from dstrial.master.changes import Changes
-from dstrial.master.experiment import experiments
+from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
+from dstrial.master.lifecycle import experiments
+from dstrial.master.pubsub import Changes
 from dstrial.master.scheduler.janitor import Janitor
-from dstrial.master.store import checkpoints, models, work
+from dstrial.master.store import background_jobs, checkpoints, models
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import InvalidError
@@ -82,7 +82,7 @@ def test_what_is_registered_after_its_deletion_was_asked_for_is_kept(
     database: Database, tmp_path: Path
 ) -> None:
     payload = {"uuids": ["a", "b"], "globs": ["**/*"]}
-    database.write(lambda tx: work.request(tx, "delete_checkpoints", 1, payload))
+    database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, payload))
     database.write(lambda tx: models.add_version(tx, 1, "a", 1))
 
     do_work(database)

@@ -19,7 +19,7 @@ from tasks_here import TasksHere
 from waiting import wait_for
 from wheels import source_distribution, wheel
 
-from dstrial.master.launcher.overlay import store
+from dstrial.master.backends.overlay import store
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
@@ -430,7 +430,7 @@ def test_only_what_no_task_uses_and_none_has_started_in_for_long_is_collected(tm
     def make(_overlay: store.Overlay, staging: Path) -> None:
         staging.mkdir()
 
-    hold = "import sys; from pathlib import Path; from dstrial.master.launcher.overlay import store\n"
+    hold = "import sys; from pathlib import Path; from dstrial.master.backends.overlay import store\n"
     hold += "store.acquire(Path(sys.argv[1]), 'used', lambda _, path: path.mkdir(), 'me', print, 1.0)\n"
     hold += "print('ready', flush=True)\nsys.stdin.read()\n"
     with subprocess.Popen(

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.process
 SCRIPT = """
 import os
 import determined as det
-from dstrial.loop.save_job import ReportsUnderway
+from dstrial.loop.background_save import ReportsUnderway
 
 with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     core.train.report_training_metrics(1, {"loss": 1.0})

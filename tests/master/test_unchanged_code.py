@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from submitting import config, log_of, steps_of, submit, trials, wait_until
 
-from dstrial.dsat.description import describe, trial_request
+from dstrial.dsat.predictor.dry_run_requests import describe, trial_request
 from dstrial.testing.master import MasterForTest
 
 pytestmark = [pytest.mark.process, pytest.mark.ranks]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
 from wsproto.utilities import generate_accept_token
 
-from dstrial.master.proxy.tunnel import server_frames
+from dstrial.master.proxy.websocket_proxy import server_frames
 
 FINAL = 0x80
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 def meet() -> dict[str, bool]:
     from dstrial.ranks import process_group
-    from dstrial.ranks.control import ControlChannel
+    from dstrial.ranks.control_channel import ControlChannel
     from dstrial.ranks.identity import identify
 
     identity = identify(os.environ)

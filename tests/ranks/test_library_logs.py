@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dstrial.surroundings import quieten_libraries
+from dstrial.runtime import quieten_libraries
 
 
 def test_deepspeeds_line_about_a_scheduler_that_has_not_started_is_dropped_and_others_are_not(

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dstrial.ranks.stop import StopSignals
+from dstrial.ranks.stop_signals import StopSignals
 
 
 def test_sigterm_sets_the_flag_and_the_handler_is_restored() -> None:

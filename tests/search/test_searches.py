@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrial.config.submission import search_section
+from dstrial.config.experiment_config.submission import search_section
 from dstrial.errors import SearchError
 from dstrial.search import Create, ExitReason, Searcher, Shutdown, SimulationResult, Stop, preview, simulate
 from dstrial.search.adaptive_asha import brackets

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import yaml
 
+from dstrial.checkpoint.checksum import sealed
+from dstrial.checkpoint.completion_marker import read_mark, write_mark
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_files, read_manifest, write_manifest
-from dstrial.checkpoint.mark import read_mark, write_mark
-from dstrial.checkpoint.signature import sealed
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.ranks import run_function
 

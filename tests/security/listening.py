@@ -12,7 +12,7 @@ from pathlib import Path
 _TCP_LISTEN = "0A"
 _UNIX_ACCEPTS = 0x10000  # linux/net.h, __SO_ACCEPTCON
 _OURS = re.compile(
-    r"dstrial\.launch|dstrial\.dsat|torch\.distributed\.run|launcher/supervisor|rank_main|/bin/sh"
+    r"dstrial\.launch|dstrial\.dsat|torch\.distributed\.run|backends/supervisor|rank_main|/bin/sh"
 )
 
 

@@ -15,8 +15,8 @@ import foreign
 import pytest
 
 from dstrial.checkpoint.file_roles import layouts_of
+from dstrial.checkpoint.integrity import examine
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest
-from dstrial.checkpoint.verify import examine
 from dstrial.errors import CheckpointDamagedError
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest

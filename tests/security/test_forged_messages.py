@@ -115,7 +115,7 @@ class Store(dict[str, bytes]):
 def test_a_key_file_that_others_can_read_or_have_made_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dstrial.ranks.secret import key_through_file
+    from dstrial.ranks.job_secret import key_through_file
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     good = tmp_path / "dstrial-key-good"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from dstrial.dsat.worker import star
+from dstrial.dsat.worker import rpc
 from dstrial.errors import RankError
 from dstrial.ranks.identity import RankIdentity, identify
-from dstrial.ranks.secret import tag
+from dstrial.ranks.job_secret import tag
 from dstrial.ranks.sockets import free_port
 
 pytestmark = pytest.mark.process
@@ -36,7 +36,7 @@ def _identity(monkeypatch: pytest.MonkeyPatch, rank: int, num_nodes: int) -> Ran
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(star, "_MEET_S", 20.0)
+    monkeypatch.setattr(rpc, "_MEET_S", 20.0)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("DSTRIAL_LAUNCHER_PID", str(os.getpid()))
     monkeypatch.delenv("DSTRIAL_SECRET", raising=False)
@@ -72,48 +72,48 @@ class Gathering:
     """The chief's end, in a thread."""
 
     def __init__(self, identity: RankIdentity) -> None:
-        self.server = star.listen(identity)
+        self.server = rpc.listen(identity)
         self.address = self.server.getsockname()
-        self.lines: dict[int, star.Line] = {}
+        self.lines: dict[int, rpc.Line] = {}
         self._thread = threading.Thread(target=self._gather, args=(identity,))
         self._thread.start()
 
     def _gather(self, identity: RankIdentity) -> None:
-        self.lines = star.gather(self.server, identity)
+        self.lines = rpc.gather(self.server, identity)
 
-    def wait(self) -> dict[int, star.Line]:
+    def wait(self) -> dict[int, rpc.Line]:
         self._thread.join(60.0)
         assert not self._thread.is_alive()
         return self.lines
 
 
 @pytest.fixture
-def closing() -> Iterator[list[star.Line]]:
-    lines: list[star.Line] = []
+def closing() -> Iterator[list[rpc.Line]]:
+    lines: list[rpc.Line] = []
     yield lines
     for line in lines:
         line.close()
 
 
 def _greetings() -> list[bytes]:
-    return [json.dumps({"job": star.job_name(), "rank": rank}).encode() + b"\n" for rank in (0, 1)]
+    return [json.dumps({"job": rpc.job_name(), "rank": rank}).encode() + b"\n" for rank in (0, 1)]
 
 
-def _heard(line: star.Line) -> Any:
-    assert star.ready([line], 10.0)
+def _heard(line: rpc.Line) -> Any:
+    assert rpc.ready([line], 10.0)
     return line.heard()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="Requires: [root, to be another account]")
 def test_another_account_of_the_machine_is_no_guardian(
-    monkeypatch: pytest.MonkeyPatch, closing: list[star.Line]
+    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Line]
 ) -> None:
     chief = _identity(monkeypatch, 0, num_nodes=1)
     gathering = Gathering(chief)
     for greeting in _greetings():
         _as_other_account(socket.AF_UNIX, gathering.address, greeting)
 
-    guardians = [star.join(chief), star.join(_identity(monkeypatch, 1, num_nodes=1))]
+    guardians = [rpc.join(chief), rpc.join(_identity(monkeypatch, 1, num_nodes=1))]
     lines = gathering.wait()
     closing += [*guardians, *lines.values()]
 
@@ -143,16 +143,16 @@ def _serve_as_other_account(address: bytes, ready: int) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="Requires: [root, to be another account]")
 def test_a_guardian_takes_no_orders_from_another_account(monkeypatch: pytest.MonkeyPatch) -> None:
     identity = _identity(monkeypatch, 1, num_nodes=1)
-    address = star._address(identity)[1]
+    address = rpc._address(identity)[1]
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         _serve_as_other_account(address, writer)
     try:
         assert os.read(reader, 1) == b"1"
-        monkeypatch.setattr(star, "_MEET_S", 1.0)
+        monkeypatch.setattr(rpc, "_MEET_S", 1.0)
         with pytest.raises(RankError, match="belongs to another account"):
-            star.join(identity)
+            rpc.join(identity)
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
@@ -161,7 +161,7 @@ def test_a_guardian_takes_no_orders_from_another_account(monkeypatch: pytest.Mon
 
 
 def test_between_machines_only_who_knows_the_secret_is_a_guardian_and_only_one_address_is_served(
-    monkeypatch: pytest.MonkeyPatch, closing: list[star.Line]
+    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Line]
 ) -> None:
     monkeypatch.setenv("DSTRIAL_SECRET", "known to both machines")
     chief = _identity(monkeypatch, 0, num_nodes=2)
@@ -174,7 +174,7 @@ def test_between_machines_only_who_knows_the_secret_is_a_guardian_and_only_one_a
     _say(socket.AF_INET, gathering.address, b"[]\n")
     _say(socket.AF_INET, gathering.address, b"x" * 10_000)
 
-    guardians = [star.join(chief), star.join(_identity(monkeypatch, 1, num_nodes=2))]
+    guardians = [rpc.join(chief), rpc.join(_identity(monkeypatch, 1, num_nodes=2))]
     lines = gathering.wait()
     closing += [*guardians, *lines.values()]
 
@@ -184,7 +184,7 @@ def test_between_machines_only_who_knows_the_secret_is_a_guardian_and_only_one_a
 
 def _pass_for_guardian(address: Any, rank: int) -> bool:
     """Do what a guardian does, with nothing but what everybody on the network can know; say whether it is heard."""
-    public = tag(b"", b"dsat", star.job_name().encode())
+    public = tag(b"", b"dsat", rpc.job_name().encode())
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         connection.settimeout(5.0)
         connection.connect(address)
@@ -201,8 +201,8 @@ def _pass_for_guardian(address: Any, rank: int) -> bool:
 
 def _attack(chief: RankIdentity, rank: int) -> None:
     """Try to pass for a guardian of a chief that listens."""
-    with contextlib.closing(star.listen(chief)) as server:
-        threading.Thread(target=star.gather, args=(server, chief), daemon=True).start()
+    with contextlib.closing(rpc.listen(chief)) as server:
+        threading.Thread(target=rpc.gather, args=(server, chief), daemon=True).start()
         assert not _pass_for_guardian(server.getsockname(), rank)
 
 
@@ -213,15 +213,15 @@ def test_between_machines_a_stranger_who_knows_all_but_a_secret_is_no_guardian(
     with pytest.raises(RankError, match="DSTRIAL_SECRET is not set; expected"):
         _attack(_identity(monkeypatch, 0, num_nodes=2), rank)
     with pytest.raises(RankError, match="DSTRIAL_SECRET is not set; expected"):
-        star.join(_identity(monkeypatch, 1, num_nodes=2))
+        rpc.join(_identity(monkeypatch, 1, num_nodes=2))
 
 
 def test_a_line_that_is_repeated_changed_or_sent_back_is_not_read(
-    monkeypatch: pytest.MonkeyPatch, closing: list[star.Line]
+    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Line]
 ) -> None:
-    def pair() -> tuple[star.Line, star.Line]:
+    def pair() -> tuple[rpc.Line, rpc.Line]:
         ends = socket.socketpair()
-        lines = star.Line(ends[0], b"key", is_chief=True), star.Line(ends[1], b"key", is_chief=False)
+        lines = rpc.Line(ends[0], b"key", is_chief=True), rpc.Line(ends[1], b"key", is_chief=False)
         closing.extend(lines)
         return lines
 

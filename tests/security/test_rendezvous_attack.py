@@ -13,8 +13,8 @@ from jobs import attack, held, write_project
 from listening import Listener, listeners
 from waiting import wait_for
 
-from dstrial.dsat.worker.mailbox import ORDERS_NAME
-from dstrial.dsat.worker.orders import Order, OrderBook
+from dstrial.dsat.worker.messages import Order, OrderBook
+from dstrial.dsat.worker.transport import ORDERS_NAME
 from dstrial.local.json_files import write_json_atomically
 from dstrial.testing.master import MasterForTest
 
@@ -119,5 +119,5 @@ def test_a_living_worker_listens_on_loopback_only_and_its_chief_where_no_other_a
     assert not (tmp_path / "owned").exists()
     assert [str(listener) for listener in found if not listener.is_loopback] == []
     tcp = [listener for listener in found if listener.kind != "unix"]
-    assert {listener.program for listener in tcp} == {"dstrial.dsat.trial.living_rank", "dstrial.launch"}
+    assert {listener.program for listener in tcp} == {"dstrial.dsat.rank.rank_server", "dstrial.launch"}
     assert [listener.address for listener in found if listener.kind == "unix"] == []

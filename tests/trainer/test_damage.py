@@ -11,8 +11,8 @@ import pytest
 from in_process_fits import fit, trial_class
 from small_runs import deepspeed_config, experiment, train
 
+from dstrial.checkpoint.integrity import damaged_error, verify_files
 from dstrial.checkpoint.manifest import read_manifest
-from dstrial.checkpoint.verify import damaged_error, verify_files
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 TRIALS = pathlib.Path(__file__).parent / "definitions"

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from small_runs import DEFINITIONS, deepspeed_config, experiment, train
 
-from dstrial.config.experiment import load_experiment
+from dstrial.config.experiment_config.config import load_experiment
 
 
 @pytest.mark.ranks

@@ -14,9 +14,9 @@ from determined import pytorch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import dstrial
-from dstrial.loop.records import torch_loader
-from dstrial.trial import data
-from dstrial.trial.data import to_device
+from dstrial.loop.data.records import torch_loader
+from dstrial.trial import device_transfer
+from dstrial.trial.device_transfer import to_device
 
 CUDA = torch.device("cuda", 0)
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -128,7 +128,7 @@ def test_nothing_is_pinned_for_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    assert data.should_pin() is False
+    assert device_transfer.should_pin() is False
 
 
 def test_a_loader_reads_on_the_cpu_without_a_warning() -> None:

@@ -9,12 +9,12 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dstrial.dsat.record import SearchRecord
-from dstrial.dsat.settings import SearchSettings
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.core.journal import SearchRecord
 
 if TYPE_CHECKING:
-    from dstrial.dsat.backends.backend import Backend
-    from dstrial.dsat.backends.master import MasterBackend
+    from dstrial.dsat.backends.base import Backend
+    from dstrial.dsat.backends.cluster import MasterBackend
 
 
 class LateBackend:
@@ -58,7 +58,7 @@ class LateBackend:
         Raises:
             DstrialError: there is no master.
         """
-        from dstrial.dsat.backends.master import MasterBackend
+        from dstrial.dsat.backends.cluster import MasterBackend
 
         if self._master is None:
             self._master = MasterBackend(self._settings, lambda: bool(self._signals), self._record.search_id)
@@ -70,14 +70,14 @@ class LateBackend:
         has_worker = settings.trial is not None and not settings.flags.no_worker
         if settings.flags.local:
             from dstrial.dsat.backends.local import LocalBackend, LocalPlace
-            from dstrial.dsat.backends.worker import WorkerBackend
+            from dstrial.dsat.backends.pool import WorkerBackend
 
             if has_worker:
                 return WorkerBackend(settings, LocalPlace(settings, self._record))
             return LocalBackend(settings, self._record)
         if has_worker:
-            from dstrial.dsat.backends.master_place import MasterPlace
-            from dstrial.dsat.backends.worker import WorkerBackend
+            from dstrial.dsat.backends.cluster_workers import MasterPlace
+            from dstrial.dsat.backends.pool import WorkerBackend
 
             return WorkerBackend(settings, MasterPlace(settings, self.master(), self._record.search_id))
         return self.master()

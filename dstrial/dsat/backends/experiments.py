@@ -11,7 +11,7 @@ import time
 
 from determined.experimental.client import Experiment, ExperimentState
 
-from dstrial.dsat.outcome import Failure, FailureKind, Outcome, failure_from_log, outcome_from_json
+from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome, failure_from_log, outcome_from_json
 
 logger = logging.getLogger("dstrial.dsat")
 

@@ -16,10 +16,13 @@ from typing import Any
 
 import yaml
 
-from dstrial.dsat.backends.backend import Ended
+from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.pool import Gone
 from dstrial.dsat.backends.processes import Launched, found, launch, log_lines
-from dstrial.dsat.backends.worker import Gone
-from dstrial.dsat.outcome import (
+from dstrial.dsat.backends.trial_spec import TrialSpec, local_command, worker_command, worker_config
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.outcome import (
     FAILURE_MARK,
     Failure,
     FailureKind,
@@ -27,14 +30,11 @@ from dstrial.dsat.outcome import (
     failure_from_log,
     outcome_from_json,
 )
-from dstrial.dsat.record import SearchRecord
-from dstrial.dsat.settings import SearchSettings
-from dstrial.dsat.trial_config import TrialSpec, local_command, worker_command, worker_config
-from dstrial.dsat.worker.mailbox import ANSWERS_NAME, ORDERS_NAME
-from dstrial.dsat.worker.orders import Answer, OrderBook
+from dstrial.dsat.worker.messages import Answer, OrderBook
+from dstrial.dsat.worker.transport import ANSWERS_NAME, ORDERS_NAME
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json, read_json_lines, write_json_atomically
-from dstrial.local.measuring import HPARAMS_VARIABLE, RESULT_VARIABLE
+from dstrial.local.measuring_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 
 _WORKER_VARIABLE = "DSTRIAL_DSAT_WORKER"
@@ -143,7 +143,7 @@ class LocalBackend:
 
 
 class LocalPlace:
-    """Workers of this machine; see ``dstrial.dsat.backends.worker.Place``.
+    """Workers of this machine; see ``dstrial.dsat.backends.pool.Place``.
 
     A worker's directory holds its orders, its answers, its output and its launcher's process id.
 

@@ -5,13 +5,13 @@ All else that has to know them reads it.
 
 from __future__ import annotations
 
-from dstrial.dsat.gates import Gates
-from dstrial.dsat.inputs import PredictInputs
+from dstrial.dsat.methods.base import MethodEntry, MethodOptions, SearchMethod
 from dstrial.dsat.methods.binary import ASHA, BINARY
-from dstrial.dsat.methods.method import MethodEntry, MethodOptions, SearchMethod
 from dstrial.dsat.methods.predict import PREDICT
 from dstrial.dsat.methods.random import RANDOM
-from dstrial.dsat.space import Space
+from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.space import Space
 from dstrial.errors import SearchError
 
 METHODS: dict[str, MethodEntry] = {entry.name: entry for entry in (PREDICT, ASHA, BINARY, RANDOM)}

@@ -8,8 +8,8 @@ Massively Parallel Hyperparameter Tuning", algorithm 2.
 
 from __future__ import annotations
 
-from dstrial.dsat.methods.lineages import Lineage, LineageMethod
-from dstrial.dsat.methods.method import Flag, MethodEntry
+from dstrial.dsat.methods.base import Flag, MethodEntry
+from dstrial.dsat.methods.lineage import Lineage, LineageMethod
 
 
 class BinarySearch(LineageMethod):

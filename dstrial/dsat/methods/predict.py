@@ -9,12 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from dstrial.dsat.candidate import Candidate
-from dstrial.dsat.ceilings import log_lines
-from dstrial.dsat.forecast import Forecast, Forecaster, structure_of
-from dstrial.dsat.gates import Gates, Known
-from dstrial.dsat.inputs import PredictInputs
-from dstrial.dsat.methods.method import (
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
+from dstrial.dsat.methods.base import (
     Action,
     Finish,
     Measure,
@@ -24,12 +21,15 @@ from dstrial.dsat.methods.method import (
     ReportFacts,
     Skip,
 )
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
-from dstrial.dsat.proposals import Proposal, Proposals
-from dstrial.dsat.space import Space, Structure
-from dstrial.dsat.structures import Structures, positions, positions_near
-from dstrial.dsat.telling import explained, incumbent, incumbent_smoothed, margins, num_disappointed
-from dstrial.dsat.time_model import TimeModel
+from dstrial.dsat.methods.progress import explained, incumbent, incumbent_smoothed, margins, num_disappointed
+from dstrial.dsat.predictor.acquisition import Proposal, Proposals
+from dstrial.dsat.predictor.config_groups import Structures, positions, positions_near
+from dstrial.dsat.predictor.memory_formula import log_lines
+from dstrial.dsat.predictor.predictor import Forecast, Forecaster, structure_of
+from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.step_time import TimeModel
+from dstrial.dsat.space.filters import Gates, Known
+from dstrial.dsat.space.space import Space, Structure
 
 _LEAST_GAIN = 0.0008
 """The search ends when no measurement is expected to gain more than this; what is worse than the best is not taken."""

@@ -7,10 +7,10 @@ Source: Determined 0.37 documentation, "DeepSpeed Autotune", method ``random``.
 
 from __future__ import annotations
 
-from dstrial.dsat.gates import Known
-from dstrial.dsat.methods.lineages import Lineage, LineageMethod
-from dstrial.dsat.methods.method import Flag, MethodEntry
-from dstrial.dsat.outcome import Failure, score
+from dstrial.dsat.core.outcome import Failure, score
+from dstrial.dsat.methods.base import Flag, MethodEntry
+from dstrial.dsat.methods.lineage import Lineage, LineageMethod
+from dstrial.dsat.space.filters import Known
 
 
 class RandomSearch(LineageMethod):

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.methods.method import ReportFacts
-from dstrial.dsat.outcome import Failure, Measured, outcome_to_json, score, smaller_is_better
-from dstrial.dsat.proof import best_proofs
+from dstrial.dsat.core.outcome import Failure, Measured, outcome_to_json, score, smaller_is_better
+from dstrial.dsat.core.result import TIE, TrialResult, best_of, gain
+from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.explain import (
     device_needs,
     model_facts,
@@ -20,8 +20,8 @@ from dstrial.dsat.report.explain import (
     sensitivity,
     step_shares,
 )
-from dstrial.dsat.results import TIE, TrialResult, best_of, gain
-from dstrial.dsat.space import Space
+from dstrial.dsat.space.knob_effects import best_proofs
+from dstrial.dsat.space.space import Space
 
 FORMAT = 1
 UNITS = {

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.config import check_deepspeed
-from dstrial.dsat.candidate import HYPERPARAMETERS, value_at
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, Outcome, score
-from dstrial.dsat.results import TrialResult, best_of, gain
-from dstrial.dsat.space import Space
+from dstrial.dsat.core.candidate import HYPERPARAMETERS, value_at
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, score
+from dstrial.dsat.core.result import TrialResult, best_of, gain
+from dstrial.dsat.space.space import Space
 
 _PREDICTED = (
     ("compute", ("compute", "unfilled", "overhead")),

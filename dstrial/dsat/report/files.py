@@ -14,11 +14,11 @@ from typing import Any
 
 import jinja2
 
-from dstrial.dsat.report import numbers, views
+from dstrial.dsat.core.result import TrialResult
+from dstrial.dsat.report import formatting, views
 from dstrial.dsat.report.document import SearchFacts, report_document
 from dstrial.dsat.report.views import Document
-from dstrial.dsat.results import TrialResult
-from dstrial.dsat.space import Space
+from dstrial.dsat.space.space import Space
 from dstrial.local.json_files import write_json_atomically
 
 REPORT_NAMES = ("report.json", "report.md", "report.html")
@@ -44,11 +44,11 @@ def render_markdown(document: Document) -> str:
         parts += ["## What more memory would allow", "\n".join(f"- {line}" for line in needs)]
     for one in document["step_time"]:
         whose = "best" if one["trial_id"] == document["best"] else "your own"
-        parts.append(f"## Where the time of a step goes: {whose}, {numbers.seconds(one['step_s'])}")
+        parts.append(f"## Where the time of a step goes: {whose}, {formatting.seconds(one['step_s'])}")
         for key in ("measured", "explained"):
             if one[key]:
                 shares = [
-                    (part, numbers.seconds(value), numbers.share(value / one["step_s"]))
+                    (part, formatting.seconds(value), formatting.share(value / one["step_s"]))
                     for part, value in one[key].items()
                 ]
                 parts.append(

@@ -12,11 +12,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dstrial.dsat.outcome import Failure, FailureKind, Measured, score
-from dstrial.dsat.record import SearchRecord
-from dstrial.dsat.report import numbers
+from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, score
+from dstrial.dsat.core.result import TrialResult, best_of, gain
+from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import UNITS, memory_bytes
-from dstrial.dsat.results import TrialResult, best_of, gain
 
 _NUM_ROWS = 8
 _REFRESHES_PER_S = 2.0
@@ -110,7 +110,7 @@ class LiveTable:
         if best is None or best.outcome is None:
             return "best so far: nothing was measured yet"
         value = abs(score(best.outcome, self._metric) or 0.0)
-        line = f"best so far: {numbers.amount(value)} {UNITS[self._metric]}"
+        line = f"best so far: {formatting.amount(value)} {UNITS[self._metric]}"
         own = next((trial for trial in trials if trial.candidate.is_own), None)
         if best.candidate.is_own:
             return f"{line} (yours)"
@@ -118,7 +118,7 @@ class LiveTable:
         after = score(best.outcome, self._metric)
         if before is None or after is None:
             return f"{line}: {best.description}"
-        return f"{line} ({numbers.share(gain(after, before), signed=True)} over yours): {best.description}"
+        return f"{line} ({formatting.share(gain(after, before), signed=True)} over yours): {best.description}"
 
     def time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
         """Return how long it may still take at most, from the median trial and from the budget."""
@@ -130,18 +130,18 @@ class LiveTable:
             estimates.append(left)
         if self._budget_s is not None:
             estimates.append(max(self._budget_s - running_s, 0.0))
-        return f"at most {numbers.format_duration(min(estimates))} left" if estimates else ""
+        return f"at most {formatting.format_duration(min(estimates))} left" if estimates else ""
 
     def _cells(self, trial: TrialResult) -> tuple[str, str, str, str, str]:
-        took = "" if trial.seconds is None else numbers.format_duration(trial.seconds)
+        took = "" if trial.seconds is None else formatting.format_duration(trial.seconds)
         value, memory = "running", ""
         if isinstance(trial.outcome, Failure):
             value = trial.outcome.kind.value
         elif isinstance(trial.outcome, Measured):
             found = trial.outcome.value(self._metric)
-            value = "not measured" if found is None else numbers.amount(found)
+            value = "not measured" if found is None else formatting.amount(found)
             held = memory_bytes(trial.outcome)
-            memory = "" if held is None else numbers.gibibytes(held)
+            memory = "" if held is None else formatting.gibibytes(held)
         return str(trial.trial_id), value, memory, took, trial.description
 
 
@@ -164,8 +164,10 @@ def summary(
     else:
         value = score(best.outcome, metric) or 0.0
         lines.append(f"best:          trial {best.trial_id}: {best.description}")
-        lines.append(f"{metric + ':':<15}{numbers.four_digits(abs(value))}{_over_own(trials, best, metric)}")
-        if isinstance(best.outcome, Measured) and (told := numbers.rates(best.outcome.metrics)):
+        lines.append(
+            f"{metric + ':':<15}{formatting.four_digits(abs(value))}{_over_own(trials, best, metric)}"
+        )
+        if isinstance(best.outcome, Measured) and (told := formatting.rates(best.outcome.metrics)):
             lines.append(f"samples/s:     {told}")
         lines.append(f"config:        {record.best_config_path}")
         lines.append(f"metrics:       {record.best_metrics_path}")
@@ -191,7 +193,7 @@ def trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
 
     rows = [("trial", metric, "time", "why", "configuration")]
     for trial in sorted(trials, key=rank):
-        took = "" if trial.seconds is None else numbers.format_duration(trial.seconds)
+        took = "" if trial.seconds is None else formatting.format_duration(trial.seconds)
         rows.append((str(trial.trial_id), _shown(trial, metric), took, trial.why, trial.description))
     widths = [max(len(row[idx]) for row in rows) for idx in range(4)]
     return [
@@ -218,7 +220,7 @@ def _shown(trial: TrialResult, metric: str) -> str:
         phase = f" in {trial.outcome.phase}" if trial.outcome.phase else ""
         return f"{trial.outcome.kind.value}{phase}"
     value = trial.outcome.value(metric)
-    return "not measured" if value is None else numbers.four_digits(value)
+    return "not measured" if value is None else formatting.four_digits(value)
 
 
 def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> str:

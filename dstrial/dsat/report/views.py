@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.report import numbers
+from dstrial.dsat.report import formatting
 from dstrial.dsat.report.charts import Point, scatter, stacks
 
 Document = Mapping[str, Any]
@@ -21,11 +21,11 @@ def headline(document: Document) -> str:
     best, own = trial(document, document["best"]), trial(document, document["own"])
     if best is None:
         return "Nothing could be measured."
-    value = f"{numbers.amount(best['value'])} {document['unit']}"
+    value = f"{formatting.amount(best['value'])} {document['unit']}"
     if best["is_own"]:
         return (
             f"Your own configuration is the best: {value}. Nothing that was measured is better by more than "
-            f"{numbers.share(document['tie'])}."
+            f"{formatting.share(document['tie'])}."
         )
     if document["gain"] is None:
         state = "was not measured" if own is None else f"ended with: {own['state']}"
@@ -34,8 +34,8 @@ def headline(document: Document) -> str:
         "" if document["is_gain_certain"] else " Their intervals overlap, so that the gain is not certain."
     )
     return (
-        f"The best configuration reaches {value}, {numbers.share(document['gain'], signed=True)} over your own "
-        f"({numbers.amount(own['value'] if own else 0.0)} {document['unit']}).{doubt}"
+        f"The best configuration reaches {value}, {formatting.share(document['gain'], signed=True)} over your own "
+        f"({formatting.amount(own['value'] if own else 0.0)} {document['unit']}).{doubt}"
     )
 
 
@@ -48,26 +48,30 @@ def facts(document: Document) -> list[tuple[str, str]]:
     ]
     spent = sum(row["seconds"] or 0.0 for row in document["trials"])
     if spent:
-        found.append(("time in trials", numbers.seconds(spent) if spent < 120 else f"{spent / 60:.0f} min"))
+        found.append(
+            ("time in trials", formatting.seconds(spent) if spent < 120 else f"{spent / 60:.0f} min")
+        )
     best = trial(document, document["best"])
-    if best is not None and (told := numbers.rates(best.get("metrics") or {})):
+    if best is not None and (told := formatting.rates(best.get("metrics") or {})):
         found.append(("samples/s of the best", told))
     own = trial(document, document["own"])
-    if own is not None and own is not best and (told := numbers.rates(own.get("metrics") or {})):
+    if own is not None and own is not best and (told := formatting.rates(own.get("metrics") or {})):
         found.append(("samples/s of your own", told))
     for whose, row in (("the best", best), ("your own", None if own is best else own)):
         done = {} if row is None else row.get("metrics") or {}
         model, hardware = done.get("FLOPS_per_gpu"), done.get("hardware_FLOPS_per_gpu")
         if model and hardware:
-            told = f"{numbers.amount(model)} of the model, {numbers.amount(hardware)} with recomputation"
+            told = (
+                f"{formatting.amount(model)} of the model, {formatting.amount(hardware)} with recomputation"
+            )
             found.append((f"FLOP/s of {whose}, per device", told))
     model = document["model"]
     if "num_params" in model:
-        found.append(("model", f"{numbers.amount(model['num_params'])} parameters"))
+        found.append(("model", f"{formatting.amount(model['num_params'])} parameters"))
     if "activation_bytes_per_record" in model:
-        found.append(("one record keeps", numbers.gibibytes(model["activation_bytes_per_record"])))
+        found.append(("one record keeps", formatting.gibibytes(model["activation_bytes_per_record"])))
     if "device_memory_bytes" in model:
-        found.append(("device memory", numbers.gibibytes(model["device_memory_bytes"])))
+        found.append(("device memory", formatting.gibibytes(model["device_memory_bytes"])))
     return found
 
 
@@ -75,19 +79,19 @@ def trial_cells(document: Document, row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a trial in the table, as ``TRIAL_COLUMNS`` names them."""
     value = row["state"]
     if row["value"] is not None:
-        within = "" if row["half_width"] is None else f" ± {numbers.share(row['half_width'])}"
-        value = f"{numbers.amount(row['value'])}{within}"
+        within = "" if row["half_width"] is None else f" ± {formatting.share(row['half_width'])}"
+        value = f"{formatting.amount(row['value'])}{within}"
     predicted = row["predicted"] or {}
     foreseen = ""
     if predicted.get("step_s") and row["step_s"]:
-        foreseen = numbers.share(predicted["step_s"] / row["step_s"] - 1, signed=True)
+        foreseen = formatting.share(predicted["step_s"] / row["step_s"] - 1, signed=True)
     marks = {document["best"]: "best", document["own"]: "yours"}
     return [
         str(row["trial_id"]),
         marks.get(row["trial_id"], ""),
         value,
-        "" if row["step_s"] is None else numbers.seconds(row["step_s"]),
-        "" if row["memory_bytes"] is None else numbers.gibibytes(row["memory_bytes"]),
+        "" if row["step_s"] is None else formatting.seconds(row["step_s"]),
+        "" if row["memory_bytes"] is None else formatting.gibibytes(row["memory_bytes"]),
         foreseen,
         row["description"],
         row["why"],
@@ -126,10 +130,12 @@ def needs(document: Document) -> list[str]:
         if missing > 0:
             phase = f", at the peak of its {one['phase']} phase" if one.get("phase") else ""
             found.append(
-                f"{whose} needs {numbers.gibibytes(missing)} more for micro batch {size}{phase}{tried}"
+                f"{whose} needs {formatting.gibibytes(missing)} more for micro batch {size}{phase}{tried}"
             )
         else:
-            found.append(f"{whose} has {numbers.gibibytes(-missing)} to spare with micro batch {size}{tried}")
+            found.append(
+                f"{whose} has {formatting.gibibytes(-missing)} to spare with micro batch {size}{tried}"
+            )
     return found
 
 
@@ -202,15 +208,15 @@ def sensitivity_rows(document: Document) -> list[tuple[str, str, Sequence[tuple[
     for one in document["sensitivity"]:
         values = [
             (
-                numbers.setting(row["value"]),
-                f"{numbers.share(-row['loss'], signed=True)}, {row['count']} trial(s)"
+                formatting.setting(row["value"]),
+                f"{formatting.share(-row['loss'], signed=True)}, {row['count']} trial(s)"
                 if row["loss"] > 0
                 else f"best, {row['count']} trial(s)",
                 max(1.0 - row["loss"], 0.0),
             )
             for row in one["values"]
         ]
-        found.append((numbers.knob(one["knob"]), numbers.share(one["effect"]), values))
+        found.append((formatting.knob(one["knob"]), formatting.share(one["effect"]), values))
     return found
 
 

@@ -16,11 +16,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dstrial.dsat.worker.chief import IDLE_S, work
-from dstrial.dsat.worker.crew import Crew
-from dstrial.dsat.worker.guardian import guard
-from dstrial.dsat.worker.mailbox import ExperimentMailbox, FileMailbox, Mailbox
-from dstrial.dsat.worker.star import gather, join, listen
+from dstrial.dsat.worker.loop import IDLE_S, work
+from dstrial.dsat.worker.ranks import Crew
+from dstrial.dsat.worker.rpc import gather, join, listen
+from dstrial.dsat.worker.supervisor import guard
+from dstrial.dsat.worker.transport import ExperimentMailbox, FileMailbox, Mailbox
 from dstrial.ranks.identity import identify
 
 

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.dsat.outcome import Measured, Outcome, score
+from dstrial.dsat.core.outcome import Measured, Outcome, score
 
 _NEAR = 0.10
 _RATES = (

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dstrial.engine.async_copy.host_memory import available_bytes
 from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest
-from dstrial.engine.host_memory import available_bytes
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHARE_OF_FREE = 0.9
@@ -117,7 +117,7 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
         0.
     """
     from dstrial.engine.deepspeed_internals.process import LATE_MODULES
-    from dstrial.engine.dryrun.bypass import without_compiler
+    from dstrial.engine.dryrun.patches import without_compiler
 
     # The compiler has threads, which would not be forked; DeepSpeed imports some of its modules only when it is used.
     with without_compiler():

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dstrial.engine.deepspeed_internals.optimizers import full_numel
-from dstrial.engine.dryrun import bypass
-from dstrial.engine.dryrun.forms import line_through, memory_forms, same_before_update
+from dstrial.engine.dryrun import patches
+from dstrial.engine.dryrun.linear_peaks import line_through, memory_forms, same_before_update
 from dstrial.engine.dryrun.tracker import Tracker
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Flops
 from dstrial.engine.dryrun.workload import Workload, load
@@ -32,12 +32,12 @@ def measure(request: DryRunRequest) -> DryRunResult:
     """
     started_s = time.monotonic()
     config, accumulation = _config(request)
-    reads = bypass.ScalarReads()
+    reads = patches.ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     tokens: list[int] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(
-            bypass.all_of_them(
+            patches.all_of_them(
                 tracker,
                 world_size=request.world_size,
                 target=request.target,
@@ -50,7 +50,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
         device = torch.device("cpu")
         if not request.is_real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            device = torch.device(bypass.DEVICE_NAME if request.target == "cuda" else "cpu")
+            device = torch.device(patches.DEVICE_NAME if request.target == "cuda" else "cpu")
         stack.enter_context(tracker)
         engines = workload.build(config, device)
         low, high = request.micro_batch_sizes
@@ -110,7 +110,7 @@ def _host_test(target: str, is_real: bool) -> Any:
         return lambda _device: False
     if is_real:
         return lambda device: device.type == "cpu"
-    name = torch.device(bypass.DEVICE_NAME)
+    name = torch.device(patches.DEVICE_NAME)
     return lambda device: device != name
 
 

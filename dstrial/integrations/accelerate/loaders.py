@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dstrial.config.batch import BATCH_KEYS
-from dstrial.config.findings import render
+from dstrial.config.diagnostics import render
 from dstrial.errors import ConfigError, ConfigProblem, DataError
 
 logger = logging.getLogger("dstrial.integrations.accelerate")

@@ -15,16 +15,16 @@ from typing import Any
 from determined import pytorch
 
 from dstrial.errors import TrialContractError
-from dstrial.integrations.accelerate.accelerated import require_deepspeed_on_all_ranks
-from dstrial.integrations.accelerate.course import Course
+from dstrial.integrations.accelerate.accelerator_checkpoint import require_deepspeed_on_all_ranks
 from dstrial.integrations.accelerate.loaders import micro_batch_of
-from dstrial.integrations.accelerate.run import Run
+from dstrial.integrations.accelerate.progress_tracker import Course
+from dstrial.integrations.accelerate.trial_run import Run
 from dstrial.integrations.extras import require
 from dstrial.local.experiment_file import read_experiment
 from dstrial.local.run_directory import RunState
-from dstrial.loop.agreement import StopReason
+from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.identity import identify
-from dstrial.surroundings import cluster_info
+from dstrial.runtime import cluster_info
 from dstrial.trainer import init
 from dstrial.trial.context import runtime_of
 

@@ -23,7 +23,7 @@ from dstrial.integrations.extras import require
 if TYPE_CHECKING:
     from dstrial.integrations.huggingface.callback import DetCallback
     from dstrial.integrations.huggingface.context import hyperparameters, init
-    from dstrial.integrations.huggingface.reporting import CurrentOperation
+    from dstrial.integrations.huggingface.metric_reports import CurrentOperation
     from dstrial.integrations.huggingface.training import train
 
 __all__ = ["DetCallback", "train", "init", "hyperparameters", "CurrentOperation"]

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config import ParallelDims
-from dstrial.config.saved_run import EngineRecord, SavedRun, given_settings
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.integrations.huggingface.batch import ArgumentSizes, batch_problems
-from dstrial.integrations.huggingface.metrics import LogKind, kind_of
+from dstrial.integrations.huggingface.batch_sizes import ArgumentSizes, batch_problems
+from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
+from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments

@@ -12,16 +12,16 @@ from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.integrations.huggingface import arguments
-from dstrial.integrations.huggingface.attached import AttachedTrainer
-from dstrial.integrations.huggingface.beginning import Beginning
-from dstrial.integrations.huggingface.data_wait import DataWait
-from dstrial.integrations.huggingface.loss_watch import LossWatch
-from dstrial.integrations.huggingface.metrics import LogKind, kind_of
-from dstrial.integrations.huggingface.reporting import CurrentOperation, Reporting
-from dstrial.integrations.huggingface.resuming import OpenedCheckpoint
-from dstrial.integrations.huggingface.saving import Saving
-from dstrial.integrations.huggingface.stopping import LeaveTrainingError, Stopping
-from dstrial.integrations.huggingface.storing import Storing
+from dstrial.integrations.huggingface.checkpoint_uploader import Storing
+from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
+from dstrial.integrations.huggingface.metric_reports import CurrentOperation, Reporting
+from dstrial.integrations.huggingface.non_finite import LossWatch
+from dstrial.integrations.huggingface.preemption import LeaveTrainingError, Stopping
+from dstrial.integrations.huggingface.resume import OpenedCheckpoint
+from dstrial.integrations.huggingface.save_schedule import Saving
+from dstrial.integrations.huggingface.stall_detector import DataWait
+from dstrial.integrations.huggingface.startup import Beginning
+from dstrial.integrations.huggingface.trainer_handle import AttachedTrainer
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -16,18 +16,18 @@ from determined import core
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, deepspeed_configs
-from dstrial.config.documents import read_json_text
-from dstrial.config.saved_run import RESUME_VARIABLE, SavedRun
+from dstrial.config.parsing.documents import read_json_text
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
-from dstrial.integrations.huggingface.batch import sizes_to_keep
+from dstrial.integrations.huggingface.batch_sizes import sizes_to_keep
 from dstrial.local.experiment_file import read_experiment
-from dstrial.local.measuring import is_measuring, measuring_hyperparameters
+from dstrial.local.measuring_variables import is_measuring, measuring_hyperparameters
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
-from dstrial.loop.resumed_run import resumed_run, trial_id_of
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
-from dstrial.ranks.stop import StopSignals
-from dstrial.surroundings import SURROUNDINGS_ATTRIBUTE, Surroundings, cluster_info, core_context
+from dstrial.ranks.stop_signals import StopSignals
+from dstrial.resume.in_rank import resumed_run, trial_id_of
+from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
+from dstrial.runtime import SURROUNDINGS_ATTRIBUTE, Surroundings, cluster_info, core_context
 
 OVERWRITE_KEY = "overwrite_deepspeed_args"
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from deepspeed import DeepSpeedEngine
 
 from dstrial.integrations.huggingface.callback import DetCallback
-from dstrial.integrations.huggingface.other_weights import load_weights
-from dstrial.integrations.huggingface.stopping import LeaveTrainingError
+from dstrial.integrations.huggingface.preemption import LeaveTrainingError
+from dstrial.integrations.huggingface.warm_start import load_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer

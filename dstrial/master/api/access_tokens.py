@@ -13,10 +13,10 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import shown
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us, now_us
+from dstrial.master.http.fields import shown
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.store import access_tokens, users
 from dstrial.master.store.access_tokens import AccessToken
 from dstrial.master.store.database import Transaction

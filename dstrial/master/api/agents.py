@@ -10,9 +10,9 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import USER, ApiRequest, Handler, route
-from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import USER, ApiRequest, Handler, route
 from dstrial.master.services import VERSION, Services
 from dstrial.master.store import allocations, jobs
 from dstrial.master.store import slots as slot_store

@@ -9,10 +9,10 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import TRIAL, ApiRequest, route
-from dstrial.master.api.messages import message
 from dstrial.master.api.tasks import allocation_json
-from dstrial.master.experiment import allocations
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import TRIAL, ApiRequest, route
+from dstrial.master.lifecycle import allocations
 from dstrial.master.store import allocations as allocation_rows
 
 _MAX_WAIT_S = 600

@@ -10,11 +10,11 @@ from determined.common.api import bindings
 from starlette.responses import Response
 
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import shown
-from dstrial.master.api.frame import OWNER, PUBLIC, USER, ApiRequest, route
-from dstrial.master.api.guard import COOKIE
-from dstrial.master.api.messages import message
 from dstrial.master.api.users import user_json
+from dstrial.master.http.access import COOKIE
+from dstrial.master.http.fields import shown
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import OWNER, PUBLIC, USER, ApiRequest, route
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Connection, Transaction
 

@@ -19,15 +19,15 @@ from starlette.responses import StreamingResponse
 
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
-from dstrial.master.api.messages import message
 from dstrial.master.api.metrics import report_json
-from dstrial.master.api.shapes import checkpoint_json
-from dstrial.master.checkpoint_gc import checkpoint_directory
 from dstrial.master.clock import now_us, parse_time
-from dstrial.master.experiment import trials
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
+from dstrial.master.http.serializers import checkpoint_json
+from dstrial.master.lifecycle import trials
+from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
+from dstrial.master.store import background_jobs, metrics
 from dstrial.master.store import checkpoints as checkpoint_rows
-from dstrial.master.store import metrics, work
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 
@@ -153,7 +153,9 @@ async def _remove(request: ApiRequest, globs: list[str]) -> None:
                 )
             by_experiment.setdefault(row.experiment_id, []).append(uuid)
         for experiment_id, chosen in by_experiment.items():
-            work.request(tx, "delete_checkpoints", experiment_id, {"uuids": chosen, "globs": globs})
+            background_jobs.request(
+                tx, "delete_checkpoints", experiment_id, {"uuids": chosen, "globs": globs}
+            )
 
     await request.services.write(perform)
 

@@ -7,11 +7,11 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config.secrets import masked
-from dstrial.master.api import command_shapes as shapes
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.messages import message, page_of
-from dstrial.master.command import life
-from dstrial.master.model_definition import MAX_BYTES, pack
+from dstrial.master.api import command_serializers as shapes
+from dstrial.master.backends.model_definition import MAX_BYTES, pack
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.lifecycle import commands as life
 from dstrial.master.store import commands
 from dstrial.master.store.commands import NewCommand
 

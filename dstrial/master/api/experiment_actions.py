@@ -7,15 +7,15 @@ from typing import Any, TypeAlias
 
 from determined.common.api import bindings
 
+from dstrial.config.experiment_config.submission import search_section
 from dstrial.config.secrets import masked
-from dstrial.config.submission import search_section
 from dstrial.errors import DstrialError
 from dstrial.master.advice import text_of
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.guard import require_owner
-from dstrial.master.api.messages import message
-from dstrial.master.experiment import experiments
+from dstrial.master.http.access import require_owner
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.lifecycle import experiments
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, projects
 from dstrial.master.store.database import Connection, Transaction

@@ -7,11 +7,11 @@ from typing import Any
 
 from determined.common.api import bindings
 
-from dstrial.master import checkpoint_gc
-from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
-from dstrial.master.api.messages import page_of
-from dstrial.master.api.shapes import checkpoint_json, sizes_as_texts
 from dstrial.master.clock import format_us
+from dstrial.master.http.messages import page_of
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
+from dstrial.master.http.serializers import checkpoint_json, sizes_as_texts
+from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store.database import Connection

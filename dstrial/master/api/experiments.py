@@ -13,23 +13,28 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config import SavedRun
-from dstrial.config.documents import Document, read_yaml_text
+from dstrial.config.experiment_config.storage import laid_over
+from dstrial.config.experiment_config.submission import (
+    LABEL,
+    Submission,
+    check_submission,
+    continued_config,
+    read_override,
+)
 from dstrial.config.merge import merge_template
+from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
-from dstrial.config.storage import laid_over
-from dstrial.config.submission import LABEL, Submission, check_submission, continued_config, read_override
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
-from dstrial.master import resumption
 from dstrial.master.api.experiment_actions import stored_states
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.fields import shown as shown_text
-from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
-from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import as_data, experiment_json
+from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.experiment import detached, experiments, holders
-from dstrial.master.interpreter import check_interpreter
-from dstrial.master.model_definition import pack, unpack
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.fields import shown as shown_text
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
+from dstrial.master.http.serializers import as_data, experiment_json
+from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
+from dstrial.master.lifecycle.interpreter import check_interpreter
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, metrics, projects, templates, workspaces
@@ -167,8 +172,8 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     else:
         config = await services.check(lambda: _with_secrets(services, config, template))
     document, given = await services.check(lambda: _readable(services, config, template))
-    resumed = await services.read(resumption.of_submission, given)
-    project = await services.read(holders.place, body.integer("projectId"), given)
+    resumed = await services.read(resume.of_submission, given)
+    project = await services.read(containers.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project.workspace_id)
     submission = await services.check(
         lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
@@ -220,13 +225,13 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
     services = request.services
     config = await services.check(lambda: _with_secrets(services, body.text("config") or "", None))
     document, given = await services.check(lambda: _readable(services, config, None))
-    project = await services.read(holders.place, body.integer("projectId"), given)
+    project = await services.read(containers.place, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project.workspace_id)
     submission = await services.check(
         lambda: checked(services, config, b"", storage=storage, is_detached=True, document=document)
     )
     experiment_id = await services.write(
-        lambda tx: detached.create(
+        lambda tx: detached_runs.create(
             tx,
             submission=submission,
             owner_id=request.user.id,
@@ -377,7 +382,7 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 def _resumed_by(connection: Connection, experiment_id: int) -> SavedRun | None:
     """Return the checkpoint from which the trial of a single searcher goes on; None if it would start anew."""
     trials = trial_rows.of_experiment(connection, experiment_id)
-    return resumption.of_trial(connection, trials[0]) if len(trials) == 1 else None
+    return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
 
 def _refuse_other_place(connection: Connection, project_id: int, changes: Mapping[str, Any]) -> None:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from determined.common.api import bindings
 
-from dstrial.config.documents import read_yaml_text
+from dstrial.config.parsing.documents import read_yaml_text
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
-from dstrial.master.api import command_shapes as shapes
+from dstrial.master.api import command_serializers as shapes
 from dstrial.master.api.commands import MAX_BODY_BYTES
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.messages import message
 from dstrial.master.api.tasks import submitted
-from dstrial.master.command import life
-from dstrial.master.model_definition import pack
+from dstrial.master.backends.model_definition import pack
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.lifecycle import commands as life
 from dstrial.master.store import commands, projects
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Transaction

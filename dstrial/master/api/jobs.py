@@ -9,11 +9,11 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.api.agents import queue_stats
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
-from dstrial.master.command import life
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.lifecycle import commands as life
 from dstrial.master.store import commands, jobs
 from dstrial.master.store.commands import Command
 from dstrial.master.store.database import Connection, Transaction

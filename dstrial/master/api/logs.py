@@ -10,10 +10,10 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import ADMIN, TRIAL, ApiRequest, route
-from dstrial.master.api.messages import message
-from dstrial.master.api.streams import NdjsonResponse, ndjson
 from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import ADMIN, TRIAL, ApiRequest, route
+from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import Services
 from dstrial.master.store import logs, tasks
 from dstrial.master.store import trials as trial_rows
@@ -197,7 +197,7 @@ async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
 
 
 def _line(item: dict[str, Any]) -> tuple[str, logs.LogLine, str | None]:
-    from dstrial.master.api.fields import Fields
+    from dstrial.master.http.fields import Fields
 
     fields = Fields(item, "logs[]")
     time_text = fields.text("timestamp")

@@ -8,12 +8,12 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import TRIAL, ApiRequest, route
-from dstrial.master.api.messages import message
-from dstrial.master.api.shapes import stored
-from dstrial.master.api.streams import NdjsonResponse, ndjson
 from dstrial.master.clock import format_us, now_us, parse_time
-from dstrial.master.experiment import trials
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import TRIAL, ApiRequest, route
+from dstrial.master.http.serializers import stored
+from dstrial.master.http.streams import NdjsonResponse, ndjson
+from dstrial.master.lifecycle import trials
 from dstrial.master.services import Services
 from dstrial.master.store import metrics
 from dstrial.master.store import trials as trial_rows

@@ -10,13 +10,13 @@ from determined.common.api import bindings
 
 from dstrial.config.secrets import SecretNames
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.guard import require_owner
-from dstrial.master.api.messages import Page, message, page_of
 from dstrial.master.api.metrics import report_json
-from dstrial.master.api.shapes import checkpoint_json, stored
 from dstrial.master.clock import format_us
+from dstrial.master.http.access import require_owner
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import Page, message, page_of
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import checkpoint_json, stored
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import metrics, models, workspaces
 from dstrial.master.store.database import Connection, Transaction

@@ -9,13 +9,13 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.guard import require_owner
-from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import stored, time_or_none
 from dstrial.master.api.workspaces import named, ordered
-from dstrial.master.experiment import holders
+from dstrial.master.http.access import require_owner
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import stored, time_or_none
+from dstrial.master.lifecycle import containers
 from dstrial.master.store import projects, workspaces
 from dstrial.master.store.database import Connection, Transaction
 
@@ -166,7 +166,7 @@ async def delete_project(request: ApiRequest) -> dict[str, Any]:
     """``DELETE projects/{id}``: with its experiments."""
 
     def write(tx: Transaction) -> bool:
-        return holders.delete_project(tx, _own(tx.connection, request, "be deleted").id)
+        return containers.delete_project(tx, _own(tx.connection, request, "be deleted").id)
 
     return message(bindings.v1DeleteProjectResponse, completed=await request.services.write(write))
 

@@ -17,10 +17,10 @@ from determined.common.api import bindings
 from starlette.responses import Response
 
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import shown
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.http.fields import shown
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.store import usage
 from dstrial.master.store.database import Connection
 

@@ -15,8 +15,8 @@ import orjson
 
 from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import shown
 from dstrial.master.clock import format_us, now_us
+from dstrial.master.http.fields import shown
 from dstrial.master.store.runs import Run
 
 Wanted: TypeAlias = "Callable[[Run], bool]"

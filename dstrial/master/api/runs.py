@@ -10,14 +10,14 @@ from determined.common.api import bindings
 
 from dstrial.errors import DstrialError, RequestError
 from dstrial.master.advice import text_of
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.guard import require_owner
-from dstrial.master.api.messages import message, page_of
 from dstrial.master.api.run_filters import in_order, wanted_by
-from dstrial.master.api.shapes import shown_config, stored, time_or_none
 from dstrial.master.clock import format_us
-from dstrial.master.experiment import experiments, trials
+from dstrial.master.http.access import require_owner
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import shown_config, stored, time_or_none
+from dstrial.master.lifecycle import experiments, trials
 from dstrial.master.services import Services
 from dstrial.master.store import projects, runs
 from dstrial.master.store.database import Connection, Transaction

@@ -9,15 +9,15 @@ from typing import Any
 
 from determined.common.api import bindings
 
-from dstrial.config.command import DEFAULT_PRIORITY
+from dstrial.config.experiment_config.command import DEFAULT_PRIORITY
 from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.api.agents import device_json
-from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
-from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.services import Services
-from dstrial.master.store import commands, tasks, work
+from dstrial.master.store import background_jobs, commands, tasks
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection
 
@@ -75,7 +75,7 @@ def _summary(services: Services, row: tasks.LivingAllocation) -> dict[str, Any]:
     )
 
 
-def _collection(services: Services, row: work.Work) -> dict[str, Any]:
+def _collection(services: Services, row: background_jobs.Work) -> dict[str, Any]:
     """Return a piece of work on an experiment's files as the task that it is in Determined; it has no process here."""
     task_id = f"checkpoint-gc-{row.id}"
     return message(
@@ -96,7 +96,7 @@ def _collection(services: Services, row: work.Work) -> dict[str, Any]:
 async def _summaries(services: Services) -> dict[str, dict[str, Any]]:
     """Return what runs now, by allocation."""
     living, collections = await services.read(
-        lambda connection: (tasks.living(connection), work.collections(connection))
+        lambda connection: (tasks.living(connection), background_jobs.collections(connection))
     )
     found = [_summary(services, row) for row in living] + [_collection(services, row) for row in collections]
     return {one["allocationId"]: one for one in found}

@@ -8,13 +8,13 @@ from typing import Any
 
 from determined.common.api import bindings
 
-from dstrial.config.limits import check_value
+from dstrial.config.parsing.limits import check_value
 from dstrial.config.secrets import SecretNames, unmasked
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import Fields, shown
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import shown_config
+from dstrial.master.http.fields import Fields, shown
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import shown_config
 from dstrial.master.store import templates, workspaces
 from dstrial.master.store.database import Transaction
 

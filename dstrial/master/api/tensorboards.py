@@ -8,13 +8,14 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config.secrets import masked
-from dstrial.master.api import command_shapes as shapes
+from dstrial.master.api import command_serializers as shapes
 from dstrial.master.api.commands import MAX_BODY_BYTES
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.messages import message
-from dstrial.master.command import life, tensorboards
-from dstrial.master.model_definition import pack
+from dstrial.master.backends.model_definition import pack
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.lifecycle import commands as life
+from dstrial.master.lifecycle import tensorboards
 from dstrial.master.store import commands
 from dstrial.master.store.commands import NewCommand
 

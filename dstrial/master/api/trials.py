@@ -9,12 +9,12 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.api.experiment_checkpoints import checkpoints_page
-from dstrial.master.api.frame import TRIAL, USER, ApiRequest, route
-from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import as_data, checkpoint_workload, metrics_workload, trial_json
 from dstrial.master.clock import now_us
-from dstrial.master.experiment import trials
-from dstrial.master.experiment.allocations import mark_ready
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
+from dstrial.master.http.serializers import as_data, checkpoint_workload, metrics_workload, trial_json
+from dstrial.master.lifecycle import trials
+from dstrial.master.lifecycle.allocations import mark_ready
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, metrics

@@ -9,10 +9,10 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.advice import text_of
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import ADMIN, USER, ApiRequest, route
-from dstrial.master.api.messages import message, page_of
 from dstrial.master.clock import format_us
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import ADMIN, USER, ApiRequest, route
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import StoreError

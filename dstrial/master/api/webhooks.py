@@ -16,10 +16,10 @@ from determined.common.api import bindings
 
 from dstrial.config.secrets import MASK
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import OWNER, TRIAL, USER, ApiRequest, route
-from dstrial.master.api.messages import message
 from dstrial.master.clock import format_us
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import OWNER, TRIAL, USER, ApiRequest, route
 from dstrial.master.store import experiments, trials, webhooks, workspaces
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.logs import LEVELS, add_master_line

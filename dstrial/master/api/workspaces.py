@@ -7,15 +7,15 @@ from typing import Any, TypeAlias, TypeVar
 
 from determined.common.api import bindings
 
-from dstrial.config.storage import checked_storage
+from dstrial.config.experiment_config.storage import checked_storage
 from dstrial.errors import RequestError
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import USER, ApiRequest, route
-from dstrial.master.api.guard import require_owner
-from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.shapes import shown_config, stored
 from dstrial.master.clock import format_us
-from dstrial.master.experiment import holders
+from dstrial.master.http.access import require_owner
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import shown_config, stored
+from dstrial.master.lifecycle import containers
 from dstrial.master.settings import MasterSettings
 from dstrial.master.store import workspaces
 from dstrial.master.store.database import Connection, Transaction
@@ -219,7 +219,7 @@ async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
     """``DELETE workspaces/{id}``: with its projects, experiments and templates."""
 
     def write(tx: Transaction) -> bool:
-        return holders.delete_workspace(tx, _own(tx.connection, request, "be deleted").id)
+        return containers.delete_workspace(tx, _own(tx.connection, request, "be deleted").id)
 
     return message(bindings.v1DeleteWorkspaceResponse, completed=await request.services.write(write))
 

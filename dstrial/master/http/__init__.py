@@ -1,7 +1,7 @@
 """The front door of the master: who may connect, how much a connection may send, and how long it may take."""
 
 from dstrial.master.http.connection import Connection, connection_protocol
-from dstrial.master.http.door import DEFAULT_NUM_CONNECTIONS, Door, Limits
+from dstrial.master.http.connection_limits import DEFAULT_NUM_CONNECTIONS, Door, Limits
 from dstrial.master.http.peers import Accounts, Peer, peer_of_scope
 
 __all__ = [

@@ -16,11 +16,11 @@ import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from dstrial.master.api.errors import problem
+from dstrial.master.http.errors import problem
 from dstrial.master.http.peers import SCOPE_EXTENSION, UNKNOWN, Peer
 
 if TYPE_CHECKING:
-    from dstrial.master.http.door import Door
+    from dstrial.master.http.connection_limits import Door
 
 
 class _RefusedError(Exception):

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.config.command import interpreter_of, seconds_of
-from dstrial.master.command import life, tensorboards
-from dstrial.master.launcher import AllocationRequest, Slot, SupervisorHandle, resident_bytes
-from dstrial.master.launcher.ports import TENSORBOARD
+from dstrial.config.experiment_config.command import interpreter_of, seconds_of
+from dstrial.master.backends import AllocationRequest, Slot, SupervisorHandle, resident_bytes
+from dstrial.master.backends.ports import TENSORBOARD
+from dstrial.master.lifecycle import commands as life
+from dstrial.master.lifecycle import tensorboards
 from dstrial.master.store import commands
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Transaction

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import DstrialError, MasterError
-from dstrial.master import checkpoint_gc
 from dstrial.master.advice import text_of
-from dstrial.master.changes import Changes
-from dstrial.master.experiment import holders
-from dstrial.master.launcher import remove
-from dstrial.master.launcher.environment import tracebacks_directory
-from dstrial.master.launcher.overlay.store import collect as collect_overlays
-from dstrial.master.store import allocations, checkpoints, experiments, logs, models, usage, work
+from dstrial.master.backends import remove
+from dstrial.master.backends.environment import tracebacks_directory
+from dstrial.master.backends.overlay.store import collect as collect_overlays
+from dstrial.master.lifecycle import checkpoint_gc, containers
+from dstrial.master.pubsub import Changes
+from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models, usage
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.metrics import as_number
 
@@ -87,14 +86,14 @@ class Janitor:
             self._collect_overlays()
             self._forget_at_s = time.monotonic() + self._period_s
         with self._database.read() as connection:
-            row = work.next_pending(connection)
+            row = background_jobs.next_pending(connection)
         if row is None:
             self._event.wait(max(0.0, self._forget_at_s - time.monotonic()))
             self._event.clear()
         else:
             self._perform(row)
 
-    def _perform(self, row: work.Work) -> None:
+    def _perform(self, row: background_jobs.Work) -> None:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
         try:
             if row.kind == "gc":
@@ -104,9 +103,9 @@ class Janitor:
             elif row.kind == "delete_tensorboard":
                 self._delete_tensorboard(experiment_id)
             elif row.kind == "delete_project":
-                self._database.write(lambda tx: holders.finish_project(tx, payload["id"]))
+                self._database.write(lambda tx: containers.finish_project(tx, payload["id"]))
             elif row.kind == "delete_workspace":
-                self._database.write(lambda tx: holders.finish_workspace(tx, payload["id"]))
+                self._database.write(lambda tx: containers.finish_workspace(tx, payload["id"]))
             else:
                 self._delete_experiment(experiment_id)
         except (DstrialError, OSError, IntegrityError, ValueError, LookupError) as error:
@@ -114,7 +113,7 @@ class Janitor:
             if row.kind == "delete_experiment":
                 why = text_of(error)
                 self._database.write(lambda tx: _mark_delete_failed(tx, experiment_id, why))
-        self._database.write(lambda tx: work.done(tx, row.id))
+        self._database.write(lambda tx: background_jobs.done(tx, row.id))
 
     def _collect(self, experiment_id: int) -> None:
         with self._database.read() as connection:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dstrial.config.mounts import compile_pattern
+from dstrial.config.experiment_config.sections import compile_pattern
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dstrial.errors import DstrialError
-from dstrial.master import launcher, resumption
+from dstrial.master import backends
 from dstrial.master.advice import text_of
+from dstrial.master.backends import AllocationExit, AllocationRequest, SupervisorHandle
+from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
+from dstrial.master.backends.log_file import read_lines
 from dstrial.master.clock import now_us
-from dstrial.master.command import life
-from dstrial.master.experiment import allocations, ending
-from dstrial.master.launcher import AllocationExit, AllocationRequest, SupervisorHandle
-from dstrial.master.launcher.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
-from dstrial.master.launcher.log_file import read_lines
+from dstrial.master.lifecycle import allocations, endings, resume
+from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
+from dstrial.master.scheduler.heartbeat_timeout import Silence
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
 from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
-from dstrial.master.scheduler.silence import Silence
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows
@@ -102,7 +102,7 @@ class Scheduler:
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         for row in live:
-            handle = launcher.find(Path(row.directory))
+            handle = backends.find(Path(row.directory))
             self._handles[row.id] = handle
             if handle is not None:
                 logger.info("allocation %s is taken back (pid %d)", row.id, handle.pid)
@@ -131,7 +131,7 @@ class Scheduler:
                     num_slots = fitting
                 elif wanted > num_enabled and self._told.get(row.id) != (wanted, num_enabled):
                     self._told[row.id] = (wanted, num_enabled)
-                    why = resumption.why_it_waits(connection, row, config, available)
+                    why = resume.why_it_waits(connection, row, config, available)
                     self._tell_it_waits(row, num_enabled, why)
             waiting.append(Waiting(row.id, row.experiment_id, num_slots, most))
         return waiting
@@ -143,7 +143,7 @@ class Scheduler:
         known_for = (row.run_id, available, hash(row.config))
         known = self._fitting.get(row.id)
         if known is None or known[0] != known_for:
-            known = known_for, resumption.slots_to_go_on_with(connection, row, config, available)
+            known = known_for, resume.slots_to_go_on_with(connection, row, config, available)
             self._fitting[row.id] = known
         return known[1]
 
@@ -198,7 +198,7 @@ class Scheduler:
         def end(tx: Transaction) -> None:
             text = f"trial {row.id} has failed: {why}"
             add_master_line(tx, row.task_id, row.id, text, level="ERROR")
-            ending.close_trial(tx, row.id, "ERROR", why=why)
+            endings.close_trial(tx, row.id, "ERROR", why=why)
 
         self._database.write(end)
 
@@ -248,7 +248,7 @@ class Scheduler:
         """Say whether any allocation runs; of one that does not, the next master takes in what is left."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
-        return any(launcher.poll_exit(Path(row.directory), self._handles.get(row.id)) is None for row in live)
+        return any(backends.poll_exit(Path(row.directory), self._handles.get(row.id)) is None for row in live)
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -287,14 +287,14 @@ class Scheduler:
         allocation_id, directory = row.id, Path(row.directory)
         handle = self._handles.get(allocation_id)
         if handle is None and allocation_id not in self._handles:
-            handle = self._handles[allocation_id] = launcher.find(directory)
+            handle = self._handles[allocation_id] = backends.find(directory)
         # Before the output is read, so that what was printed before the end is read after it.
-        exit_ = launcher.poll_exit(directory, handle)
+        exit_ = backends.poll_exit(directory, handle)
         if exit_ is None:
             self._kill_if_due(row, handle)
             self._commands.look(row, handle)
         elif exit_.was_lost:
-            launcher.kill(None, directory)
+            backends.kill(None, directory)
         has_more = self._take_in(row)
         if exit_ is not None and not has_more:
             self._end(row, exit_)
@@ -310,10 +310,10 @@ class Scheduler:
         if row.preempt_us is not None and _is_command(row) and allocation_id not in self._terminated:
             self._terminated.add(allocation_id)
             if handle is not None:
-                launcher.terminate(handle)
+                backends.terminate(handle)
         if row.kill_us is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
             self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
-            launcher.kill(handle, Path(row.directory))
+            backends.kill(handle, Path(row.directory))
 
     def _take_in(self, row: Allocation) -> bool:
         """Take in what an allocation has printed since the stored offset, and say whether there may be more."""
@@ -359,7 +359,7 @@ class Scheduler:
         self._handles.pop(row.id, None)
         self._killed_s.pop(row.id, None)
         self._troubled_s.pop(row.id, None)
-        launcher.remove(Path(row.directory))
+        backends.remove(Path(row.directory))
 
     # What waits
 
@@ -444,7 +444,7 @@ class Scheduler:
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
     ) -> Allocation | None:
         """Give a trial slots, perhaps fewer than its config asks for, and start its processes."""
-        ports = launcher.choose_ports(set(used_ports))
+        ports = backends.choose_ports(set(used_ports))
         tokens, hashes = _new_tokens()
 
         def assign(tx: Transaction) -> Allocation | None:
@@ -488,7 +488,7 @@ class Scheduler:
         services = self._services
         with self._database.read() as connection:
             first_ports = command_start.first_ports(connection, task_id)
-        ports = launcher.choose_ports(set(used_ports), first_ports)
+        ports = backends.choose_ports(set(used_ports), first_ports)
         tokens, hashes = _new_tokens()
 
         def assign(tx: Transaction) -> Allocation | None:
@@ -518,8 +518,8 @@ class Scheduler:
 
     def _launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
         try:
-            launcher.prepare(request())
-            handle = launcher.start(Path(row.directory))
+            backends.prepare(request())
+            handle = backends.start(Path(row.directory))
         except (DstrialError, OSError) as error:
             self._end(row, _failed_start(text_of(error)))
             return
@@ -580,8 +580,8 @@ class Scheduler:
         """Remove directories of allocations that have ended, for which there was no time."""
         for directory in self._directory.iterdir():
             if directory.name not in live:
-                launcher.kill(launcher.find(directory), directory)
-                launcher.remove(directory)
+                backends.kill(backends.find(directory), directory)
+                backends.remove(directory)
                 shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -604,7 +604,7 @@ def _release(tx: Transaction, allocation: Allocation, why: str, *, is_kill: bool
     if _is_command(allocation):
         life.release(tx, allocation, why, is_kill=is_kill)
     else:
-        ending.release(tx, allocation.trial_id, why, is_kill=is_kill)
+        endings.release(tx, allocation.trial_id, why, is_kill=is_kill)
 
 
 def _by_urgency(*groups: Iterable[tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]]) -> list[Waiting]:

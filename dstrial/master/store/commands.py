@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dstrial.config.command import NAMES, CommandConfig, CommandKind
+from dstrial.config.experiment_config.command import NAMES, CommandConfig, CommandKind
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, NotFoundError

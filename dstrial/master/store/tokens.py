@@ -9,8 +9,8 @@ import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from dstrial.master.changes import Changes
 from dstrial.master.clock import now_us
+from dstrial.master.pubsub import Changes
 from dstrial.master.store.database import Transaction
 
 TOPIC = "tokens"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sqlite3
 
-from dstrial.config.command import NAMES
+from dstrial.config.experiment_config.command import NAMES
 from dstrial.master.store.database import Transaction
 
 _LIVING = (

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
-from dstrial.master.api.frame import PUBLIC, USER, ApiRequest, route
-from dstrial.master.api.shapes import shown_state
 from dstrial.master.api.webhooks import masked_url, seen_workspaces
 from dstrial.master.clock import format_us, now_us
+from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
+from dstrial.master.http.serializers import shown_state
 from dstrial.master.services import Services
 from dstrial.master.store import listings, logs
 from dstrial.master.store import metrics as metric_rows

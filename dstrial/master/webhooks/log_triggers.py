@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dstrial.config.mounts import compile_pattern
-from dstrial.master.changes import Changes
+from dstrial.config.experiment_config.sections import compile_pattern
+from dstrial.master.pubsub import Changes
 from dstrial.master.store import webhooks
 from dstrial.master.store.database import Database
 

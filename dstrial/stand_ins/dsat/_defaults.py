@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from dstrial.dsat.defaults import *  # noqa: F403 - all of them, by their names
+from dstrial.dsat.compat import *  # noqa: F403 - all of them, by their names

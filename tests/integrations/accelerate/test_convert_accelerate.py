@@ -14,8 +14,8 @@ import yaml
 from dstrial.cli.app import main
 from dstrial.config import load_experiment
 from dstrial.errors import ConfigError
-from dstrial.integrations.accelerate.conversion import Choices, Conversion
-from dstrial.integrations.accelerate.convert import convert
+from dstrial.integrations.accelerate.converter.convert import convert
+from dstrial.integrations.accelerate.converter.result import Choices, Conversion
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.yaml"))
 SCRIPT = "from accelerate import Accelerator\n\naccelerator = Accelerator()\n"

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from dstrial.integrations.accelerate.conversion import Choices
-from dstrial.integrations.accelerate.convert import convert
+from dstrial.integrations.accelerate.converter.convert import convert
+from dstrial.integrations.accelerate.converter.result import Choices
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = Path(__file__).parent / "configs"

@@ -16,8 +16,8 @@ from typing import Any
 import uvicorn
 
 from dstrial.master.app import create_app
-from dstrial.master.changes import Changes
-from dstrial.master.launcher.devices import Slot
+from dstrial.master.backends.devices import Slot
+from dstrial.master.pubsub import Changes
 from dstrial.master.services import Services, open_services
 from dstrial.master.settings import MasterSettings
 from dstrial.master.store import tokens, users

@@ -12,7 +12,7 @@ from determined.common.api import authentication, errors
 from serving import Master, serving
 
 from dstrial.errors import RequestError
-from dstrial.master.attempts import Attempts, KnownPasswords
+from dstrial.master.http.login_throttle import Attempts, KnownPasswords
 from dstrial.master.store import tokens, users
 
 
@@ -186,7 +186,7 @@ def test_without_passwords_the_users_have_blank_ones_and_there_is_no_file(tmp_pa
 
 @process
 def test_passwords_and_the_clusters_id_outlive_the_master(tmp_path: Path) -> None:
-    from dstrial.master.changes import Changes
+    from dstrial.master.pubsub import Changes
     from dstrial.master.services import open_services
     from dstrial.master.settings import MasterSettings
     from dstrial.master.store.database import Database

@@ -9,7 +9,7 @@ from determined.common.api import bindings
 from serving import Master
 
 from dstrial.master.clock import now_us
-from dstrial.master.experiment import detached
+from dstrial.master.lifecycle import detached_runs
 
 pytestmark = pytest.mark.process
 
@@ -145,7 +145,7 @@ def test_what_is_silent_is_given_up_and_comes_back(fresh_master: Master) -> None
     ]
     assert fresh_master.send("POST", "/task-logs", lines, token="determined").status == 200
 
-    count = fresh_master.services.database.write(lambda tx: detached.give_up_silent(tx, before_us))
+    count = fresh_master.services.database.write(lambda tx: detached_runs.give_up_silent(tx, before_us))
 
     assert count == 1
     assert [state_of(fresh_master, each) for each in (silent, talks, empty)] == ["ERROR", "RUNNING", "ERROR"]
@@ -201,7 +201,7 @@ def test_a_report_does_not_undo_what_a_person_has_done(fresh_master: Master) -> 
     for one in ones.values():
         started(fresh_master, one)
     send(fresh_master, "POST", f"/experiments/{canceled}/cancel")
-    fresh_master.services.database.write(lambda tx: detached.give_up_silent(tx, now_us()))
+    fresh_master.services.database.write(lambda tx: detached_runs.give_up_silent(tx, now_us()))
     send(fresh_master, "POST", f"/experiments/{kept}/archive")
     for number, state in ((going, "DELETING"), (failed, "DELETE_FAILED")):
         fresh_master.change("UPDATE experiments SET state = ? WHERE id = ?", state, number)

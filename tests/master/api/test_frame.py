@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from serving import Master
 
 from dstrial.errors import ConfigError, ConfigProblem, MasterError, RequestError
-from dstrial.master.api import not_offered
-from dstrial.master.api.errors import status_and_text
-from dstrial.master.api.fields import Fields
-from dstrial.master.api.frame import PUBLIC, Api, ApiRequest, Route, route
-from dstrial.master.api.messages import message, page_of
-from dstrial.master.api.streams import ndjson
+from dstrial.master.http import unsupported
+from dstrial.master.http.errors import status_and_text
+from dstrial.master.http.fields import Fields
+from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.router import PUBLIC, Api, ApiRequest, Route, route
+from dstrial.master.http.streams import ndjson
 
 process = pytest.mark.process
 
@@ -144,16 +144,16 @@ async def _nothing(_request: ApiRequest) -> dict[str, Any]:
 
 @pytest.mark.process
 def test_every_request_of_the_client_is_served_or_clearly_refused(served: Master) -> None:
-    templates = not_offered.client_templates()
+    templates = unsupported.client_templates()
     assert len(templates) > 250
     api = _app_of(served)
     for method, template in templates:
-        path = not_offered._PARAMETER.sub("1", template)
+        path = unsupported._PARAMETER.sub("1", template)
         refusal = _refusal_of(api, method, path)
         if refusal is not None:
             assert refusal.status == 501, f"{method} {path}: {refusal}"
             assert "is not offered by the embedded master" in str(refusal)
-            assert path.split("/")[3] in not_offered.NOUNS, f"{method} {path} has no noun for people"
+            assert path.split("/")[3] in unsupported.NOUNS, f"{method} {path} has no noun for people"
 
 
 def _refusal_of(api: Api, method: str, path: str) -> RequestError | None:

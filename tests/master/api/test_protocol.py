@@ -15,7 +15,7 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import Master, serving
 
-from dstrial.master.store import checkpoints, usage, work
+from dstrial.master.store import background_jobs, checkpoints, usage
 from dstrial.master.store.database import Transaction
 
 pytestmark = pytest.mark.process
@@ -64,14 +64,14 @@ def test_checkpoint_collection_is_a_task_while_it_lasts_and_long_enough_to_be_se
         return legacy
 
     database = fresh_master.services.database
-    database.write(lambda tx: work.request(tx, "gc", 1))
+    database.write(lambda tx: background_jobs.request(tx, "gc", 1))
     assert name in names()
     with database.read() as connection:
-        row = work.next_pending(connection)
+        row = background_jobs.next_pending(connection)
     assert row is not None
-    database.write(lambda tx: work.done(tx, row.id))
+    database.write(lambda tx: background_jobs.done(tx, row.id))
     with database.read() as connection:
-        assert work.next_pending(connection) is None
+        assert background_jobs.next_pending(connection) is None
     # Clients wait for it to appear and to disappear, and look twice a second.
     assert name in names()
     fresh_master.change("UPDATE work SET ended_us = ended_us - 3000000")

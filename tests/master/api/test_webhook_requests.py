@@ -13,7 +13,7 @@ from receiver import Receiver, receiving
 from serving import Master
 from waiting import wait_for
 
-from dstrial.master.experiment import ending, experiments
+from dstrial.master.lifecycle import endings, experiments
 from dstrial.master.store import webhooks
 from dstrial.master.store.database import Transaction
 from dstrial.master.webhooks.delivery import Delivery
@@ -70,7 +70,7 @@ def make(
 
 
 def finish(master: Master, state: str, experiment_id: int = 1) -> None:
-    master.services.database.write(lambda tx: ending.finish_experiment(tx, experiment_id, state, None))
+    master.services.database.write(lambda tx: endings.finish_experiment(tx, experiment_id, state, None))
 
 
 def configure(master: Master, webhooks_of: Any, experiment_id: int = 1) -> None:

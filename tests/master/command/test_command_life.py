@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dstrial.config.command import CommandKind, check_command
+from dstrial.config.experiment_config.command import CommandKind, check_command
+from dstrial.master.backends import AllocationExit, SupervisorHandle
 from dstrial.master.clock import now_us
-from dstrial.master.command import life
-from dstrial.master.launcher import AllocationExit, SupervisorHandle
+from dstrial.master.lifecycle import commands as life
 from dstrial.master.store import allocations, commands, logs, users
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Database

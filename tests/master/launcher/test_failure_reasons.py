@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.master.launcher.failures import explain_exit, explain_failure, fingerprint, first_traceback
+from dstrial.master.backends.failures import explain_exit, explain_failure, fingerprint, first_traceback
 
 USER = """Traceback (most recent call last):
   File "train.py", line 3, in <module>

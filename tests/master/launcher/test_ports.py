@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.launcher import ports
+from dstrial.master.backends import ports
 
 pytestmark = pytest.mark.process
 

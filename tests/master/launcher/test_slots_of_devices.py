@@ -13,9 +13,9 @@ import pynvml
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.launcher.devices import Slot, nvml_slots, shared_slots
-from dstrial.master.launcher.environment import trial_environment
-from dstrial.master.launcher.request import AllocationRequest
+from dstrial.master.backends.devices import Slot, nvml_slots, shared_slots
+from dstrial.master.backends.environment import trial_environment
+from dstrial.master.backends.request import AllocationRequest
 
 _MIG = "MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3{}"
 
@@ -164,7 +164,7 @@ def test_ranks_that_share_a_device_are_shown_it_once(tmp_path: Path) -> None:
 
 
 def test_more_slots_than_there_are_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrial.master.launcher import devices
+    from dstrial.master.backends import devices
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(devices, "_cuda", lambda: nvml_slots(stand_in(A), None))

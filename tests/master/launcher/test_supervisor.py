@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
-from dstrial.master import launcher
-from dstrial.master.launcher import AllocationExit, AllocationRequest, Slot, SupervisorHandle
-from dstrial.master.launcher.log_file import read_lines
-from dstrial.master.model_definition import pack
+from dstrial.master import backends
+from dstrial.master.backends import AllocationExit, AllocationRequest, Slot, SupervisorHandle
+from dstrial.master.backends.log_file import read_lines
+from dstrial.master.backends.model_definition import pack
 
 pytestmark = pytest.mark.process
 
@@ -33,20 +33,20 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         fields: dict[str, Any] = {
             "allocation_id": directory.name, "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1,
             "directory": directory, "slots": (Slot(0, "cpu", "cpu", "cpu-0"),),
-            "ports": launcher.choose_ports([]),
+            "ports": backends.choose_ports([]),
             "config": {"checkpoint_storage": {"type": "shared_fs", "host_path": "/ck", "storage_path": "a"}},
             "hparams": {"lr": len(directories)}, "trial_seed": 1, "steps_completed": 0, "latest_checkpoint": None,
             "session_token": "session", "user_token": "user", "username": "determined",
             "master_url": "http://127.0.0.1:1", "cluster_id": "c", "master_id": "m", "agent_id": "a",
             "resources_id": "r", "model_definition": b"", "entrypoint": entrypoint, **changes,
         }  # fmt: skip
-        launcher.prepare(AllocationRequest(**fields))
-        return directory, launcher.start(directory)
+        backends.prepare(AllocationRequest(**fields))
+        return directory, backends.start(directory)
 
     yield start
     for directory in directories:
-        launcher.kill(launcher.find(directory), directory)
-        launcher.remove(directory)
+        backends.kill(backends.find(directory), directory)
+        backends.remove(directory)
 
 
 def test_the_startup_hook_of_the_files_is_found_in_another_working_directory(
@@ -68,7 +68,7 @@ def test_the_startup_hook_of_the_files_is_found_in_another_working_directory(
 def ended(started: Started) -> AllocationExit:
     give_up_at_s = time.monotonic() + 30
     while True:
-        exit_ = launcher.poll_exit(*started)
+        exit_ = backends.poll_exit(*started)
         if exit_ is not None:
             return exit_
         assert time.monotonic() < give_up_at_s
@@ -129,7 +129,7 @@ def test_killing_ends_everything(run: Callable[..., Started]) -> None:
     started = run("setsid sleep 7651 & sleep 7651")
     wait_for(lambda: len(living("7651")) >= 2)
 
-    launcher.kill(started[1], started[0])
+    backends.kill(started[1], started[0])
 
     assert ended(started).signal == signal.SIGKILL
     assert living("7651") == []
@@ -141,7 +141,7 @@ def test_what_a_killed_supervisor_leaves_is_found_by_its_marker(run: Callable[..
 
     os.kill(handle.pid, signal.SIGKILL)
     exit_ = ended((directory, handle))
-    launcher.kill(None, directory)
+    backends.kill(None, directory)
 
     assert exit_.was_lost
     assert living("7652") == []
@@ -157,7 +157,7 @@ def test_a_graceful_end_is_waited_for_behind_a_shell(run: Callable[..., Started]
     directory, handle = run(f"true; python3 {tmp_path / 'program.py'}; true")
     wait_for(lambda: any(text == "ready\n" for _, text in printed(directory)))
 
-    launcher.terminate(handle)
+    backends.terminate(handle)
     ended((directory, handle))
 
     assert ("stdout", "saved\n") in printed(directory)
@@ -167,10 +167,10 @@ def test_a_restarted_master_finds_the_supervisor(run: Callable[..., Started]) ->
     directory, handle = run("sleep 7653")
     wait_for(lambda: (directory / "supervisor.json").exists())
 
-    assert launcher.find(directory) == handle
-    launcher.kill(handle, directory)
+    assert backends.find(directory) == handle
+    backends.kill(handle, directory)
     ended((directory, handle))
-    wait_for(lambda: launcher.find(directory) is None)
+    wait_for(lambda: backends.find(directory) is None)
 
 
 @pytest.mark.parametrize(("entrypoint", "code"), [(["no-such-program"], 127), (["/etc/passwd"], 126)])
@@ -239,10 +239,10 @@ def test_a_supervisor_without_a_record_is_found_by_its_marker(run: Callable[...,
     wait_for(lambda: (directory / "supervisor.json").exists())
     (directory / "supervisor.json").unlink()
 
-    assert launcher.find(directory) is None
-    launcher.kill(None, directory)
+    assert backends.find(directory) is None
+    backends.kill(None, directory)
 
-    wait_for(lambda: not launcher.is_alive(handle))
+    wait_for(lambda: not backends.is_alive(handle))
     assert living("7654") == []
 
 
@@ -280,7 +280,7 @@ def test_an_allocation_that_ends_leaves_no_directory_even_if_its_trial_made_one_
     ended(started)
     temporary = Path(printed(started[0])[-1][1].strip())
     assert temporary.is_dir()
-    launcher.remove(started[0])
+    backends.remove(started[0])
 
     assert not temporary.exists()
     assert not started[0].exists()
@@ -307,10 +307,10 @@ def test_killed_processes_leave_nothing_in_shared_memory(run: Callable[..., Star
 
     if is_lost:
         os.kill(handle.pid, signal.SIGKILL)
-        wait_for(lambda: not launcher.is_alive(handle), "the supervisor's end")
-        launcher.kill(None, directory)
+        wait_for(lambda: not backends.is_alive(handle), "the supervisor's end")
+        backends.kill(None, directory)
     else:
-        launcher.kill(handle, directory)
+        backends.kill(handle, directory)
         ended(started)
 
     wait_for(lambda: not any(place.exists() for place in places), f"{places} to go", deadline_s=5)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dstrial.master.launcher.devices import Slot
-from dstrial.master.launcher.environment import cluster_info_files, trial_environment
-from dstrial.master.launcher.request import AllocationRequest
+from dstrial.master.backends.devices import Slot
+from dstrial.master.backends.environment import cluster_info_files, trial_environment
+from dstrial.master.backends.request import AllocationRequest
 
 # Of a machine with four, to a master that was started with CUDA_VISIBLE_DEVICES=3,1.
 THIRD = Slot(0, "cuda", "NVIDIA", "GPU-3333", "3")

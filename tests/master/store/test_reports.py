@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dstrial.config.submission import MasterDefaults, check_submission
-from dstrial.master.experiment import allocations, experiments, trials
-from dstrial.master.launcher import AllocationExit, SupervisorHandle
+from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
+from dstrial.master.backends import AllocationExit, SupervisorHandle
+from dstrial.master.lifecycle import allocations, experiments, trials
 from dstrial.master.store import logs, metrics
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction

@@ -11,6 +11,7 @@ import pytest
 
 from dstrial.master.store import (
     allocations,
+    background_jobs,
     checkpoints,
     commands,
     experiments,
@@ -26,7 +27,6 @@ from dstrial.master.store import (
     trials,
     users,
     webhooks,
-    work,
     workspaces,
 )
 from dstrial.master.store.database import Database, fetch_all, fetch_one
@@ -44,7 +44,7 @@ TABLES = {
     "templates": templates.Template,
     "trials": trials.Trial,
     "users": users.StoredUser,
-    "work": work.Work,
+    "work": background_jobs.Work,
     "workspaces": workspaces.Workspace,
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.store import experiments, projects, work
+from dstrial.master.store import background_jobs, experiments, projects
 from dstrial.master.store.database import SCHEMA_VERSION, Database
 
 OLD = Path(__file__).with_name("schema_1.sql")
@@ -67,9 +67,9 @@ def test_an_old_database_keeps_everything(old: Path) -> None:
             row = experiments.require(connection, 7)
             assert (row.name, row.project_id, row.template) == ("x", projects.DEFAULT_ID, None)
             assert projects.require(connection, row.project_id).num_runs == 1
-            pending = work.next_pending(connection)
+            pending = background_jobs.next_pending(connection)
             assert pending is not None
-            assert pending == work.Work(3, "gc", 7, '{"a": 1}', 5, None)
+            assert pending == background_jobs.Work(3, "gc", 7, '{"a": 1}', 5, None)
             assert connection.execute("SELECT trial_id FROM trial_sources").fetchone()[0] == 9
             assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
             assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
@@ -77,7 +77,7 @@ def test_an_old_database_keeps_everything(old: Path) -> None:
 
 def test_work_that_is_asked_for_afterwards_comes_after_the_old(old: Path) -> None:
     with contextlib.closing(Database(old)) as database:
-        database.write(lambda tx: work.request(tx, "delete_project", 0, {"id": 2}))
+        database.write(lambda tx: background_jobs.request(tx, "delete_project", 0, {"id": 2}))
         with database.read() as connection:
             rows = connection.execute("SELECT id, kind FROM work ORDER BY id").fetchall()
     assert [tuple(row) for row in rows] == [(3, "gc"), (4, "delete_project")]

@@ -12,9 +12,9 @@ from typing import Any
 from dstrial.doctor.training.bench import Bench, last_line
 from dstrial.doctor.training.check import CheckFailedError, Finding
 from dstrial.doctor.training.checks.master_trial import write_experiment
-from dstrial.dsat.outcome import Failure, Measured
-from dstrial.dsat.worker.mailbox import ANSWERS_NAME
-from dstrial.dsat.worker.orders import Answer
+from dstrial.dsat.core.outcome import Failure, Measured
+from dstrial.dsat.worker.messages import Answer
+from dstrial.dsat.worker.transport import ANSWERS_NAME
 from dstrial.local.json_files import read_json_lines
 
 _NUM_TRIALS = 5

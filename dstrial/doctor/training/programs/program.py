@@ -13,7 +13,7 @@ from typing import Any
 
 from dstrial.doctor.training.check import Facts
 from dstrial.ranks import process_group
-from dstrial.ranks.control import timeout_from_environ
+from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.identity import identify
 
 

@@ -1,0 +1,111 @@
+"""The completion mark: the one file that makes a directory a checkpoint, written after all else is on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.checkpoint.checksum import SEAL_KEY, is_intact, sealed
+from dstrial.errors import CheckpointDamagedError, CheckpointNotFoundError
+
+MARK_NAME = "COMPLETE"
+"""File name of the completion mark."""
+
+
+def write_mark(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
+    """Wait until everything under ``path`` is on the disk, then make it a checkpoint.
+
+    A crash at any point leaves the directory either without a mark or with a whole one.
+
+    Args:
+        path: the checkpoint directory.
+        info: JSON values to keep in the mark.
+
+    Raises:
+        OSError: a file cannot be brought to the disk; there is no mark then.
+
+    Ranks: one, after all ranks have written. Ranks of other machines call ``fsync_tree`` before.
+    """
+    root = pathlib.Path(path)
+    fsync_tree(root)
+    temporary = root / (MARK_NAME + ".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        json.dump(sealed({} if info is None else info), stream)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(root / MARK_NAME)
+    _fsync(root)
+    _fsync(root.parent)
+
+
+def read_mark(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what ``write_mark`` was given.
+
+    Raises:
+        CheckpointNotFoundError: there is no mark.
+        CheckpointDamagedError: the mark is not what ``write_mark`` wrote.
+    """
+    mark = pathlib.Path(path) / MARK_NAME
+    try:
+        info = json.loads(mark.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{path} has no file {MARK_NAME}; expected a complete checkpoint. Resume from another one."
+        ) from None
+    except ValueError as error:
+        raise CheckpointDamagedError(
+            f"{mark} is no JSON ({error}); expected the mark that dstrial wrote. Resume from an earlier checkpoint."
+        ) from error
+    if not isinstance(info, dict):
+        raise CheckpointDamagedError(
+            f"{mark} is a JSON {type(info).__name__}; expected the mark that dstrial wrote. "
+            "Resume from an earlier checkpoint."
+        )
+    if not is_intact(info):
+        raise CheckpointDamagedError(
+            f"{mark} is of another content than its own checksum says; expected the mark that dstrial wrote. "
+            "Resume from an earlier checkpoint."
+        )
+    return {key: value for key, value in info.items() if key != SEAL_KEY}
+
+
+def is_complete(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` is a directory that carries the mark."""
+    return (pathlib.Path(path) / MARK_NAME).is_file()
+
+
+def remove_mark(path: str | os.PathLike[str]) -> None:
+    """Make ``path`` a checkpoint no more; the first step of deleting one."""
+    root = pathlib.Path(path)
+    (root / MARK_NAME).unlink(missing_ok=True)
+    _fsync(root)
+
+
+def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """Return the directories directly under ``root`` that carry no mark, sorted; empty if there is no ``root``."""
+    parent = pathlib.Path(root)
+    if not parent.is_dir():
+        return []
+    return sorted(child for child in parent.iterdir() if child.is_dir() and not is_complete(child))
+
+
+def fsync_tree(path: str | os.PathLike[str]) -> None:
+    """Wait until every file and directory under ``path`` is on the disk, the directory itself last."""
+    for directory, _, names in os.walk(path, topdown=False):
+        for name in names:
+            entry = pathlib.Path(directory) / name
+            if entry.is_file() and not entry.is_symlink():
+                _fsync(entry)
+        _fsync(pathlib.Path(directory))
+
+
+def _fsync(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,165 @@
+"""Who puts a value in place of ``"auto"`` in a DeepSpeed config: Hugging Face's Trainer or Accelerate, and from what. Pure.
+
+Accelerate, which the Trainer trains through as well, refuses every ``"auto"`` that is left when it makes the engine, whatever
+DeepSpeed itself would make of it. So what is not listed here is an error for these entrypoints.
+
+Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
+accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
+from dstrial.config.command_line import CommandLine
+from dstrial.config.experiment_config.script_source import ScriptSource
+from dstrial.errors import ConfigError
+
+DEFAULT_MICRO_BATCH = 8
+"""Default of the Trainer's ``per_device_train_batch_size``, transformers 4.56 and 5.23."""
+
+_TOTAL, _MICRO, _STEPS = BATCH_KEYS
+SIZE_FLAGS = {_MICRO: "per_device_train_batch_size", _STEPS: "gradient_accumulation_steps"}
+
+_BY_TRAINER_ARGUMENT: Mapping[str, tuple[str, ...]] = {
+    "gradient_clipping": ("max_grad_norm",),
+    "optimizer.params.lr": ("learning_rate",),
+    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
+    "optimizer.params.eps": ("adam_epsilon",),
+    "optimizer.params.weight_decay": ("weight_decay",),
+    "scheduler.params.warmup_max_lr": ("learning_rate",),
+    "scheduler.params.warmup_num_steps": ("warmup_steps",),
+    "fp16.enabled": ("fp16",),
+    "bf16.enabled": ("bf16",),
+}
+_BY_TRAINER: Mapping[str, str] = {
+    "scheduler.params.warmup_min_lr": "the Trainer fills in 0",
+    "scheduler.params.total_num_steps": "the Trainer fills in the number of steps that it is going to train",
+}
+_HIDDEN_SIZE = "from the hidden size in the model's config"
+_BY_HIDDEN_SIZE = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+_BY_PLUGIN: Mapping[str, str] = {
+    "steps_per_print": "infinity",
+    "zero_optimization.stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE, or 2",
+    "zero_optimization.offload_optimizer.device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE, or none",
+    "zero_optimization.offload_optimizer.nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH, or none",
+    "zero_optimization.offload_param.device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE, or none",
+    "zero_optimization.offload_param.nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH, or none",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL, or false",
+}
+_BY_ACCELERATE: Mapping[str, str] = {
+    _TOTAL: "the product of the two others and the ranks",
+    _MICRO: "the batch_size of the DataLoader that the script prepares",
+    _STEPS: "Accelerator(gradient_accumulation_steps=...), or 1",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING, or 1.0",
+    "optimizer.params.lr": "the lr of the script's DummyOptim",
+    "optimizer.params.weight_decay": "the weight_decay of the script's DummyOptim",
+    "scheduler.params.warmup_min_lr": "0, with the script's DummyScheduler",
+    "scheduler.params.warmup_max_lr": "the lr of the script's DummyOptim, with its DummyScheduler",
+    "scheduler.params.warmup_num_steps": "the warmup_num_steps of the script's DummyScheduler",
+    "scheduler.params.total_num_steps": "the total_num_steps of the script's DummyScheduler",
+    "fp16.enabled": "Accelerator(mixed_precision=...)",
+    "bf16.enabled": "Accelerator(mixed_precision=...)",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Filler:
+    """What puts values in place of ``"auto"`` when a script trains.
+
+    Attributes:
+        name: how messages call it.
+        is_trainer: whether it is the Trainer, whose arguments say everything; otherwise Accelerate.
+        arguments: what the entrypoint passes to the script.
+    """
+
+    name: str
+    is_trainer: bool
+    arguments: CommandLine
+
+    @classmethod
+    def of(cls, script: ScriptSource | None) -> Filler | None:
+        """Return who fills in for a script; None where its source does not tell."""
+        if script is None or script.library is None:
+            return None
+        is_trainer = script.library == "trainer"
+        return cls("Hugging Face's Trainer" if is_trainer else "Accelerate", is_trainer, script.arguments)
+
+    def says(self, key: str) -> str | None:
+        """Return a clause on who fills in the dotted key and from what; None if nobody does."""
+        if key in _BY_PLUGIN:
+            return f"Accelerate fills in {_BY_PLUGIN[key]}"
+        if key in _BY_HIDDEN_SIZE:
+            return f"{self._who} fills it in {_HIDDEN_SIZE}"
+        if not self.is_trainer:
+            return f"Accelerate fills in {_BY_ACCELERATE[key]}" if key in _BY_ACCELERATE else None
+        if key == _TOTAL:
+            return "the Trainer fills in the product of the two others and the ranks"
+        if key in SIZE_FLAGS:
+            default = f"{DEFAULT_MICRO_BATCH}" if key == _MICRO else "1"
+            return self._from_arguments((SIZE_FLAGS[key],), default)
+        if key in _BY_TRAINER_ARGUMENT:
+            return self._from_arguments(_BY_TRAINER_ARGUMENT[key], None)
+        return _BY_TRAINER.get(key)
+
+    def solve(
+        self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
+    ) -> BatchSolution | None:
+        """Solve the batch equation with what the entrypoint's arguments say; None where only the script knows the micro batch.
+
+        What the arguments give yields to the config where the two cannot hold together, as
+        ``dstrial.dsat.get_hf_args_with_overwrites`` has it.
+
+        Args:
+            sizes: the three sizes as the config has them; None or ``"auto"`` for what it leaves open.
+            num_replicas: replicas of the model.
+            where: ``file:line: key`` of each size by its name.
+
+        Raises:
+            ConfigError: nothing solves it.
+        """
+        total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
+        given: dict[str, int | None] = {}
+        if self.is_trainer:
+            for key, flag in SIZE_FLAGS.items():
+                text = self.arguments.value(flag) or ""
+                given[key] = int(text) if text.isdecimal() and int(text) else None
+            if total is None and micro is None and given[_MICRO] is None:
+                given[_MICRO] = DEFAULT_MICRO_BATCH
+        elif total is None and micro is None:
+            return None
+        for asked in (
+            (given.get(_MICRO), given.get(_STEPS)),
+            (given.get(_MICRO), None),
+            (None, given.get(_STEPS)),
+        ):
+            attempt = (asked[0] if micro is None else micro, asked[1] if steps is None else steps)
+            try:
+                return solve_batch(total, *attempt, num_replicas, where=where)  # type: ignore[arg-type]  # what is no size is said so
+            except ConfigError:
+                continue
+        return solve_batch(total, micro, steps, num_replicas, where=where)  # type: ignore[arg-type]
+
+    @property
+    def _who(self) -> str:
+        return "the Trainer" if self.is_trainer else "Accelerate"
+
+    def _from_arguments(self, names: tuple[str, ...], default: str | None) -> str:
+        said = []
+        for name in names:
+            flag = self.arguments.find(name)
+            if flag is not None:
+                value = "true" if flag.value is None else flag.value
+                said.append(f"--{name} ({value} in the entrypoint)")
+            else:
+                otherwise = "" if default is None else f" of {default}"
+                said.append(
+                    f"--{name} (not in the entrypoint: the script's own or the Trainer's default{otherwise})"
+                )
+        return f"the Trainer fills it in from {' and '.join(said)}"

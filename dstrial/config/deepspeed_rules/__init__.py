@@ -1,0 +1,1 @@
+"""What DeepSpeed says of its configuration only after the ranks have started."""

@@ -1,0 +1,224 @@
+"""Check a whole DeepSpeed config: keys, batch equation, pairs of settings; say what it amounts to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from dstrial.config.auto_values import Filler
+from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
+from dstrial.config.deepspeed_rules.conflicts import check_pairs
+from dstrial.config.deepspeed_rules.ignored import check_ignored
+from dstrial.config.deepspeed_rules.optimizer import check_optimizer_and_scheduler
+from dstrial.config.deepspeed_rules.settings import Settings
+from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
+from dstrial.config.diagnostics import Findings, Lines, render
+from dstrial.config.keys import AUTO, Dialect, check_keys
+from dstrial.config.parallel_dims import ParallelDims
+from dstrial.errors import ConfigError, ConfigProblem
+
+_WHO_FILLS_IN = (
+    f' "{AUTO}" is filled in only for an entrypoint whose script, or a module beside it that it imports, shows Hugging Face\'s '
+    "Trainer or Accelerate's Accelerator."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What was found, and what DeepSpeed would run with.
+
+    Attributes:
+        problems: everything that must be changed before training; empty if nothing.
+        warnings: settings without effect and the like, as whole sentences.
+        effective: every key DeepSpeed reads with its value: given, solved, or default. Values with a problem
+            are replaced by the default.
+        batch: the solved batch equation; None if it has no solution, or if only the script knows its sizes.
+        notes: what is right and worth knowing, as whole sentences: who fills in each ``"auto"``.
+        filled: who fills it in and from what, by the dotted key of each ``"auto"`` that a tool fills in.
+    """
+
+    problems: tuple[ConfigProblem, ...]
+    warnings: tuple[str, ...]
+    effective: dict[str, Any]
+    batch: BatchSolution | None
+    notes: tuple[str, ...] = ()
+    filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def raise_if_any(self) -> None:
+        """Raise a ConfigError with all problems.
+
+        Raises:
+            ConfigError: there is at least one.
+        """
+        if self.problems:
+            raise ConfigError(self.problems)
+
+
+def check_deepspeed(
+    config: Mapping[str, Any],
+    sizes: ParallelDims,
+    where: str = "deepspeed config",
+    lines: Lines | None = None,
+    *,
+    auto: Literal["error", "warning"] = "error",
+    filler: Filler | None = None,
+    installed: str | None = None,
+) -> CheckResult:
+    """Check a merged DeepSpeed config by the rules of the supported release. Pure.
+
+    Args:
+        config: the config after all merging; not changed.
+        sizes: ranks of the job and how the model divides them.
+        where: label for keys without a line, such as "deepspeed config of engine 0".
+        lines: ``file:line`` of each key, where known.
+        auto: what ``"auto"`` is outside the batch sizes: "warning" if another tool may still fill it in.
+        filler: what puts values in place of ``"auto"``, which then decides instead of ``auto``; None if that is not known.
+        installed: version of DeepSpeed that will run; by default the installed one, found without importing it.
+    """
+    findings = Findings(lines or {}, where)
+    try:
+        return _check(config, sizes, findings, auto=auto, filler=filler, installed=installed)
+    except ConfigError as error:
+        # So many that the check stopped in the middle.
+        return CheckResult(error.problems, tuple(findings.warnings), {}, None, tuple(findings.notes), {})
+
+
+def _check(
+    config: Mapping[str, Any],
+    sizes: ParallelDims,
+    findings: Findings,
+    *,
+    auto: Literal["error", "warning"],
+    filler: Filler | None,
+    installed: str | None,
+) -> CheckResult:
+    rules = deepspeed_rules(installed)
+    installed = installed or installed_deepspeed_version() or rules.version
+    is_foreign = installed.split("+")[0] != rules.version
+    if is_foreign:
+        findings.warn(
+            "", f"is checked by the rules of DeepSpeed {rules.version}, but {installed} is installed; "
+            "unknown keys are only warned about"
+        )  # fmt: skip
+    dialect = Dialect(
+        name=f"DeepSpeed {rules.version}",
+        consequence="DeepSpeed would ignore it silently",
+        auto=auto,
+        filler=filler,
+        unknown_is_warning=is_foreign,
+        removed=rules.removed,
+    )
+    normalised = _normalise(config, findings)
+    batch_given = {key: normalised.pop(key, None) for key in BATCH_KEYS}
+    effective = check_keys(rules.root, normalised, dialect, findings)
+    if effective["zero_optimization"]["overlap_comm"] is None:
+        effective["zero_optimization"]["overlap_comm"] = effective["zero_optimization"]["stage"] == 3
+    settings = Settings(normalised, effective, sizes, findings)
+    batch = _solve(batch_given, settings, filler)
+    effective.update({key: getattr(batch, key) if batch else None for key in BATCH_KEYS})
+    settings = Settings({**normalised, **batch_given}, effective, sizes, findings)
+    check_pairs(settings)
+    check_optimizer_and_scheduler(settings, rules, auto=auto, filler=filler)
+    check_ignored(settings)
+    for key in ("optimizer", "scheduler"):
+        if key not in config:
+            effective.pop(key, None)
+    return CheckResult(
+        problems=tuple(findings.problems),
+        warnings=tuple(findings.warnings),
+        effective=effective,
+        batch=batch,
+        notes=tuple(findings.notes),
+        filled={} if filler is None else dict(_filled(config, filler)),
+    )
+
+
+def _filled(config: Mapping[str, Any], filler: Filler, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key that is "auto" and filled in, with who does it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _filled(value, filler, f"{prefix}{key}.")
+        elif value == AUTO and (says := filler.says(f"{prefix}{key}")) is not None:
+            yield f"{prefix}{key}", says
+
+
+def _normalise(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """Rewrite DeepSpeed's old spellings the way DeepSpeed does, with a warning each."""
+    normalised = dict(config)
+    zero = normalised.get("zero_optimization")
+    if isinstance(zero, bool):
+        stage = int(zero)
+        findings.warn(
+            "zero_optimization", f'is {render(zero)}, an old form; write {{"stage": {stage}}} instead'
+        )
+        zero = {"stage": stage}
+        normalised["zero_optimization"] = zero
+    if isinstance(zero, Mapping):
+        zero = dict(zero)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if zero.get(old) is True and zero.get(new) is not None:
+                path = f"zero_optimization.{old}"
+                findings.problem(path, f"given together with {new}", f"only {new}", f"Remove {old}.")
+            elif zero.get(old) is True:
+                zero[new] = {"device": "cpu"}
+        normalised["zero_optimization"] = zero
+    if "bfloat16" in normalised:
+        old_section = normalised.pop("bfloat16")
+        if normalised.get("bf16") is None:
+            findings.warn("bfloat16", "is an old name; write bf16 instead")
+            normalised["bf16"] = old_section
+        else:
+            findings.warn("bfloat16", "is ignored, because bf16 is given too; remove it")
+    return normalised
+
+
+def _solve(given: Mapping[str, Any], settings: Settings, filler: Filler | None) -> BatchSolution | None:
+    """Solve the batch equation that DeepSpeed itself asserts."""
+    findings, sizes = settings.findings, settings.sizes
+    replicas = sizes.dp
+    tensor = settings.value("tensor_parallel.autotp_size") or 0
+    sequence = settings.value("sequence_parallel_size") or 1
+    if tensor > 1 and not sizes.has_pipeline_engine:
+        # DeepSpeed parses the config before it makes AutoTP's groups, so it divides by all ranks.
+        replicas = sizes.world_size
+    elif sequence > 1 and sizes.world_size % sequence == 0:
+        replicas = ParallelDims(sizes.world_size, sp=sequence).dp
+    where = {key: findings.place(key) for key in BATCH_KEYS}
+    solution: BatchSolution | None
+    try:
+        if filler is not None:
+            solution = filler.solve(given, replicas, where)
+        else:
+            total, micro, steps = (given[key] for key in BATCH_KEYS)
+            solution = solve_batch(total, micro, steps, replicas, where=where)
+    except ConfigError as error:
+        hint = "" if filler is not None or AUTO not in given.values() else _WHO_FILLS_IN
+        findings.problems += [
+            dataclasses.replace(problem, fix=f"{problem.fix}{hint}") for problem in error.problems
+        ]
+        return None
+    if filler is not None:
+        _note_sizes(given, solution, filler, findings)
+        return solution
+    for key in BATCH_KEYS:
+        if given[key] == AUTO:
+            findings.warn(
+                key, f'is "auto", solved to {getattr(solution, key)}; DeepSpeed itself needs the number: '
+                "take the config from context.get_deepspeed_config()"
+            )  # fmt: skip
+    return solution
+
+
+def _note_sizes(
+    given: Mapping[str, Any], solution: BatchSolution | None, filler: Filler, findings: Findings
+) -> None:
+    is_total_given = given[BATCH_KEYS[0]] not in (None, AUTO)
+    for key in BATCH_KEYS:
+        if given[key] != AUTO:
+            continue
+        if is_total_given and solution is not None:
+            who = "dstrial.dsat.get_hf_args_with_overwrites" if filler.is_trainer else "dstrial.launch"
+            findings.note(key, f'is "auto": {who} solves it to {getattr(solution, key)} for train_batch_size')
+        else:
+            findings.note(key, f'is "auto": {filler.says(key)}')

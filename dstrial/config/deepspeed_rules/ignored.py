@@ -1,0 +1,126 @@
+"""Settings that DeepSpeed 0.19 accepts and then ignores or alters; worth a warning, not an error."""
+
+from __future__ import annotations
+
+from dstrial.config.deepspeed_rules.settings import Settings
+
+_ZERO = "zero_optimization"
+
+_STAGE_3_ONLY = (
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+)
+_ABOVE_STAGE_0_ONLY = (
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "contiguous_gradients",
+    "overlap_comm",
+    "allgather_bucket_size",
+    "round_robin_gradients",
+)
+_BELOW_STAGE_3_ONLY = (
+    "allgather_bucket_size",
+    "round_robin_gradients",
+    "parameter_alignment",
+    "use_multi_rank_bucket_allreduce",
+    "ignore_unused_parameters",
+)
+
+
+def zero_keys_without_effect(stage: int) -> tuple[str, ...]:
+    """Return the keys of ``zero_optimization`` that DeepSpeed accepts in a stage and does not read."""
+    in_stage = (*(_BELOW_STAGE_3_ONLY if stage == 3 else _STAGE_3_ONLY), "allgather_partitions")
+    return in_stage if stage else (*in_stage, *_ABOVE_STAGE_0_ONLY)
+
+
+def check_ignored(settings: Settings) -> None:
+    """Record a warning for every given setting without effect, or with another one than it says.
+
+    Source: DeepSpeed 0.19.8 runtime/engine.py 1745 and the constructor calls 2670-2795; utils/groups.py 925;
+    runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298; clip_grad_norm_ of runtime/utils.py.
+    """
+    s = settings
+    _check_zero(s)
+    if (
+        s.sizes.has_pipeline_engine
+        and s.is_given(f"{_ZERO}.overlap_comm")
+        and s.value(f"{_ZERO}.overlap_comm")
+    ):
+        s.warn(f"{_ZERO}.overlap_comm", "which DeepSpeed switches off in a pipeline")
+    is_fp32 = not (s.value("bf16.enabled") or s.value("fp16.enabled"))
+    if (
+        s.sizes.has_pipeline_engine
+        and s.stage == 0
+        and is_fp32
+        and s.value("gradient_clipping") not in (None, 0, 0.0)
+    ):
+        s.warn(
+            "gradient_clipping",
+            "but without ZeRO a pipeline measures the gradients of its first stage alone, and clips all by that. "
+            "Set zero_optimization.stage to 1 to clip by the norm of all",
+        )
+    if s.value("torch_autocast.enabled") and (s.value("bf16.enabled") or s.value("fp16.enabled")):
+        mode = "bf16" if s.value("bf16.enabled") else "fp16"
+        s.warn("torch_autocast.enabled", f"on top of {mode}.enabled: the model is already in that precision")
+    parameters = s.value("optimizer.params") or {}
+    if s.device("offload_optimizer") != "none" and parameters.get("torch_adam"):
+        s.warn(
+            "optimizer.params.torch_adam", "so the offloaded optimizer runs in PyTorch, several times slower"
+        )
+    tensor = s.value("tensor_parallel.autotp_size") or 0
+    if tensor > 1:
+        s.warn(
+            "tensor_parallel.autotp_size",
+            f"but DeepSpeed's batch equation counts all {s.sizes.world_size} ranks as replicas: train_batch_size "
+            f"counts each record {tensor} times",
+        )
+    if s.value("compile.deepcompile") and s.stage == 0 and not s.value("compile.passes"):
+        s.warn("compile.deepcompile", "which falls back to plain torch.compile in ZeRO stage 0")
+    if s.value("data_efficiency.enabled") and (s.value("data_efficiency.data_sampling") or {}).get("enabled"):
+        s.warn(
+            "data_efficiency.enabled",
+            "but its data sampling needs DeepSpeed's own loader, which a trial does not use",
+        )
+    if s.value("dataloader_drop_last"):
+        s.warn(
+            "dataloader_drop_last",
+            "which only DeepSpeed's own loader reads; set drop_last on the trial's DataLoader",
+        )
+
+
+def _check_zero(s: Settings) -> None:
+    if s.is_given(f"{_ZERO}.allgather_partitions"):
+        s.warn(f"{_ZERO}.allgather_partitions", "which no ZeRO stage reads")
+    for keys, applies, where in (
+        (_STAGE_3_ONLY, s.stage < 3, "below stage 3"),
+        (_BELOW_STAGE_3_ONLY, s.stage == 3, "in stage 3"),
+    ):
+        for key in keys:
+            if applies and s.is_given(f"{_ZERO}.{key}"):
+                s.warn(f"{_ZERO}.{key}", f"which has no effect {where}")
+    if s.stage == 3:
+        if s.value(f"{_ZERO}.stage3_allgather_sequential") and s.is_given(
+            f"{_ZERO}.stage3_prefetch_bucket_size"
+        ):
+            s.warn(f"{_ZERO}.stage3_prefetch_bucket_size", "which stage3_allgather_sequential sets to 1")
+        if (s.value(f"{_ZERO}.zero_hpz_partition_size") or 1) > s.sizes.world_size:
+            s.warn(
+                f"{_ZERO}.zero_hpz_partition_size",
+                f"which is cut down to the {s.sizes.world_size} ranks there are",
+            )
+        if s.value(f"{_ZERO}.elastic_checkpoint"):
+            s.warn(f"{_ZERO}.elastic_checkpoint", "which ZeRO stage 3 no longer supports")
+    if s.value(f"{_ZERO}.zenflow") is not None and s.is_given("gradient_accumulation_steps"):
+        s.warn("gradient_accumulation_steps", "which zenflow replaces by its update_interval")

@@ -1,0 +1,72 @@
+"""One complete view of a DeepSpeed config: effective values, what the user gave, sizes of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.config.diagnostics import Findings, render
+from dstrial.config.dotted_keys import value_at
+from dstrial.config.keys import AUTO
+from dstrial.config.parallel_dims import ParallelDims
+
+
+class Settings:
+    """What the rules about pairs of settings look at. Reads only.
+
+    Args:
+        config: the config as given.
+        effective: the same with defaults filled in, from :func:`dstrial.config.keys.check_keys`.
+        sizes: ranks and their division.
+        findings: receives what the rules find.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        effective: Mapping[str, Any],
+        sizes: ParallelDims,
+        findings: Findings,
+    ) -> None:
+        self._config = config
+        self._effective = effective
+        self.sizes = sizes
+        self.findings = findings
+
+    def value(self, key: str) -> Any:
+        """Return the effective value under a dotted key; None if there is no such key."""
+        return value_at(self._effective, key)
+
+    def is_given(self, key: str) -> bool:
+        """Say whether the config itself has the dotted key (null and "auto" count as absent)."""
+        return value_at(self._config, key) not in (None, AUTO)
+
+    def is_at_default(self, key: str, default: object) -> bool:
+        """Say whether the effective value is the given one."""
+        return bool(self.value(key) == default)
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return int(self.value("zero_optimization.stage") or 0)
+
+    @property
+    def optimizer(self) -> str | None:
+        """Optimizer type as DeepSpeed compares it: its own names in lower case."""
+        name = self.value("optimizer.type")
+        return name.lower() if isinstance(name, str) else None
+
+    def device(self, section: str) -> str:
+        """Return where ``offload_optimizer`` or ``offload_param`` offloads to; "none" if it does not."""
+        return str(self.value(f"zero_optimization.{section}.device") or "none")
+
+    def problem(self, key: str, expected: str, fix: str) -> None:
+        """Record that the value under a key cannot go with another setting."""
+        got = render(self.value(key))
+        if not self.is_given(key):
+            got += " (DeepSpeed's default)"
+        self.findings.problem(key, got, expected, fix)
+
+    def warn(self, key: str, text: str) -> None:
+        """Record that the value under a key has no effect, or another one than it says."""
+        self.findings.warn(key, f"is {render(self.value(key))}, {text}")

@@ -1,0 +1,1 @@
+"""The experiment config: its sections, their checks, and how it is submitted."""

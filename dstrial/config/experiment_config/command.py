@@ -1,0 +1,243 @@
+"""The config of a process that belongs to no trial: a command, a TensorBoard, a generic task.
+
+Fields that mean nothing without containers are accepted, completed and kept, as those of experiments are.
+
+Source: Determined 0.38.1, command configs (fields, defaults, an entrypoint of one word is run by a shell).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from dstrial.config.diagnostics import Findings, render
+from dstrial.config.experiment_config.sections import (
+    DEVICES,
+    check_devices,
+    complete_mounts,
+    images,
+    of_device,
+)
+from dstrial.config.experiment_config.submission import (
+    INTERPRETER_VARIABLE,
+    NO_IMAGE,
+    check_variables,
+    random_name,
+)
+from dstrial.config.keys import Dialect, Rule, Section, check_keys
+from dstrial.config.merge import merge_template
+from dstrial.config.schema import EXPERIMENT
+
+CommandKind = Literal["COMMAND", "TENSORBOARD", "GENERIC"]
+
+NAMES: Mapping[str, str] = {"COMMAND": "Command", "TENSORBOARD": "TensorBoard", "GENERIC": "Generic Task"}
+"""Kind -> what a person calls it."""
+
+DEFAULT_PRIORITY = 42
+
+_STRING = Rule(types=("string",))
+_FALSE = Rule(types=("boolean",), default=False)
+_RESOURCES = Section(
+    {
+        "slots": Rule(types=("integer",), minimum=0),
+        # Of experiments, with which commands share templates.
+        "slots_per_trial": Rule(types=("integer",), minimum=0),
+        "max_slots": Rule(types=("integer",), minimum=0),
+        "priority": Rule(types=("integer",), minimum=1, maximum=99),
+        "weight": Rule(types=("number",), default=1, minimum=0),
+        "resource_pool": Rule(types=("string",), default=""),
+        "devices": Rule(types=("list",), default=[]),
+        "shm_size": Rule(types=("integer", "string")),
+        "native_parallel": _FALSE,
+        "is_single_node": Rule(types=("boolean",)),
+        "agent_label": _STRING,
+    }
+)
+_COMMAND = Section(
+    {
+        "description": _STRING,
+        "entrypoint": Rule(types=("string", "list")),
+        "environment": EXPERIMENT.keys["environment"],
+        "bind_mounts": Rule(types=("list",), default=[]),
+        "resources": Rule(types=("mapping",), section=_RESOURCES),
+        "work_dir": _STRING,
+        "idle_timeout": Rule(types=("string", "number")),
+        "notebook_idle_type": Rule(types=("string",), default="kernels_or_terminals"),
+        "tensorboard_args": Rule(types=("list",), default=[]),
+        "debug": _FALSE,
+        "log_policies": Rule(types=("list",), default=[]),
+        "slurm": Rule(types=("mapping",), default={}),
+        "pbs": Rule(types=("mapping",), default={}),
+    }
+)
+_DIALECT = Dialect(name="the config of a command", null_is_absent=True)
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)(h|ms|m|s)")
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommandConfig:
+    """A command's config that may be run.
+
+    Attributes:
+        config: with every field and default, JSON values.
+        words: what is run; empty for a TensorBoard.
+    """
+
+    config: dict[str, Any]
+    words: tuple[str, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots it needs."""
+        return int(self.config["resources"]["slots"])
+
+    @property
+    def priority(self) -> int:
+        """1 to 99, 1 the most urgent."""
+        return int(self.config["resources"]["priority"] or DEFAULT_PRIORITY)
+
+
+def check_command(
+    given: Mapping[str, Any],
+    kind: CommandKind,
+    *,
+    num_slots: int,
+    environment_variables: tuple[str, ...] = (),
+    template: Mapping[str, Any] | None = None,
+) -> CommandConfig:
+    """Check a config and fill in every default.
+
+    Args:
+        given: as the client sends it; not changed.
+        kind: what it is for. A TensorBoard takes no slots, another one slot unless its config says otherwise.
+        num_slots: how many slots there are; one that needs more is refused.
+        environment_variables: ``NAME=value`` each, before those of the config.
+        template: part of a config that gives what the config leaves out; fields that no command has are left out.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    label = f"{NAMES[kind]} config"
+    findings = Findings({}, label)
+    if template is not None:
+        given = merge_template({key: template[key] for key in template if key in _COMMAND.keys}, given)
+    raw = check_keys(_COMMAND, given, _DIALECT, findings)
+    _check_devices(raw["environment"], findings)
+    if environment_variables:
+        raw["environment"] = _with_variables(raw["environment"], environment_variables)
+    complete_mounts(raw, findings)
+    check_variables(raw, findings)
+    if isinstance(raw["environment"], dict) and raw["environment"].get("requirements") is None:
+        raw["environment"].pop("requirements", None)
+    resources = raw["resources"]
+    if resources["slots_per_trial"] is None:
+        del resources["slots_per_trial"]
+    if resources["slots"] is None:
+        resources["slots"] = 0 if kind == "TENSORBOARD" else 1
+    # Whatever launch_error says: a command waits for one machine to have room, and this one never will (Determined 0.38.1,
+    # agentrm, ValidateResources: "request unfulfillable, please try requesting less slots").
+    if isinstance(resources["slots"], int) and resources["slots"] > num_slots:
+        findings.problem(
+            "resources.slots",
+            str(resources["slots"]),
+            f"at most {num_slots}, the slots of this master",
+            f"Set it to {num_slots} or less, or to 0 for a process that needs none.",
+        )
+    if kind == "COMMAND" and raw["entrypoint"] is None:
+        # As Determined 0.38.1, whose script then has nothing to execute and ends well.
+        raw["entrypoint"] = ["true"]
+    words = () if kind == "TENSORBOARD" else _words(raw["entrypoint"], findings)
+    _check_details(raw, findings)
+    findings.raise_if_any()
+    raw["description"] = raw["description"] or random_name(NAMES[kind])
+    raw["environment"]["image"] = images(raw["environment"].get("image"), NO_IMAGE)
+    return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
+
+
+def _check_devices(environment: Any, findings: Findings) -> None:
+    """Check what is given by kind of device, and complete the variables in place."""
+    if not isinstance(environment, dict):
+        return
+    for key in ("image", "environment_variables"):
+        given = environment.get(key)
+        if isinstance(given, Mapping):
+            check_devices(given, ("environment", key), findings)
+            if key == "environment_variables":
+                environment[key] = {device: of_device(given, device) or [] for device in DEVICES}
+
+
+def _with_variables(environment: Any, variables: tuple[str, ...]) -> Any:
+    if not isinstance(environment, Mapping):
+        return environment
+    given = environment.get("environment_variables") or []
+    merged: Any
+    if isinstance(given, Mapping):
+        merged = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
+    else:
+        merged = [*variables, *given] if isinstance(given, list) else given
+    return {**copy.deepcopy(dict(environment)), "environment_variables": merged}
+
+
+def _words(entrypoint: Any, findings: Findings) -> tuple[str, ...]:
+    if isinstance(entrypoint, str) and entrypoint.strip():
+        return ("sh", "-c", entrypoint)
+    if isinstance(entrypoint, list) and entrypoint and all(isinstance(word, str) for word in entrypoint):
+        return ("sh", "-c", entrypoint[0]) if len(entrypoint) == 1 else tuple(entrypoint)
+    findings.problem(
+        "entrypoint",
+        "not given" if entrypoint in (None, [], "") else render(entrypoint),
+        "a command, or a list of its words",
+        "Write entrypoint: python3 job.py, for example, or give it behind `det command run`.",
+    )
+    return ()
+
+
+def _check_details(raw: Mapping[str, Any], findings: Findings) -> None:
+    work_dir = raw["work_dir"]
+    if work_dir is not None and not Path(str(work_dir)).is_dir():
+        findings.problem(
+            "work_dir",
+            render(work_dir),
+            "a directory of this machine",
+            "Correct it, or remove it to run in the files that are sent along.",
+        )
+    elif work_dir is not None and not Path(work_dir).is_absolute():
+        findings.problem("work_dir", render(work_dir), "an absolute path", f"Write /{work_dir}.")
+    if raw["idle_timeout"] is not None and seconds_of(raw["idle_timeout"]) is None:
+        findings.problem(
+            "idle_timeout",
+            render(raw["idle_timeout"]),
+            "a time such as 30m or 1h30m",
+            "Write 30m, for example.",
+        )
+    for index, word in enumerate(raw["tensorboard_args"] or []):
+        if not isinstance(word, str):
+            findings.problem(("tensorboard_args", index), render(word), "a string", "Put it into quotes.")
+
+
+def seconds_of(span: Any) -> float | None:
+    """Return a time that is given as ``1h30m`` or as a number of seconds; None if it is neither."""
+    if isinstance(span, bool):
+        return None
+    if isinstance(span, (int, float)):
+        return float(span) if span >= 0 else None
+    text = str(span)
+    parts = _SPAN.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+
+
+def interpreter_of(config: Mapping[str, Any]) -> str | None:
+    """Return the Python that a completed config asks for; None for the master's."""
+    variables = (config.get("environment") or {}).get("environment_variables") or []
+    if isinstance(variables, Mapping):
+        variables = variables.get("cpu") or []
+    found = dict(str(variable).partition("=")[::2] for variable in variables)
+    return found.get(INTERPRETER_VARIABLE) or None

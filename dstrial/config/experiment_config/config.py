@@ -1,0 +1,487 @@
+"""The experiment config as the rest of the package sees it: read, checked, defaulted, frozen.
+
+Off a cluster ``experiment_seed`` defaults to 0 (Determined takes the time) and ``name`` to the file's
+stem, so that the same command finds and repeats its own runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dstrial.config.deepspeed_rules.calls import check_second_engines, check_two_configs
+from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
+from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
+from dstrial.config.diagnostics import Findings, render
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names
+from dstrial.config.experiment_config.check import (
+    check_dstrial_section,
+    check_environment,
+    check_periods,
+    check_profiling,
+    check_searcher,
+    parallel_extent,
+    period,
+)
+from dstrial.config.experiment_config.entrypoint import TrialSource, check_entrypoint
+from dstrial.config.experiment_config.hyperparameters import concrete_values, normalised_specs
+from dstrial.config.experiment_config.sections import check_integrations
+from dstrial.config.experiment_config.startup_hook import check_startup
+from dstrial.config.experiment_config.storage import check_storage
+from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
+from dstrial.config.parsing.documents import Document, read_yaml
+from dstrial.config.schema import EXPERIMENT, Length, is_length
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.resume.config_check import check_resumption, with_kept_batch
+from dstrial.resume.metadata import SavedRun
+
+_DIALECT = Dialect(
+    name="the experiment config",
+    null_is_absent=True,
+)
+
+
+_PREEMPTION_TIMEOUT_S = 3600
+_MAX_ENTRYPOINT_CHARS = 2**16
+_MAX_OTHER_ENGINES = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExperimentConfig:
+    """A checked experiment config.
+
+    Attributes:
+        path: the YAML file.
+        context_dir: directory of the model definition; paths in the config are relative to it.
+        name: name of the experiment.
+        entrypoint: command or ``module:Class``; None if the file has none.
+        hyperparameters: value by name as the trial sees them, nested mappings kept.
+        raw: the whole config with defaults, as ``context.get_experiment_config()`` returns it; the
+            ``save_…`` fields of ``checkpoint_storage`` are None where the file does not give them.
+        metric: validation metric that decides which checkpoint is best.
+        smaller_is_better: whether less of it is better.
+        max_length: how long to train; None if the file does not say.
+        min_validation_period: how often to validate; None for only at the end.
+        min_checkpoint_period: how often to checkpoint; None for only at the end (and by policy).
+        scheduling_unit: batches between two training reports.
+        perform_initial_validation: whether to validate before the first batch.
+        checkpoint_policy: after which validations to checkpoint.
+        slots_per_trial: number of slots; 0 means one rank on the CPU.
+        experiment_seed: seed of everything random, 0 to 2^32 - 1.
+        environment_variables: variables for the trial's processes, for the kind of device found here.
+        profiling_enabled: whether to profile.
+        preemption_timeout_s: seconds between asking the ranks to stop and ending them.
+        max_restarts: how often a failed trial is started again.
+        warnings: doubtful things, as whole sentences with ``file:line``.
+        notes: what the check assumed or could not see, as whole sentences.
+        deepspeed: the DeepSpeed config and where its values come from; None if the file names none.
+        deepspeed_check: what DeepSpeed would run with under ``sizes``; None without ``deepspeed``.
+        other_deepspeed: the same two for every further hyperparameter ``<engine>_deepspeed_config``, by its name.
+        sizes: the ranks and their division that were assumed.
+    """
+
+    path: Path
+    context_dir: Path
+    name: str
+    entrypoint: str | list[str] | None
+    hyperparameters: dict[str, Any]
+    raw: dict[str, Any]
+    metric: str
+    smaller_is_better: bool
+    max_length: Length | None
+    min_validation_period: Length | None
+    min_checkpoint_period: Length | None
+    scheduling_unit: int
+    perform_initial_validation: bool
+    checkpoint_policy: Literal["best", "all", "none"]
+    slots_per_trial: int
+    experiment_seed: int
+    environment_variables: dict[str, str]
+    profiling_enabled: bool
+    preemption_timeout_s: int
+    max_restarts: int
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    deepspeed: DeepSpeedSource | None
+    deepspeed_check: CheckResult | None
+    other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
+    sizes: ParallelDims
+
+    def require_max_length(self) -> Length:
+        """Return how long to train.
+
+        Raises:
+            ConfigError: neither ``searcher.max_length`` nor a usable ``max_time`` is given.
+        """
+        if self.max_length is None:
+            problem = ConfigProblem(
+                f"{self.path}: searcher.max_length",
+                "not given, and searcher.max_time with time_metric batches or epochs is not either",
+                "how long to train",
+                "Add max_length: {batches: 1000} to the searcher, or max_time: 1000 with time_metric: batches.",
+            )
+            raise ConfigError([problem])
+        return self.max_length
+
+
+def load_experiment(
+    path: str | Path,
+    context_dir: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    require_concrete: bool = True,
+    require_entrypoint: bool = False,
+    slots: int | None = None,
+    resumed: SavedRun | None = None,
+) -> ExperimentConfig:
+    """Read and check an experiment config and the DeepSpeed config it names. Starts nothing.
+
+    Args:
+        path: the experiment's YAML file.
+        context_dir: directory of the model definition.
+        overrides: ``key=value`` each, as from ``--config``; see :mod:`dstrial.config.dotted_keys`.
+        require_concrete: whether a hyperparameter that is a search space is a problem.
+        require_entrypoint: whether a missing ``entrypoint`` is a problem.
+        slots: number of slots to check for, instead of ``resources.slots_per_trial``.
+        resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
+
+    Raises:
+        ConfigError: with all problems of both files.
+    """
+    path = Path(path)
+    return check_experiment(
+        apply_overrides(read_yaml(path, str(path)), overrides),
+        path,
+        Path(context_dir),
+        require_concrete=require_concrete,
+        require_entrypoint=require_entrypoint,
+        slots=slots,
+        resumed=resumed,
+    )
+
+
+def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """Return the name of an experiment, by which its earlier runs are found; nothing is checked.
+
+    Args:
+        path: the experiment's YAML file.
+        overrides: ``key=value`` each, as from ``--config``.
+
+    Raises:
+        ConfigError: the file cannot be read as YAML.
+    """
+    path = Path(path)
+    given = apply_overrides(read_yaml(path, str(path)), overrides).value
+    name = given.get("name") if isinstance(given, Mapping) else None
+    return str(name or path.stem)
+
+
+def check_experiment(
+    document: Document,
+    path: Path,
+    context_dir: Path,
+    *,
+    require_concrete: bool = True,
+    require_entrypoint: bool = False,
+    slots: int | None = None,
+    resumed: SavedRun | None = None,
+    has_files: bool = True,
+    more_checks: Callable[[Mapping[str, Any], dict[str, Any], Findings], None] | None = None,
+) -> ExperimentConfig:
+    """Check an experiment config that has been read, as :func:`load_experiment` does.
+
+    Args:
+        document: the config.
+        path: what the config is called.
+        context_dir: directory of the model definition.
+        require_concrete: whether a hyperparameter that is a search space is a problem.
+        require_entrypoint: whether a missing ``entrypoint`` is a problem.
+        slots: number of slots to check for, instead of ``resources.slots_per_trial``.
+        resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
+        has_files: whether there is a model definition, which then has what the entrypoint names.
+        more_checks: called with the config as written, the one with defaults, and where to put problems.
+
+    Raises:
+        ConfigError: with all problems of both files.
+    """
+    findings = Findings(document.lines, document.label)
+    given = _mapping_of(document, context_dir, findings)
+    raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
+    _check_sections(raw, given, findings)
+    source = _check_entrypoint(
+        raw, given, context_dir, findings, require_entrypoint=require_entrypoint, has_files=has_files
+    )
+    hyperparameters = _check_hyperparameters(raw, findings, require_concrete=require_concrete)
+    if more_checks is not None:
+        more_checks(given, raw, findings)
+    variables = check_environment(raw, findings)
+    check_startup(raw, context_dir, findings)
+    raw["name"] = raw["name"] or path.stem
+    slots_per_trial = raw["resources"]["slots_per_trial"] if slots is None else slots
+    slots_key = "resources.slots_per_trial" if slots is None else "--slots"
+    if resumed is not None and not resumed.engines:
+        resumed = None
+    notes: list[str] = []
+    sizes = _sizes(raw, slots_per_trial, slots_key, source, resumed, findings, notes)
+    engines = _read_engines(hyperparameters, document, path, context_dir, findings, notes)
+    checks = {
+        key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
+        for key, found in engines
+    }
+    if resumed is not None:
+        check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
+    deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
+    _check_calls(source, hyperparameters, checked, findings)
+    findings.raise_if_any()
+    return ExperimentConfig(
+        path=path,
+        context_dir=context_dir,
+        hyperparameters=hyperparameters,
+        raw=raw,
+        slots_per_trial=slots_per_trial,
+        environment_variables=variables[_device_kind()],
+        warnings=tuple(findings.warnings),
+        notes=tuple(notes),
+        deepspeed=deepspeed,
+        deepspeed_check=checked,
+        other_deepspeed=checks,
+        sizes=sizes,
+        **_fields_of(raw),
+    )
+
+
+def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of an ``ExperimentConfig`` that are fields of the config itself."""
+    return {
+        "name": raw["name"],
+        "entrypoint": raw["entrypoint"],
+        "metric": raw["searcher"]["metric"],
+        "smaller_is_better": raw["searcher"]["smaller_is_better"],
+        "max_length": _max_length(raw["searcher"]),
+        "min_validation_period": period(raw, "min_validation_period"),
+        "min_checkpoint_period": period(raw, "min_checkpoint_period"),
+        "scheduling_unit": raw["scheduling_unit"],
+        "perform_initial_validation": raw["perform_initial_validation"],
+        "checkpoint_policy": raw["checkpoint_policy"],
+        "experiment_seed": raw["reproducibility"]["experiment_seed"],
+        "profiling_enabled": raw["profiling"]["enabled"],
+        "preemption_timeout_s": raw["preemption_timeout"] or _PREEMPTION_TIMEOUT_S,
+        "max_restarts": raw["max_restarts"],
+    }
+
+
+def _mapping_of(document: Document, context_dir: Path, findings: Findings) -> Mapping[str, Any]:
+    """Return the config as written; raises what has been found where it is no mapping."""
+    if not context_dir.is_dir():
+        fix = "Pass the directory that holds the model definition."
+        findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
+    if not isinstance(document.value, Mapping):
+        fix = "Start with name:, entrypoint: and searcher:."
+        findings.problem((), render(document.value), "a mapping with the fields of an experiment config", fix)
+        findings.raise_if_any()
+    given: Mapping[str, Any] = document.value
+    return given
+
+
+def _check_hyperparameters(
+    raw: dict[str, Any], findings: Findings, *, require_concrete: bool
+) -> dict[str, Any]:
+    """Return the value of each hyperparameter, and leave their specifications in the form of a trial's config."""
+    hyperparameters = concrete_values(
+        raw["hyperparameters"],
+        findings,
+        require_concrete=require_concrete,
+        needs_counts=raw["searcher"]["name"] == "grid",
+    )
+    check_dotted_names(hyperparameters, findings)
+    raw["hyperparameters"] = normalised_specs(raw["hyperparameters"])
+    return hyperparameters
+
+
+def _read_engines(
+    hyperparameters: Mapping[str, Any],
+    document: Document,
+    path: Path,
+    context_dir: Path,
+    findings: Findings,
+    notes: list[str],
+) -> Iterator[tuple[str, DeepSpeedSource]]:
+    """Yield the DeepSpeed configs that can be read, the main one first, each with the hyperparameter that names it."""
+    if MAIN_KEY not in hyperparameters:
+        notes.append(
+            f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
+            "the trial wraps its engine"
+        )
+    others = other_configs(hyperparameters)
+    if len(others) > _MAX_OTHER_ENGINES:
+        findings.problem(
+            "hyperparameters",
+            f"a mapping with {len(others)} keys that end in {MAIN_KEY}",
+            f"at most {_MAX_OTHER_ENGINES} engines",
+            "Remove some.",
+        )
+        others = ()
+    for key in (MAIN_KEY, *others):
+        found = read_deepspeed(key, hyperparameters, context_dir, document.lines, str(path), findings)
+        if found is not None:
+            yield key, found
+
+
+def _check_engine(
+    key: str,
+    found: DeepSpeedSource,
+    source: TrialSource,
+    sizes: ParallelDims,
+    resumed: SavedRun | None,
+    findings: Findings,
+    notes: list[str],
+) -> CheckResult:
+    """Check one engine's DeepSpeed config, with the batch that a resumed run keeps."""
+    auto: Literal["error", "warning"] = "error" if source.trial else "warning"
+    merged = found.merged
+    if resumed is not None and resumed.keeps_batch:
+        merged = with_kept_batch(found, resumed, sizes, notes, is_main=key == MAIN_KEY)
+    checked = check_deepspeed(merged, sizes, found.label, found.lines, auto=auto, filler=source.filler)
+    notes.extend(checked.notes)
+    findings.problems.extend(checked.problems)
+    findings.warnings.extend(checked.warnings)
+    return checked
+
+
+def _check_calls(
+    source: TrialSource, hyperparameters: Mapping[str, Any], checked: CheckResult | None, findings: Findings
+) -> None:
+    """Check how the trial's source calls DeepSpeed, against the main engine's config."""
+    is_stage_0 = checked is not None and (checked.effective.get("zero_optimization") or {}).get("stage") == 0
+    for called in source.called:
+        check_two_configs(called, hyperparameters, findings)
+        if is_stage_0:
+            check_second_engines(called, findings)
+
+
+def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+    searcher = given.get("searcher")
+    check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
+    check_periods(raw, findings)
+    check_storage(raw, given.get("checkpoint_storage"), findings)
+    check_profiling(raw, findings)
+    check_integrations(raw, findings)
+    check_dstrial_section(raw, findings)
+    _check_slots(raw, given, findings)
+
+
+def _check_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+    """Accept ``slots``, which says how many a command takes, and say where it may have been meant for trials."""
+    resources = raw["resources"]
+    if resources["slots"] is None:
+        del resources["slots"]
+    elif (given.get("resources") or {}).get("slots_per_trial") is None:
+        findings.warn(
+            "resources.slots",
+            f"has no effect in an experiment; its trials take slots_per_trial, which is {resources['slots_per_trial']}",
+        )
+
+
+def _check_entrypoint(
+    raw: Mapping[str, Any],
+    given: Mapping[str, Any],
+    context_dir: Path,
+    findings: Findings,
+    *,
+    require_entrypoint: bool,
+    has_files: bool,
+) -> TrialSource:
+    entrypoint = raw["entrypoint"]
+    if entrypoint is None:
+        if require_entrypoint and given.get("entrypoint") is None:
+            fix = "Add entrypoint: model_def:MyTrial for class MyTrial in model_def.py."
+            findings.problem("entrypoint", "not given", "module:Class, or a command", fix)
+        return TrialSource(None)
+    num_chars = len(entrypoint) if isinstance(entrypoint, str) else sum(len(str(word)) for word in entrypoint)
+    if num_chars > _MAX_ENTRYPOINT_CHARS:
+        # The system takes no longer word, and taking a text apart takes the square of its length.
+        fix = "Put it into a script of the model definition."
+        findings.problem(
+            "entrypoint", f"{num_chars} characters long", f"at most {_MAX_ENTRYPOINT_CHARS} characters", fix
+        )
+        return TrialSource(None)
+    if isinstance(entrypoint, list) and not all(isinstance(word, str) for word in entrypoint):
+        findings.problem("entrypoint", render(entrypoint), "a list of strings", "Quote every word.")
+        return TrialSource(None)
+    if not has_files or not context_dir.is_dir():
+        return TrialSource(None)
+    return check_entrypoint(entrypoint, context_dir, findings)
+
+
+def _sizes(
+    raw: Mapping[str, Any],
+    slots: int,
+    slots_key: str,
+    source: TrialSource,
+    resumed: SavedRun | None,
+    findings: Findings,
+    notes: list[str],
+) -> ParallelDims:
+    """Return the layout to check for: what ``data.dstrial`` says, or the checkpoint's, else one replica per rank."""
+    told = {field: parallel_extent(raw, key, findings) for key, field in DIM_KEYS.items()}
+    world_size = max(slots, 1)
+    is_resumed = resumed is not None and resumed.keeps_batch
+    if resumed is not None and is_resumed:
+        saved = resumed.engines[0].replica
+        for field, number in told.items():
+            if number is None and (field != "pp" or saved.is_pipeline):
+                told[field] = getattr(saved, field)
+    if not any(told.values()):
+        if source.mentions_pipeline and world_size > 1:
+            findings.problem(
+                "data.dstrial.pipeline_stages",
+                f"not given, while {source.trial} uses PipelineModule on {world_size} slots",
+                "the number of stages, without which the replicas that share a batch cannot be counted",
+                "Write data: {dstrial: {pipeline_stages: 2}}, for example; 1 if it is a pipeline of one stage.",
+            )
+        elif world_size > 1:
+            notes.append(
+                f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
+                "data-parallel replicas"
+            )
+    sizes = {field: number or 1 for field, number in told.items()}
+    replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
+    per_replica = replica.ranks_per_replica
+    if world_size % per_replica and is_resumed:
+        return replica  # said by the check of the resumption
+    if world_size % per_replica:
+        below = world_size // per_replica * per_replica
+        choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
+        findings.problems.append(
+            ConfigProblem(
+                slots_key if slots_key == "--slots" else findings.place(slots_key),
+                str(slots),
+                f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(DIM_KEYS)})",
+                f"Use {choices} slots.",
+            )
+        )
+        return replica
+    return replica.on(world_size)
+
+
+def _max_length(searcher: Mapping[str, Any]) -> Length | None:
+    max_length = searcher["max_length"]
+    if max_length is not None and is_length(max_length, allow_integer=True):
+        return Length.from_config(max_length)
+    if searcher["max_time"] is not None and searcher["time_metric"] in ("batches", "epochs"):
+        return Length(searcher["max_time"], searcher["time_metric"])
+    return None
+
+
+def _device_kind() -> Literal["cpu", "cuda", "rocm"]:
+    """Return the kind of accelerator of this machine, as far as its device files and environment tell."""
+    chosen = os.environ.get("DS_ACCELERATOR", "")
+    if chosen == "cpu":
+        return "cpu"
+    if chosen == "cuda" or Path("/dev/nvidiactl").exists():
+        return "cuda"
+    return "rocm" if Path("/dev/kfd").exists() else "cpu"

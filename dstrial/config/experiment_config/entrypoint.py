@@ -1,0 +1,213 @@
+"""Look at the trial class that an entrypoint names, in its source and without importing it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from dstrial.config.auto_values import Filler
+from dstrial.config.deepspeed_rules.calls import CalledSource
+from dstrial.config.diagnostics import Findings, render
+from dstrial.config.experiment_config.script_source import (
+    ScriptSource,
+    find_script,
+    own_modules,
+    parsed,
+    tree_of,
+)
+
+_TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrialSource:
+    """What the source of a trial says about it.
+
+    Attributes:
+        trial: ``module:Class``, or None if the entrypoint names none.
+        mentions_pipeline: whether ``PipelineModule`` appears in the class, or in what of its module it refers to.
+        filler: what puts values in place of ``"auto"`` in the DeepSpeed config of a script; None for a trial, and where the
+            script's source does not tell.
+        called: the sources that may call DeepSpeed, as far as they are found and not too large to be looked at.
+    """
+
+    trial: str | None
+    mentions_pipeline: bool = False
+    filler: Filler | None = None
+    called: tuple[CalledSource, ...] = ()
+
+
+def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
+    """Return ``module:Class`` of an entrypoint: that form itself, or what follows ``--trial`` in a command."""
+    words = _words(entrypoint)
+    if len(words) == 1 and _TRIAL_FORM.fullmatch(words[0]):
+        return words[0]
+    for index, word in enumerate(words):
+        if word.startswith("--trial="):
+            return word.partition("=")[2]
+        if word == "--trial" and index + 1 < len(words):
+            return words[index + 1]
+    return None
+
+
+def check_entrypoint(
+    entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Findings
+) -> TrialSource:
+    """Check that the files an entrypoint names exist and hold the class.
+
+    Args:
+        entrypoint: as the experiment config has it.
+        context_dir: directory from which the trial runs.
+        findings: receives the problems.
+    """
+    trial = trial_spec(entrypoint)
+    if trial is None:
+        _check_script(entrypoint, context_dir, findings)
+        script = find_script(_words(entrypoint), context_dir)
+        return TrialSource(None, filler=Filler.of(script), called=_called_by(script, context_dir))
+    if not _TRIAL_FORM.fullmatch(trial):
+        fix = "Write model_def:MyTrial for class MyTrial in model_def.py."
+        findings.problem("entrypoint", render(trial), "module:Class", fix)
+        return TrialSource(trial)
+    module, _, class_name = trial.partition(":")
+    path = _module_file(module, context_dir)
+    if path is None:
+        _check_importable(trial, context_dir, findings)
+        return TrialSource(trial)
+    tree = _tree_of(trial, path, findings)
+    if tree is None:
+        return TrialSource(trial)
+    names, is_complete = _top_level_names(tree)
+    if is_complete and class_name not in names:
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        close = difflib.get_close_matches(class_name, classes, n=1) or classes[-1:]
+        fix = f"Write {module}:{close[0]}." if close else f"Define class {class_name} in {path}."
+        findings.problem(
+            "entrypoint", f"{render(trial)}, and {path} has no {class_name}", "an existing class", fix
+        )
+    called = CalledSource(_label(path), tree)
+    return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name), called=(called,))
+
+
+def _check_importable(trial: str, context_dir: Path, findings: Findings) -> None:
+    """Check that a module which is no file of the model definition can be one that is installed."""
+    module, _, class_name = trial.partition(":")
+    top_level = module.split(".")[0]
+    if not (context_dir / top_level).is_dir() and _is_importable(top_level):
+        return
+    wanted = context_dir.joinpath(*module.split(".")).with_suffix(".py")
+    close = difflib.get_close_matches(module, [file.stem for file in sorted(context_dir.glob("*.py"))], n=1)
+    fix = f"Write {close[0]}:{class_name}." if close else "Correct the module, or pass another CONTEXT_DIR."
+    findings.problem("entrypoint", f"{render(trial)}, and {wanted} does not exist", "an existing module", fix)
+
+
+def _tree_of(trial: str, path: Path, findings: Findings) -> ast.Module | None:
+    """Return a module's source, parsed; None where it cannot be, or is too large to look at."""
+    try:
+        return parsed(path)
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}"
+        fix = "Correct the source."
+        findings.problem(
+            "entrypoint", f"{render(trial)}, and {where} is not Python ({error.msg})", "a module", fix
+        )
+    except (OSError, UnicodeDecodeError):
+        findings.problem(
+            "entrypoint", f"{render(trial)}, and {path} is unreadable", "a module", "Correct the file."
+        )
+    return None
+
+
+def _called_by(script: ScriptSource | None, context_dir: Path) -> tuple[CalledSource, ...]:
+    """Return a script and what it imports of the model definition."""
+    if script is None:
+        return ()
+    has_flag = script.arguments.value("deepspeed_config") is not None
+    files = [script.path, *own_modules(script.path, context_dir)]
+    return tuple(
+        CalledSource(_label(file), tree, has_flag) for file in files if (tree := tree_of(file)) is not None
+    )
+
+
+def _label(path: Path) -> str:
+    return os.path.normpath(path)
+
+
+def _names_used(tree: ast.Module, name: str) -> set[str]:
+    """Return the names that appear in a definition of a module, and in those definitions that it refers to.
+
+    A module may define an ordinary trial beside a pipeline, so what stands elsewhere in it says nothing. Where the module does
+    not define the name itself, everything in it counts.
+    """
+    definitions = {
+        node.name: node
+        for node in tree.body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    found: set[str] = set()
+    waiting: list[ast.AST] = [definitions.get(name, tree)]
+    while waiting:
+        names = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(waiting.pop())}
+        new = {one for one in names if isinstance(one, str)} - found
+        found |= new
+        waiting += [definitions[one] for one in sorted(new & definitions.keys())]
+    return found
+
+
+def _words(entrypoint: str | Sequence[str] | None) -> list[str]:
+    if entrypoint is None:
+        return []
+    if not isinstance(entrypoint, str):
+        return [str(word) for word in entrypoint]
+    try:
+        return shlex.split(entrypoint)
+    except ValueError:
+        return entrypoint.split()
+
+
+def _check_script(entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Findings) -> None:
+    for before, word in zip(["", *_words(entrypoint)], _words(entrypoint), strict=False):
+        if word.endswith(".py") and not before.startswith("-") and not (context_dir / word).exists():
+            fix = "Correct the file name, or pass another CONTEXT_DIR."
+            findings.problem(
+                "entrypoint", f"{word}, which is not in {context_dir}", "an existing script", fix
+            )
+            return
+
+
+def _module_file(module: str, context_dir: Path) -> Path | None:
+    base = context_dir.joinpath(*module.split("."))
+    for candidate in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def _is_importable(top_level: str) -> bool:
+    try:
+        return importlib.util.find_spec(top_level) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _top_level_names(tree: ast.Module) -> tuple[set[str], bool]:
+    """Return the names a module binds, and whether that is all (no ``import *``)."""
+    names: set[str] = set()
+    is_complete = True
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                names.add((alias.asname or alias.name).split(".")[0])
+                is_complete = is_complete and alias.name != "*"
+    return names, is_complete

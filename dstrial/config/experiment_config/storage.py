@@ -1,0 +1,148 @@
+"""Where checkpoints are kept: the section ``checkpoint_storage`` of configs, masters and workspaces."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from dstrial.config.diagnostics import Findings, render
+from dstrial.config.keys import Dialect, Section, check_keys
+from dstrial.config.parsing.limits import check_value
+from dstrial.config.schema import EXPERIMENT, STORAGE_REQUIRES
+
+_SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
+_FIELDS = {
+    "shared_fs": (
+        "host_path",
+        "storage_path",
+        "propagation",
+        "container_path",
+        "checkpoint_path",
+        "tensorboard_path",
+    ),
+    "directory": ("container_path",),
+    "s3": ("bucket", "prefix", "access_key", "secret_key", "endpoint_url"),
+    "gcs": ("bucket", "prefix"),
+    "azure": ("container", "connection_string", "account_url", "credential"),
+}
+
+
+def check_storage(raw: Mapping[str, Any], given: object, findings: Findings) -> None:
+    """Check where checkpoints go: each type's own required field."""
+    storage = raw["checkpoint_storage"]
+    kind = storage["type"]
+    if not isinstance(given, Mapping) or kind is None:
+        return
+    for field in STORAGE_REQUIRES[kind]:
+        if storage[field] is None and field not in given:
+            findings.problem(
+                f"checkpoint_storage.{field}", "not given", f"a value for {kind}", f"Add {field}."
+            )
+    host_path = storage["host_path"]
+    if host_path is not None and not host_path.startswith("/"):
+        fix = f"Write /{host_path}, or the full path."
+        findings.problem("checkpoint_storage.host_path", render(host_path), "an absolute path", fix)
+    _check_kept_within(storage, findings)
+    if kind == "azure":
+        _check_azure(storage, findings)
+
+
+def _check_kept_within(storage: Mapping[str, Any], findings: Findings) -> None:
+    """Check that no path leads out of where the storage lies.
+
+    Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
+    passes for a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
+    """
+    host_path, prefix = storage["host_path"], storage["prefix"]
+    for key in ("storage_path", "checkpoint_path", "tensorboard_path"):
+        inner = storage[key]
+        if inner is None:
+            continue
+        root = PurePosixPath(host_path or "/")
+        whole = PurePosixPath(posixpath.normpath(root / inner))
+        has_left = ".." in posixpath.normpath(inner).split("/")
+        is_elsewhere = host_path is not None and not whole.is_relative_to(posixpath.normpath(root))
+        if has_left or is_elsewhere:
+            findings.problem(
+                f"checkpoint_storage.{key}",
+                render(inner),
+                f"a directory below host_path{'' if host_path is None else f' ({host_path})'}",
+                "Write a relative path without .., or change host_path.",
+            )
+    if prefix is not None and ".." in prefix.split("/"):
+        findings.problem(
+            "checkpoint_storage.prefix",
+            render(prefix),
+            "a prefix without ..",
+            "Write it out, without .. in it.",
+        )
+
+
+def _check_azure(storage: Mapping[str, Any], findings: Findings) -> None:
+    """Check that one way to log in is given.
+
+    Source: Determined 0.38.1 common/storage/azure_client.py, which silently takes the connection string of several.
+    """
+    has_string = storage["connection_string"] is not None
+    if has_string and (storage["account_url"] is not None or storage["credential"] is not None):
+        other = "account_url" if storage["account_url"] is not None else "credential"
+        findings.problem(
+            "checkpoint_storage.connection_string",
+            f"given with {other}",
+            "either connection_string, or account_url with its credential",
+            f"Remove {other}, or connection_string.",
+        )
+    elif not has_string and storage["account_url"] is None:
+        findings.problem(
+            "checkpoint_storage.account_url",
+            "not given",
+            "account_url, or connection_string",
+            "Add one of the two.",
+        )
+
+
+def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a storage that has been checked with every field of its type and Determined's defaults."""
+    kind = storage["type"]
+    kept = {field: storage.get(field) for field in _FIELDS[kind]}
+    saved = {
+        field: default if storage.get(field) is None else storage[field]
+        for field, default in _SAVE_DEFAULTS.items()
+    }
+    if kind == "shared_fs" and kept["propagation"] is None:
+        kept["propagation"] = "rprivate"
+    return {"type": kind, **kept, **saved}
+
+
+def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Check a storage that stands by itself, and return what it gives.
+
+    Args:
+        given: as a config's ``checkpoint_storage``, its type included.
+        label: how error messages call what it belongs to.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    check_value(given, label)
+    findings = Findings({}, label)
+    section = Section({"checkpoint_storage": EXPERIMENT.keys["checkpoint_storage"]})
+    dialect = Dialect(name=label, null_is_absent=True)
+    raw = check_keys(section, {"checkpoint_storage": dict(given)}, dialect, findings)
+    if given.get("type") is None:
+        findings.problem(
+            "checkpoint_storage.type", "not given", "shared_fs or directory", "Write type: shared_fs."
+        )
+    check_storage(raw, given, findings)
+    findings.raise_if_any()
+    return {key: value for key, value in raw["checkpoint_storage"].items() if value is not None}
+
+
+def laid_over(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a storage with the fields of another below it: all of one of the same type, else how many to save."""
+    kind = storage.get("type")
+    if kind not in (None, below["type"]):
+        below = {key: value for key, value in below.items() if key in _SAVE_DEFAULTS}
+    return {**below, **{key: value for key, value in storage.items() if value is not None}}

@@ -1,0 +1,614 @@
+"""What a master does with an experiment config that is submitted to it: check it, and fill in everything.
+
+The result has the fields and defaults that Determined's master stores, so that clients and trials find what they expect.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.config.diagnostics import MAX_PROBLEMS, Findings, KeyPath, dotted, render
+from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.experiment_config.check import check_searcher
+from dstrial.config.experiment_config.config import check_experiment
+from dstrial.config.experiment_config.hyperparameters import (
+    concrete_values,
+    is_specification,
+    normalised_specs,
+)
+from dstrial.config.experiment_config.sections import (
+    DEVICES,
+    compile_pattern,
+    complete_mounts,
+    images,
+    of_device,
+)
+from dstrial.config.experiment_config.storage import complete_storage, laid_over
+from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.merge import merge_template
+from dstrial.config.parsing.documents import Document, read_yaml_text, yaml_text
+from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits, check_value
+from dstrial.config.schema import EXPERIMENT, SEARCHERS
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.resume.metadata import SavedRun
+from dstrial.resume.rules import fitting_slots
+
+LABEL = "experiment config"
+_POLICY_ACTIONS = ("cancel_retries", "exclude_node")
+INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
+
+_LOG_POLICIES = (
+    {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
+    {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},
+)
+NO_IMAGE = "none: the embedded master runs trials without containers"
+# Names of Determined's that users set for their own trials.
+_FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
+_MAX_RUNGS = 1000
+_MAX_AT_ONCE = 10_000
+_MAX_BYTES_AT_ONCE = 64 * 2**20
+_MAX_GRID_POINTS = 10**9
+_MANY = 10**18
+_MAX_POLICIES = 100
+_MAX_PATTERN_CHARS = 2000
+_LONG_NUMBER = re.compile(r"[0-9]{19}")
+_ADJECTIVES = (
+    "agile",
+    "bold",
+    "calm",
+    "clever",
+    "eager",
+    "gentle",
+    "keen",
+    "lucid",
+    "quick",
+    "steady",
+    "vivid",
+    "warm",
+)
+_NOUNS = (
+    "badger",
+    "comet",
+    "falcon",
+    "harbor",
+    "lantern",
+    "maple",
+    "orchid",
+    "otter",
+    "pebble",
+    "river",
+    "sparrow",
+    "tulip",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MasterDefaults:
+    """What a master adds to every experiment.
+
+    Attributes:
+        checkpoint_storage: its own storage, for experiments that name none, and its fields for those that name the same type.
+        environment_variables: ``NAME=value`` each, before those of the experiment.
+        launch_error: whether an experiment that needs more slots than there are, or than it may use, is refused.
+        limits: how large a config may be.
+    """
+
+    checkpoint_storage: Mapping[str, Any]
+    environment_variables: tuple[str, ...] = ()
+    launch_error: bool = True
+    limits: TextLimits = DEFAULT_LIMITS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submission:
+    """An experiment config that may be run.
+
+    Attributes:
+        config: with every field and default, JSON values.
+        original: as it was written, YAML.
+        warnings: doubtful things, as whole sentences.
+        interpreter: the Python that the config asks for, None for the master's.
+        exceeds_slots: whether a trial needs more slots than there are, so that it waits.
+        template: the template that was under it; None for none.
+    """
+
+    config: dict[str, Any]
+    original: str
+    warnings: tuple[str, ...]
+    interpreter: str | None
+    exceeds_slots: bool
+    template: Mapping[str, Any] | None = None
+
+
+def check_submission(
+    config_text: str,
+    *,
+    context_dir: Path,
+    defaults: MasterDefaults,
+    num_slots: int | None = None,
+    resumed: SavedRun | None = None,
+    template: Mapping[str, Any] | None = None,
+    is_detached: bool = False,
+    document: Document | None = None,
+    has_files: bool = True,
+) -> Submission:
+    """Check a config with its model definition, and fill in every default.
+
+    Args:
+        config_text: YAML.
+        context_dir: the unpacked model definition; an empty directory for none.
+        defaults: the master's.
+        num_slots: how many slots there are; None to leave that out.
+        resumed: the checkpoint that its trial goes on from, if it does; its batch is kept.
+        template: a part of a config that gives what the config leaves out.
+        is_detached: whether its trials run elsewhere: no entrypoint is needed, and the searcher, which does not search, may
+            have any name.
+        document: the same YAML, if it has been read; its value is changed.
+        has_files: whether there is a model definition. Without one the entrypoint's files are looked for nowhere: they may be
+            installed on this machine, and Determined 0.38.1 looks for none.
+
+    Raises:
+        ConfigError: with all problems of the config and of the DeepSpeed config that it names.
+    """
+    if document is None:
+        document = read_yaml_text(config_text, LABEL, defaults.limits)
+    exceeds: list[bool] = []
+
+    def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
+        _check_fields(raw, findings)
+        exceeds.append(_check_slots(raw, defaults, num_slots, resumed, findings))
+
+    if isinstance(document.value, dict):
+        if template is not None:
+            document.value.update(merge_template(template, document.value))
+        _add_defaults(document.value, defaults)
+    searcher = _named_only(document.value) if is_detached else {}
+    experiment = check_experiment(
+        document,
+        Path(LABEL),
+        context_dir,
+        require_concrete=False,
+        require_entrypoint=not is_detached,
+        resumed=resumed,
+        has_files=has_files,
+        more_checks=check_more,
+    )
+    config = _completed(experiment.raw, document.value, searcher)
+    return Submission(
+        config=_json_values(config),
+        original=config_text,
+        warnings=tuple(warning for warning in experiment.warnings if "is a search space" not in warning),
+        interpreter=experiment.environment_variables.get(INTERPRETER_VARIABLE) or None,
+        exceeds_slots=any(exceeds),
+        template=template,
+    )
+
+
+def _check_fields(raw: dict[str, Any], findings: Findings) -> None:
+    """Check what only a master needs of a config, and complete its lists."""
+    _check_time(raw["searcher"], findings)
+    _check_rungs(raw["searcher"], findings)
+    _check_grid(raw, findings)
+    _check_concurrency(raw, findings)
+    check_variables(raw, findings)
+    _check_lists(raw, findings)
+    complete_mounts(raw, findings)
+
+
+def _check_slots(
+    raw: Mapping[str, Any],
+    defaults: MasterDefaults,
+    num_slots: int | None,
+    resumed: SavedRun | None,
+    findings: Findings,
+) -> bool:
+    """Check that a trial's slots can be had; returns whether it needs more than there are."""
+    slots = raw["resources"]["slots_per_trial"]
+    max_slots = raw["resources"]["max_slots"]
+    if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
+        findings.problem(
+            "resources.max_slots",
+            str(max_slots),
+            f"at least {slots}, the slots_per_trial, without which no trial ever starts",
+            "Raise it, or remove it.",
+        )
+    goes_on_with_fewer = resumed is not None and _fits(resumed, raw, num_slots or 0)
+    if num_slots is None or not isinstance(slots, int) or slots <= num_slots or goes_on_with_fewer:
+        return False
+    if defaults.launch_error:
+        findings.problem(
+            "resources.slots_per_trial",
+            str(slots),
+            f"at most {num_slots}, the slots of this master",
+            f"Set it to {num_slots} or less, or set launch_error to false in the master's settings to queue it.",
+        )
+    return True
+
+
+def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checked config with what a master fills in.
+
+    Args:
+        raw: with the defaults of a config; not changed.
+        given: as it was written.
+        searcher: the one of a detached run, as it was written; empty for any other.
+    """
+    config = copy.deepcopy(raw)
+    config["name"] = given.get("name") or random_name("Experiment")
+    if (given.get("reproducibility") or {}).get("experiment_seed") is None:
+        config["reproducibility"]["experiment_seed"] = int(time.time())
+    config["searcher"].update(searcher)
+    config["checkpoint_storage"] = complete_storage(config["checkpoint_storage"])
+    config["log_policies"] = _log_policies(given.get("log_policies") or [])
+    config["labels"] = sorted({str(label) for label in config["labels"] or []})
+    config["environment"]["image"] = images(config["environment"].get("image"), NO_IMAGE)
+    return config
+
+
+def _named_only(config: Any) -> dict[str, Any]:
+    """Leave of the searcher of detached runs what tells their metric, and return it as it was.
+
+    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher names a metric and tells one trial from many.
+    """
+    searcher = config.get("searcher") if isinstance(config, dict) else None
+    if not isinstance(searcher, dict) or not isinstance(searcher.get("name"), str):
+        return {}
+    config["searcher"] = {
+        "name": "single",
+        **{key: searcher[key] for key in ("metric", "smaller_is_better") if key in searcher},
+    }
+    return searcher
+
+
+def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
+    """Say whether a checkpoint's own run can go on with the slots that there are, or some of them."""
+    section = dstrial_section(raw)
+    at_least = section.get("min_slots")
+    return resumed.keeps_batch and bool(
+        fitting_slots(
+            resumed,
+            num_available=num_slots,
+            at_least=at_least if isinstance(at_least, int) else 1,
+            extents=section,
+        )
+    )
+
+
+def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
+    """Return ``hyperparameters`` and ``searcher`` of a config with defaults, which is all that a preview needs.
+
+    Args:
+        given: the config's values; not changed.
+        limits: how large it may be.
+
+    Raises:
+        ConfigError: with all problems of these two.
+    """
+    check_value(given, LABEL, limits)
+    findings = Findings({}, LABEL)
+    if not isinstance(given, dict):
+        findings.problem(
+            (), render(given), "a mapping with searcher and hyperparameters", "Pass an experiment config."
+        )
+        findings.raise_if_any()
+    raw = check_keys(EXPERIMENT, given, Dialect(name="the experiment config", null_is_absent=True), findings)
+    searcher = given.get("searcher")
+    check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
+    _check_time(raw["searcher"], findings)
+    _check_rungs(raw["searcher"], findings)
+    hyperparameters = raw["hyperparameters"]
+    needs_counts = raw["searcher"]["name"] == "grid"
+    concrete_values(hyperparameters, findings, require_concrete=False, needs_counts=needs_counts)
+    _check_grid(raw, findings)
+    findings.raise_if_any()
+    return {"hyperparameters": normalised_specs(hyperparameters), "searcher": raw["searcher"]}
+
+
+def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
+    """Put the master's storage and variables into a config that has been read, where it says nothing else."""
+    storage = config.get("checkpoint_storage")
+    if storage is None or isinstance(storage, dict):
+        config["checkpoint_storage"] = laid_over(storage or {}, defaults.checkpoint_storage)
+    if not defaults.environment_variables:
+        return
+    environment = config.get("environment")
+    if environment is None:
+        environment = config["environment"] = {}
+    if not isinstance(environment, dict):
+        return
+    given = environment.get("environment_variables") or []
+    if isinstance(given, dict):
+        environment["environment_variables"] = {
+            device: [*defaults.environment_variables, *(of_device(given, device) or [])] for device in DEVICES
+        }
+    elif isinstance(given, list):
+        environment["environment_variables"] = [*defaults.environment_variables, *given]
+
+
+def _check_time(searcher: Mapping[str, Any], findings: Findings) -> None:
+    name = searcher["name"]
+    is_timed = searcher.get("max_time") is not None and searcher.get("time_metric") is not None
+    if (
+        name in SEARCHERS
+        and SEARCHERS[name].is_timed
+        and searcher.get("max_length") is not None
+        and not is_timed
+    ):
+        findings.problem(
+            "searcher.max_time",
+            "not given",
+            f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set",
+            "Add max_time: 1000 and time_metric: batches, for example.",
+        )
+
+
+def _check_rungs(searcher: Mapping[str, Any], findings: Findings) -> None:
+    for index, num_rungs in enumerate(searcher.get("bracket_rungs") or []):
+        is_integer = isinstance(num_rungs, int) and not isinstance(num_rungs, bool)
+        if not is_integer or not 1 <= num_rungs <= _MAX_RUNGS:
+            findings.problem(
+                ("searcher", "bracket_rungs", index),
+                render(num_rungs),
+                f"an integer of 1 to {_MAX_RUNGS}",
+                "List the number of rungs of each bracket, or leave bracket_rungs out.",
+            )
+
+
+def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Check how many trials a search would create at once, which its master holds in memory and in one commit."""
+    if findings.problems:
+        return
+    searcher = raw["searcher"]
+    name, limit = searcher["name"], searcher.get("max_concurrent_trials")
+    if name == "grid":
+        num_trials = _num_grid_points(raw["hyperparameters"])
+        at_once = min(limit, num_trials) if limit else num_trials
+    elif name == "random":
+        at_once = min(limit or searcher["max_trials"], searcher["max_trials"])
+    else:
+        at_once = min(limit or 0, searcher.get("max_trials") or 0)
+    size = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 0
+    if at_once * size > _MAX_BYTES_AT_ONCE:
+        findings.problem(
+            "searcher.max_concurrent_trials",
+            f"{limit}, with which {at_once} trials of {size} bytes of hyperparameters each begin at once",
+            f"at most {_MAX_BYTES_AT_ONCE} bytes of hyperparameters at once",
+            f"Set it to {max(_MAX_BYTES_AT_ONCE // size, 1)} or less, or move long values into files of the model definition.",
+        )
+    if at_once > _MAX_AT_ONCE:
+        findings.problem(
+            "searcher.max_concurrent_trials",
+            f"{limit}, with which {at_once} trials begin at once",
+            f"at most {_MAX_AT_ONCE} at once",
+            "Set it to the number of trials that can really run, 16 for example.",
+        )
+
+
+def _check_grid(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Refuse a grid that no search ends; its number of points may have more digits than Python writes."""
+    if findings.problems or raw["searcher"]["name"] != "grid":
+        return
+    if _num_grid_points(raw["hyperparameters"]) > _MAX_GRID_POINTS:
+        findings.problem(
+            "hyperparameters",
+            f"a grid of more than {_MAX_GRID_POINTS} points",
+            f"at most {_MAX_GRID_POINTS}",
+            "Lower the counts, or search with name: random and max_trials.",
+        )
+
+
+def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] = ("hyperparameters",)) -> int:
+    num_points = 1
+    for name, spec in hyperparameters.items():
+        inner = (*path, str(name))
+        if not isinstance(spec, Mapping):
+            continue
+        if not is_specification(spec, inner):
+            num_points *= _num_grid_points(spec, inner)
+        elif spec["type"] == "categorical":
+            num_points *= len(spec["vals"])
+        elif spec["type"] == "int":
+            num_points *= min(spec["count"], spec["maxval"] - spec["minval"] + 1)
+        elif spec["type"] != "const":
+            num_points *= spec["count"]
+        # Enough is known; a product of thousands of counts is a number of as many digits.
+        num_points = min(num_points, _MANY)
+    return num_points
+
+
+def check_variables(raw: Mapping[str, Any], findings: Findings) -> None:
+    """Refuse environment variables of a config that the master sets itself."""
+    given = raw["environment"]["environment_variables"]
+    entries = (
+        [entry for values in given.values() for entry in values or []]
+        if isinstance(given, Mapping)
+        else given
+    )
+    for name in sorted({str(entry).partition("=")[0] for entry in entries or []}):
+        if name.startswith("DET_") and name not in _FREE_DET_VARIABLES:
+            findings.problem(
+                "environment.environment_variables",
+                f"{name}, a name that the master sets itself",
+                f"names that do not begin with DET_, or one of {', '.join(_FREE_DET_VARIABLES)}",
+                "Choose another name.",
+            )
+
+
+def _check_lists(raw: Mapping[str, Any], findings: Findings) -> None:
+    for index, label in enumerate(raw["labels"] or []):
+        if not isinstance(label, str):
+            findings.problem(("labels", index), render(label), "a string", "Put it into quotes.")
+    policies = raw["log_policies"] or []
+    if len(policies) > _MAX_POLICIES:
+        findings.problem(
+            "log_policies", f"a list of {len(policies)}", f"at most {_MAX_POLICIES} policies", "Remove some."
+        )
+        policies = []
+    for index, policy in enumerate(policies):
+        if not isinstance(policy, Mapping) or not ({"pattern", "name"} & policy.keys()):
+            findings.problem(
+                ("log_policies", index),
+                render(policy),
+                "a mapping with pattern",
+                "Write {pattern: '.*error.*'}.",
+            )
+        else:
+            _check_policy(index, policy, findings)
+    missing = [key for key in ("workspace", "project") if not raw[key]]
+    if len(missing) == 1:
+        other = "project" if missing == ["workspace"] else "workspace"
+        findings.problem(
+            missing[0], "not given", f"a name, as there is a {other}", f"Add {missing[0]}, or remove {other}."
+        )
+
+
+def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> None:
+    where = ("log_policies", index)
+    for key in sorted(set(map(str, policy)) - {"name", "pattern", "action"}):
+        findings.problem((*where, key), "not a key of a log policy", "name, pattern or action", "Remove it.")
+    action = policy.get("action")
+    kind = action.get("type") if isinstance(action, Mapping) else action
+    if action is not None and kind not in _POLICY_ACTIONS:
+        findings.problem(
+            (*where, "action"), render(action), " or ".join(_POLICY_ACTIONS), "Write {type: cancel_retries}."
+        )
+    pattern = policy.get("pattern")
+    if pattern is None:
+        return
+    if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN_CHARS:
+        expected = f"at most {_MAX_PATTERN_CHARS} characters"
+        findings.problem(
+            (*where, "pattern"), f"{len(pattern)} characters long", expected, "Write a shorter pattern."
+        )
+        return
+    try:
+        if not isinstance(pattern, str):
+            raise ValueError("not a string")
+        compile_pattern(pattern)
+    except ValueError as error:
+        findings.problem(
+            (*where, "pattern"),
+            render(pattern),
+            f"a regular expression of RE2 ({error})",
+            "Correct the pattern; RE2 has no look-around and no back-references.",
+        )
+
+
+def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
+    """Merge by name with the defaults; a null pattern, or nothing but the name, switches a default off."""
+    named = {policy["name"]: dict(policy) for policy in _LOG_POLICIES}
+    unnamed = []
+    for policy in given:
+        name = policy.get("name")
+        if name is None:
+            unnamed.append(dict(policy))
+        else:
+            is_off = set(policy) == {"name"}
+            named[name] = {**({} if is_off else named.get(name, {})), **policy}
+    merged = [*named.values(), *unnamed]
+    return [{"name": None, "action": None, **policy} for policy in merged if policy.get("pattern")]
+
+
+def random_name(what: str) -> str:
+    """Return a name for something whose config has none, ``Experiment (calm-otter)`` for example."""
+    chosen = random.SystemRandom()
+    return f"{what} ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
+
+
+def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config as JSON reads it back: string keys, and dates as texts.
+
+    Raises:
+        ConfigError: a number is none that JSON has, or more than every reader of the answers takes.
+    """
+    text = json.dumps(config, default=str)
+    plain: dict[str, Any] = json.loads(text)
+    if "NaN" in text or "Infinity" in text or _LONG_NUMBER.search(text):
+        problems = [
+            ConfigProblem(
+                f"{LABEL}: {dotted(path)}",
+                str(number)[:40],
+                "a finite number of 64 bits",
+                "Put it into quotes.",
+            )
+            for path, number in _odd_numbers(plain, ())
+        ]
+        if problems:
+            raise ConfigError(problems[:MAX_PROBLEMS])
+    return plain
+
+
+def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
+    """Yield the numbers that JSON does not have, or that are integers of more than 64 bits."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _odd_numbers(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _odd_numbers(inner, (*path, index))
+    elif (isinstance(value, float) and not math.isfinite(value)) or (
+        isinstance(value, int) and not -(2**63) <= value < 2**64
+    ):
+        yield path, value
+
+
+def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
+    """Return what ``det experiment continue`` sends to change a config, empty if it changes nothing.
+
+    Without ``--config`` the client sends ``{}`` and a line end (determined 0.38.1, cli/experiment.py).
+
+    Raises:
+        ConfigError: it is not YAML or no mapping.
+    """
+    changes = read_yaml_text(text, "the changed config", limits).value or {}
+    if not isinstance(changes, dict):
+        raise ConfigError(
+            [ConfigProblem("the changed config", render(changes), "a mapping", "Pass --config key=value.")]
+        )
+    return changes
+
+
+def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    """Return the config with which an experiment goes on, as YAML.
+
+    Args:
+        active: the config that it has, with every field that its release knew; not what was submitted, as labels, the
+            policy for checkpoints and more may have been changed since.
+        changes: part of a config, laid over it as a config over its template.
+
+    Raises:
+        ConfigError: the searcher's type changes.
+
+    Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
+    """
+    policies = active.get("log_policies") or []
+    named = {policy.get("name") for policy in policies}
+    # A default that the user has switched off is absent, and would be there again.
+    off = [
+        {"name": policy["name"], "pattern": None} for policy in _LOG_POLICIES if policy["name"] not in named
+    ]
+    merged = merge_template({**active, "log_policies": [*policies, *off]}, changes)
+    before, after = (_searcher_name(config) for config in (active, merged))
+    if before != after:
+        problem = ConfigProblem(
+            "searcher.name",
+            render(after),
+            f"{render(before)}, as before",
+            "Create a new experiment to change it.",
+        )
+        raise ConfigError([problem])
+    return yaml_text(merged)
+
+
+def _searcher_name(config: Mapping[str, Any]) -> Any:
+    searcher = config.get("searcher")
+    return searcher.get("name") if isinstance(searcher, Mapping) else None

@@ -1,0 +1,82 @@
+"""How training is watched: the keys of ``data.dstrial`` that say so, their defaults, and what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dstrial.config.diagnostics import Findings, render
+from dstrial.config.dotted_keys import dstrial_section
+
+MODES = ("fail", "warn", "ignore")
+
+KEYS = ("non_finite", "non_finite_patience", "early_metric_check")
+"""Keys of ``data.dstrial`` that this module reads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainingChecks:
+    """What is looked for while a trial trains, and what follows.
+
+    Attributes:
+        non_finite: what follows where reports in a row have no finite loss or no optimizer step: the trial fails, a
+            warning, or nothing. With ``fail`` no checkpoint of weights that are not finite is saved.
+        non_finite_patience: how many reports in a row.
+        early_metric_check: whether ``searcher.metric`` is looked for before the first batch, in the evaluation of one
+            batch; None where the engine decides: yes for data-parallel ones, no for pipelines.
+    """
+
+    non_finite: Literal["fail", "warn", "ignore"] = "fail"
+    non_finite_patience: int = 3
+    early_metric_check: bool | None = None
+
+    @classmethod
+    def from_config(cls, exp_conf: Mapping[str, Any] | None) -> TrainingChecks:
+        """Read an experiment config.
+
+        Raises:
+            ConfigError: a value is not one of those that are possible.
+        """
+        section = dstrial_section(exp_conf)
+        findings = Findings({}, "experiment config")
+        check_training_checks(section, findings)
+        findings.raise_if_any()
+        given: dict[str, Any] = {key: section[key] for key in KEYS if section.get(key) is not None}
+        return cls(**given)
+
+
+def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Return dotted key, value, and whether it is given, of every setting of a config that was checked."""
+    section = dstrial_section(exp_conf)
+    checks = TrainingChecks.from_config(exp_conf)
+    return [(f"data.dstrial.{key}", getattr(checks, key), section.get(key) is not None) for key in KEYS]
+
+
+def check_training_checks(section: Mapping[str, Any], findings: Findings) -> None:
+    """Find what is wrong with these keys.
+
+    Args:
+        section: ``data.dstrial``.
+        findings: of the experiment config.
+    """
+    mode = section.get("non_finite")
+    if mode is not None and mode not in MODES:
+        expected = "fail (the default), warn or ignore"
+        findings.problem("data.dstrial.non_finite", render(mode), expected, "Write one of them.")
+    patience = section.get("non_finite_patience")
+    if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+        findings.problem(
+            "data.dstrial.non_finite_patience",
+            render(patience),
+            "a number of reports of at least 1",
+            "Set it to how many reports in a row may be without a finite loss.",
+        )
+    early = section.get("early_metric_check")
+    if early is not None and not isinstance(early, bool):
+        findings.problem(
+            "data.dstrial.early_metric_check",
+            render(early),
+            "true or false",
+            "Write false to have searcher.metric looked for at the first validation only.",
+        )

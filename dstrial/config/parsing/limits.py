@@ -1,0 +1,142 @@
+"""How large a config may be: bytes of text, values once its aliases are written out, and nesting.
+
+A YAML of 700 bytes expands to 19 GiB where nobody counts (nine levels of nine aliases), and 20,000 brackets exhaust the
+stack of whatever walks them recursively. Both are refused here, before anything walks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dstrial.config.parsing.yaml_scalars import ScalarError, string
+from dstrial.errors import ConfigError, ConfigProblem
+
+MAX_DEPTH = 100
+"""Deepest nesting of lists and mappings in anything that users send; the code that walks configs recurses this far."""
+
+MAX_KEY_CHARS = 1024
+"""Longest key; YAML has the same limit for all that is not written behind ``?``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextLimits:
+    """The bounds of one config.
+
+    Attributes:
+        text_bytes: largest text, bytes of UTF-8.
+        num_values: most scalars, keys, lists and mappings, with every alias written out.
+        raised_by: what a reader is told to do to get more, a sentence; empty if nothing can be done.
+    """
+
+    text_bytes: int = 2**20
+    num_values: int = 100_000
+    raised_by: str = ""
+
+
+DEFAULT_LIMITS = TextLimits()
+"""What the command line uses, and a master whose settings say nothing else."""
+
+
+def check_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
+    """Refuse a text that is too large to be looked at.
+
+    Args:
+        text: the text.
+        label: how to call it in messages.
+        limits: its bounds.
+
+    Raises:
+        ConfigError: it is larger than ``text_bytes``.
+    """
+    num_bytes = _num_bytes(text)
+    if num_bytes > limits.text_bytes:
+        raise ConfigError([too_large(label, f"{num_bytes} bytes", limits)])
+
+
+def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
+    """Refuse plain values that are more, deeper or longer than a config may be; they were read without these bounds.
+
+    Args:
+        value: dictionaries, lists and scalars, none of which holds itself.
+        label: how to call it in messages.
+        limits: its bounds.
+
+    Raises:
+        ConfigError: there are more than ``num_values``, or they are nested deeper than ``MAX_DEPTH``, or the strings among
+            them are together longer than ``text_bytes``, or one of them has a character that no text can have.
+    """
+    level: list[Any] = [value]
+    num_values = num_bytes = depth = 0
+    while level:
+        num_values += len(level)
+        if num_values > limits.num_values:
+            raise ConfigError([too_many(label, limits)])
+        num_bytes += sum(_num_bytes(one) for one in level if isinstance(one, str))
+        if num_bytes > limits.text_bytes:
+            raise ConfigError([too_large(label, f"at least {num_bytes} bytes", limits)])
+        _check_strings(level, label)
+        groups = [one for one in level if isinstance(one, (Mapping, list, tuple))]
+        depth += 1
+        if groups and depth > MAX_DEPTH:
+            raise ConfigError([too_deep(label)])
+        level = []
+        for group in groups:
+            if isinstance(group, Mapping):
+                long = next((key for key in group if len(str(key)) > MAX_KEY_CHARS), None)
+                if long is not None:
+                    got, expected = f"{len(str(long))} characters long", f"at most {MAX_KEY_CHARS} characters"
+                    raise ConfigError(
+                        [ConfigProblem(f"{label}: a key", got, expected, "Write a shorter one.")]
+                    )
+                level += group.keys()
+                level += group.values()
+            else:
+                level += group
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _check_strings(values: Iterable[Any], label: str) -> None:
+    for one in values:
+        if isinstance(one, str):
+            try:
+                string(one)
+            except ScalarError as error:
+                raise ConfigError(
+                    [ConfigProblem(f"{label}: a value", error.got, error.expected, error.fix)]
+                ) from error
+
+
+def too_large(where: str, got: str, limits: TextLimits) -> ConfigProblem:
+    """Return the problem of a text that is larger than it may be."""
+    return ConfigProblem(
+        f"{where}: the text",
+        got,
+        f"at most {limits.text_bytes} bytes",
+        limits.raised_by or "Move what is large into files of the model definition.",
+    )
+
+
+def too_many(where: str, limits: TextLimits) -> ConfigProblem:
+    """Return the problem of a text that holds more values than it may."""
+    return ConfigProblem(
+        f"{where}: the text",
+        f"more than {limits.num_values} values once its aliases are written out",
+        f"at most {limits.num_values} scalars, keys, lists and mappings",
+        limits.raised_by
+        or "Remove aliases of aliases, or move long lists into files of the model definition.",
+    )
+
+
+def too_deep(where: str) -> ConfigProblem:
+    """Return the problem of values that are nested deeper than they may be."""
+    return ConfigProblem(
+        f"{where}: the text",
+        f"nested deeper than {MAX_DEPTH} levels",
+        f"at most {MAX_DEPTH} levels of lists and mappings",
+        "Send a flatter one.",
+    )

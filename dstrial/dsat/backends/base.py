@@ -1,0 +1,76 @@
+"""What the driver asks of a place where measuring trials run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from dstrial.dsat.backends.trial_spec import TrialSpec
+from dstrial.dsat.core.outcome import Outcome
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """A measuring trial that has ended.
+
+    Attributes:
+        trial_id: which.
+        outcome: how.
+        seconds: how long it ran, from its start on slots; None if unknown.
+    """
+
+    trial_id: int
+    outcome: Outcome
+    seconds: float | None = None
+
+
+class Backend(Protocol):
+    """Runs measuring trials. Not thread-safe.
+
+    Attributes:
+        keeps_deadlines: whether a trial is ended at its ``deadline_s`` where it runs; the driver then only steps in much later.
+    """
+
+    keeps_deadlines: bool
+
+    @property
+    def num_parallel(self) -> int:
+        """How many trials can run at the same time without disturbing each other; at least 1."""
+
+    def start(self, spec: TrialSpec) -> dict[str, Any]:
+        """Start a trial, or find the one of this label that was started before.
+
+        Returns:
+            A handle, JSON values, for :meth:`adopt`.
+
+        Raises:
+            DstrialError: it cannot be started, and no other one could.
+            OSError: the disk is full; it may be tried again.
+            KeyboardInterrupt: the process was asked to stop while it waited for a master that is away.
+        """
+
+    def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
+        """Take back a trial that an earlier process of this search has started; False if it is lost."""
+
+    def poll(self) -> list[Ended]:
+        """Return the trials that have ended since the last call."""
+
+    def running_s(self, trial_id: int) -> float:
+        """Return how long a trial has been running on its slots, seconds; 0 while it waits for them."""
+
+    def kill(self, trial_id: int) -> None:
+        """End a trial at once and forget it."""
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """Take that the search is over; what still runs is ended, here or by :meth:`close`.
+
+        Args:
+            results: its files, name -> text, to be kept beside the trials where there is a place for them.
+        """
+
+    def close(self) -> None:
+        """End every trial that is left."""
+
+    def describe(self) -> str:
+        """Say where trials run, for a person."""

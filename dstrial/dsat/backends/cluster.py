@@ -1,0 +1,289 @@
+"""Measure trials as experiments of a master, through Determined's client.
+
+Each is an ordinary ``single`` experiment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from determined.common.api import authentication, bindings, errors
+from determined.experimental import Determined
+from determined.experimental.client import Experiment, ExperimentState
+
+from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.experiments import Submitted, outcome_of
+from dstrial.dsat.backends.trial_spec import TrialSpec, results_config
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.core.outcome import Failure, FailureKind
+from dstrial.dsat.worker.messages import OrderBook
+from dstrial.dsat.worker.transport import is_away, notes_of
+from dstrial.errors import DstrialError
+
+logger = logging.getLogger("dstrial.dsat")
+
+_POLL_PERIOD_S = 1.0
+_INSIST_S = 2.0
+_AWAY = (errors.BadRequestException, OSError)
+_T = TypeVar("_T")
+_GONE = (
+    ExperimentState.CANCELED,
+    ExperimentState.STOPPING_CANCELED,
+    ExperimentState.STOPPING_KILLED,
+    ExperimentState.DELETED,
+    ExperimentState.DELETING,
+)
+
+
+class MasterBackend:
+    """Submits one experiment per trial, and asks for its state about once a second.
+
+    Where the master is away, it waits for it; experiments go on meanwhile. The master and the login are those of the
+    ``det`` command (``DET_MASTER``, ``det user login``).
+
+    Args:
+        settings: of the search.
+        should_stop: says whether the process was asked to stop, and so waits for nobody any more.
+        search_id: of the search, whose results are kept in a checkpoint; None if somebody else does that.
+
+    Raises:
+        DstrialError: no master answers, or nobody is logged in.
+    """
+
+    keeps_deadlines = False
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        should_stop: Callable[[], bool] = lambda: False,
+        search_id: str | None = None,
+    ) -> None:
+        self._settings = settings
+        self._search_id = search_id
+        self._should_stop = should_stop
+        self._submitted: dict[int, Submitted] = {}
+        self._ended: list[Ended] = []
+        self._next_poll_s = 0.0
+        self._is_away = False
+        try:
+            self._client = Determined()
+            self._session = self._client._session
+            self._agents = of_pool(
+                bindings.get_GetAgents(self._session).agents,
+                str((settings.experiment.raw.get("resources") or {}).get("resource_pool") or ""),
+            )
+        except _AWAY as error:
+            if not is_away(error):
+                raise DstrialError(
+                    f"the master refuses to say what it has ({error}); expected it to. Look at its log, and at your rights there."
+                ) from error
+            raise DstrialError(
+                f"no master answers ({error}); expected one to run trials. Start one with `dstrial up`, set DET_MASTER, or "
+                "pass --local."
+            ) from error
+        except (errors.UnauthenticatedException, errors.InvalidCredentialsException) as error:
+            raise DstrialError(
+                f"the master does not know who asks ({error}); expected a login. Run `det user login`."
+            ) from error
+
+    @property
+    def num_parallel(self) -> int:
+        """One trial for each agent that has room for it, so that no two share a machine."""
+        slots = self._settings.num_slots
+        with_room = sum(1 for agent in self._agents if len(agent.slots or {}) >= slots)
+        return max(with_room or sum(len(agent.slots or {}) for agent in self._agents) // slots, 1)
+
+    @property
+    def num_slots(self) -> int:
+        """All slots of the master."""
+        return sum(len(agent.slots or {}) for agent in self._agents)
+
+    @property
+    def has_accelerators(self) -> bool:
+        """Whether any slot is more than a CPU."""
+        slots = [slot for agent in self._agents for slot in (agent.slots or {}).values()]
+        kinds = {slot.device.type for slot in slots if slot.device is not None}
+        return bool(kinds - {bindings.devicev1Type.CPU, bindings.devicev1Type.UNSPECIFIED})
+
+    def describe(self) -> str:
+        """Name the master."""
+        return f"the master at {self._client._master}, {self._settings.num_slots} slot(s) per trial"
+
+    def start(self, spec: TrialSpec) -> dict[str, Any]:
+        """Submit an experiment, unless the one of this label is there already."""
+        experiment = self.insist(lambda: self.find(spec.label)) or self._submit(spec)
+        if experiment is None:
+            return {}
+        self._submitted[spec.trial_id] = Submitted(experiment, spec.label)
+        return {"experiment_id": experiment.id}
+
+    def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
+        """Find the experiment again, whatever its state."""
+        del handle
+        experiment = self.insist(lambda: self.find(spec.label))
+        if experiment is None:
+            return False
+        self._submitted[spec.trial_id] = Submitted(experiment, spec.label)
+        return True
+
+    def poll(self) -> list[Ended]:
+        """Return the trials whose experiments have ended."""
+        ended, self._ended = self._ended, []
+        if time.monotonic() < self._next_poll_s:
+            return ended
+        self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
+        for trial_id, submitted in list(self._submitted.items()):
+            with self.patient():
+                outcome = outcome_of(submitted, self._settings.num_slots)
+                if outcome is not None:
+                    del self._submitted[trial_id]
+                    since_s = submitted.running_since_s
+                    ended.append(Ended(trial_id, outcome, None if since_s is None else time.time() - since_s))
+        return ended
+
+    def running_s(self, trial_id: int) -> float:
+        """Return how long a trial has been seen running."""
+        since_s = self._submitted[trial_id].running_since_s if trial_id in self._submitted else None
+        return 0.0 if since_s is None else time.time() - since_s
+
+    def kill(self, trial_id: int) -> None:
+        """Kill the experiment."""
+        submitted = self._submitted.pop(trial_id, None)
+        if submitted is not None:
+            self.kill_experiment(submitted.experiment)
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """Submit an experiment without slots that keeps the search's files; trials that were launched one by one have ended."""
+        if self._search_id is None or "best_ds_config.json" not in results:
+            return
+        spec = results_config(self._settings, self._search_id)
+        try:
+            found = self.insist(lambda: self.find(spec.label))
+            experiment = found or self.create(spec.config, spec.label)
+            notes = notes_of(OrderBook(results=results))
+            self.insist(lambda: experiment.set_notes(notes))
+        except errors.APIException as error:
+            logger.warning(
+                "the master refuses an experiment that would keep the results in a checkpoint (%s); they are in the search's "
+                "directory only",
+                error,
+            )
+
+    def close(self) -> None:
+        """Kill every experiment that is left."""
+        for trial_id in list(self._submitted):
+            self.kill(trial_id)
+
+    def create_full_experiment(self, config: Mapping[str, Any], search_id: str) -> int:
+        """Submit the experiment with the best configuration, once for each search; returns its number."""
+        label = f"dsat-{search_id}-full"
+        labels = [*(str(one) for one in config.get("labels") or []), label]
+        found = self.insist(lambda: self.find(label))
+        return int((found or self.create({**config, "labels": labels}, label)).id)
+
+    # ---- machinery -------------------------------------------------------------------------------
+
+    def _submit(self, spec: TrialSpec) -> Experiment | None:
+        try:
+            return self.create(spec.config, spec.label)
+        except errors.APIException as error:
+            if error.status_code != 400:
+                raise DstrialError(
+                    f"the master refuses an experiment ({error}); expected it to run one."
+                ) from error
+            self._ended.append(Ended(spec.trial_id, Failure(FailureKind.BAD_CONFIG, str(error), "check")))
+            return None
+
+    def create(self, config: dict[str, Any], label: str) -> Experiment:
+        """Submit an experiment; one whose answer was lost because the master died is not submitted twice."""
+        before = {one.id for one in self.insist(lambda: self._labelled(label))}
+        is_repeated = False
+
+        def submit() -> Experiment:
+            nonlocal is_repeated
+            taken = [one for one in self._labelled(label) if one.id not in before] if is_repeated else []
+            is_repeated = True
+            if taken:
+                return taken[0]
+            includes = [Path(path) for path in self._settings.flags.include]
+            # The client writes how far it is with the files, again and again, into the middle of the search's table.
+            with contextlib.redirect_stdout(io.StringIO()):
+                return self._client.create_experiment(config, self._settings.context_dir, includes=includes)
+
+        return self.insist(submit)
+
+    def find(self, label: str) -> Experiment | None:
+        """Return the newest experiment of a label; what was cancelled, by an interrupted search for example, does not count."""
+        ours = [one for one in self._labelled(label) if one.state not in _GONE]
+        return max(ours, key=lambda one: int(one.id), default=None)
+
+    def _labelled(self, label: str) -> list[Experiment]:
+        return [one for one in self._client.list_experiments(labels=[label]) if label in (one.labels or ())]
+
+    def kill_experiment(self, experiment: Experiment) -> None:
+        """Kill an experiment, or say that it is left where the master is away."""
+        is_killed = False
+        with self.patient():
+            experiment.kill()
+            is_killed = True
+        if not is_killed:
+            logger.warning(
+                "experiment %d may still have its slots, for the master does not answer: the same command goes on with "
+                "it, `det experiment kill %d` ends it",
+                experiment.id,
+                experiment.id,
+            )
+
+    def insist(self, call: Callable[[], _T]) -> _T:
+        """Return what a call returns, made again and again while the master is away.
+
+        Raises:
+            KeyboardInterrupt: the process was asked to stop meanwhile.
+        """
+        while True:
+            answers: list[_T] = []
+            with self.patient():
+                answers.append(call())
+            if answers:
+                return answers[0]
+            if self._should_stop():
+                raise KeyboardInterrupt
+            time.sleep(_INSIST_S)
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Wait for a master that is away; say so once."""
+        try:
+            yield
+        except _AWAY as error:
+            if not is_away(error):
+                raise
+            if not self._is_away:
+                logger.warning(
+                    "the master at %s does not answer (%s); waiting for it, trials go on meanwhile",
+                    self._client._master,
+                    type(error).__name__,
+                )
+            self._is_away = True
+        except errors.UnauthenticatedException:
+            self._session = authentication.login_with_cache(self._client._master)
+        else:
+            if self._is_away:
+                logger.warning("the master answers again")
+            self._is_away = False
+
+
+def of_pool(agents: Sequence[bindings.v1Agent], pool: str) -> list[bindings.v1Agent]:
+    """Return the agents on which an experiment may run; all of them where it names no pool, or one that none has said to be in.
+
+    Args:
+        agents: of the master.
+        pool: ``resources.resource_pool`` of the experiment.
+    """
+    return [agent for agent in agents if pool in (agent.resourcePools or ())] or list(agents)

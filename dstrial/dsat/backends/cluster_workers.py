@@ -1,0 +1,143 @@
+"""Run workers as ``single`` experiments of a master.
+
+Orders are in the experiment's notes, answers in its metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from determined.experimental.client import Experiment, ExperimentState
+
+from dstrial.dsat.backends.cluster import MasterBackend
+from dstrial.dsat.backends.experiments import RUNS, why_waiting
+from dstrial.dsat.backends.pool import Gone
+from dstrial.dsat.backends.trial_spec import worker_config
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.worker.messages import Answer, OrderBook
+from dstrial.dsat.worker.transport import GROUP, answer_from_row, book_from_notes, notes_of
+
+_POLL_PERIOD_S = 0.5
+_NUM_LOG_LINES = 400
+_CANCELED = (ExperimentState.CANCELED, ExperimentState.DELETED)
+_ENDED = (*_CANCELED, ExperimentState.COMPLETED, ExperimentState.ERROR)
+
+
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """What was last heard of a worker's experiment."""
+
+    experiment: Experiment
+    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    next_poll_s: float = 0.0
+    is_ended: bool = False
+    is_running: bool = False
+
+
+class MasterPlace:
+    """See ``dstrial.dsat.backends.pool.Place``.
+
+    Args:
+        settings: of the search.
+        master: talks to the master; nothing else runs through it.
+        search_id: of the search.
+    """
+
+    def __init__(self, settings: SearchSettings, master: MasterBackend, search_id: str) -> None:
+        self._settings = settings
+        self._master = master
+        self._search_id = search_id
+        self._seen: dict[int, _Seen] = {}
+
+    @property
+    def num_parallel(self) -> int:
+        """One worker for each agent that has room for it."""
+        return self._master.num_parallel
+
+    def describe(self) -> str:
+        """Name the master."""
+        return self._master.describe()
+
+    def find(self, worker: int) -> dict[str, Any] | None:
+        """Find the worker's experiment by its label, if it has not ended, or has answers."""
+        label = worker_config(self._settings, worker, self._search_id).label
+        experiment = self._master.insist(lambda: self._master.find(label))
+        if experiment is None:
+            return None
+        self._master.insist(experiment.reload)
+        self._seen[worker] = _Seen(experiment)
+        self._poll(worker)
+        open_numbers = {order.number for order in self.book(worker).orders}
+        has_news = bool(open_numbers & self._seen[worker].answers.keys())
+        is_alive = not self._seen[worker].is_ended
+        return {"experiment_id": experiment.id} if has_news or is_alive else None
+
+    def begin(self, worker: int) -> dict[str, Any]:
+        """Submit an experiment."""
+        spec = worker_config(self._settings, worker, self._search_id)
+        experiment = self._master.create(spec.config, spec.label)
+        self._seen[worker] = _Seen(experiment)
+        return {"experiment_id": experiment.id}
+
+    def book(self, worker: int) -> OrderBook:
+        """Read the experiment's notes."""
+        return book_from_notes(self._seen[worker].experiment.notes or "")
+
+    def tell(self, worker: int, book: OrderBook) -> None:
+        """Replace the experiment's notes; waits for a master that is away.
+
+        Raises:
+            KeyboardInterrupt: the process was asked to stop meanwhile.
+        """
+        experiment = self._seen[worker].experiment
+        notes = notes_of(book)
+        self._master.insist(lambda: experiment.set_notes(notes))
+
+    def answers(self, worker: int) -> list[Answer]:
+        """Return the rows of metrics that have been read."""
+        self._poll(worker)
+        return list(self._seen[worker].answers.values())
+
+    def waits(self, worker: int) -> str:
+        """Say whether the experiment is queued or paused, because others have its slots."""
+        self._poll(worker)
+        seen = self._seen[worker]
+        return "" if seen.is_running else why_waiting(seen.experiment, self._settings.num_slots)
+
+    def gone(self, worker: int) -> Gone | None:
+        """Return how the experiment has ended."""
+        self._poll(worker)
+        seen = self._seen[worker]
+        if not seen.is_ended:
+            return None
+        if seen.experiment.state in _CANCELED:
+            return Gone(is_canceled=True)
+        lines: list[str] = []
+        with self._master.patient():
+            trials = seen.experiment.list_trials()
+            lines = list(trials[0].iter_logs(tail=_NUM_LOG_LINES)) if trials else []
+        return Gone(lines=lines)
+
+    def kill(self, worker: int) -> None:
+        """Kill the experiment."""
+        seen = self._seen.pop(worker, None)
+        if seen is not None:
+            self._master.kill_experiment(seen.experiment)
+
+    def _poll(self, worker: int) -> None:
+        """Ask for state and answers, at most twice a second; the state first, so that no answer is missed."""
+        seen = self._seen[worker]
+        if seen.is_ended or time.monotonic() < seen.next_poll_s:
+            return
+        with self._master.patient():
+            seen.experiment.reload()
+            is_ended = seen.experiment.state in _ENDED
+            trials = seen.experiment.list_trials()
+            seen.is_running = bool(trials) and trials[0].state.value in RUNS
+            for row in trials[0].iter_metrics(GROUP) if trials else ():
+                if row.steps_completed not in seen.answers:
+                    seen.answers[row.steps_completed] = answer_from_row(row.metrics)
+            seen.is_ended = is_ended
+        seen.next_poll_s = time.monotonic() + _POLL_PERIOD_S

@@ -1,0 +1,302 @@
+"""Measure trials in workers that live on from one trial to the next.
+
+An order goes out, an answer comes back; the ranks stay.
+
+A worker is found again by a search that was killed: its orders and answers are where it left them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.trial_spec import TrialSpec
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.core.outcome import Failure, FailureKind, failure_from_log
+from dstrial.dsat.worker.messages import Answer, Order, OrderBook
+
+logger = logging.getLogger("dstrial.dsat")
+
+_KEEP_S = 60.0
+# A worker that is new is given so long to get its slots before a person is told that it waits.
+_TELL_WAITING_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gone:
+    """A worker that has ended.
+
+    Attributes:
+        exit_code: of its launcher, where it is known.
+        lines: the end of its output.
+        is_canceled: whether somebody ended it on purpose.
+    """
+
+    exit_code: int | None = None
+    lines: Sequence[str] = ()
+    is_canceled: bool = False
+
+    @property
+    def reason(self) -> str:
+        """The last line of its output that says something, or its exit code."""
+        said = next((line.strip() for line in reversed(self.lines) if line.strip()), "")
+        return said[-200:] or f"exit code {self.exit_code}"
+
+
+class Place(Protocol):
+    """Where workers run. Workers are numbered from 1."""
+
+    @property
+    def num_parallel(self) -> int:
+        """How many workers do not disturb each other."""
+
+    def find(self, worker: int) -> dict[str, Any] | None:
+        """Return what names a worker that an earlier process of this search has started and that lives; None without."""
+
+    def begin(self, worker: int) -> dict[str, Any]:
+        """Start a worker; returns what names it, JSON values."""
+
+    def book(self, worker: int) -> OrderBook:
+        """Return what was last said to a worker."""
+
+    def tell(self, worker: int, book: OrderBook) -> None:
+        """Say something to a worker."""
+
+    def answers(self, worker: int) -> list[Answer]:
+        """Return all its answers so far."""
+
+    def waits(self, worker: int) -> str:
+        """Say why it has no slots now; empty if it has."""
+
+    def gone(self, worker: int) -> Gone | None:
+        """Return how it has ended; None while it lives, or while that cannot be found out."""
+
+    def kill(self, worker: int) -> None:
+        """End it at once."""
+
+    def describe(self) -> str:
+        """Say where workers run, for a person."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Worker:
+    """A worker that lives, as far as is known."""
+
+    number: int
+    handle: dict[str, Any]
+    orders: dict[int, Order] = dataclasses.field(default_factory=dict)
+    next_order: int = 1
+    since_s: float = 0.0
+    has_had_slots: bool = False
+    waiting_since_s: float | None = None
+    told_waiting: str = ""
+
+
+class WorkerBackend:
+    """Hands each trial to a worker that has nothing to do, and starts workers as they are needed.
+
+    Args:
+        settings: of the search.
+        place: where workers run.
+    """
+
+    keeps_deadlines = True
+
+    def __init__(self, settings: SearchSettings, place: Place) -> None:
+        self._settings = settings
+        self._place = place
+        self._workers: dict[int, _Worker] = {}
+        self._has_looked = False
+        self._ended: list[Ended] = []
+        self._ordered_again: set[int] = set()
+
+    @property
+    def num_parallel(self) -> int:
+        """One worker for each machine with room for it."""
+        return self._place.num_parallel
+
+    def describe(self) -> str:
+        """Name the place."""
+        return f"{self._place.describe()}, in ranks that live on from one trial to the next"
+
+    def start(self, spec: TrialSpec) -> dict[str, Any]:
+        """Order a trial, unless a worker has the order already."""
+        worker = self._worker_with(spec.trial_id)
+        if worker is None:
+            worker = self._free_worker()
+            flags = self._settings.flags
+            number = worker.next_order
+            order = Order(
+                number,
+                spec.trial_id,
+                spec.hparams,
+                spec.deadline_s or flags.trial_timeout,
+                flags.metric,
+                None if spec.best is None else {"hparams": spec.best[0], "metrics": spec.best[1]},
+            )
+            self._place.tell(worker.number, self._book(worker, order))
+            worker.next_order += 1
+            worker.orders[number] = order
+            worker.since_s = time.time()
+        return {"worker": worker.number, **worker.handle}
+
+    def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
+        """Find a worker that has the order, or its answer."""
+        del handle
+        return self._worker_with(spec.trial_id) is not None
+
+    def poll(self) -> list[Ended]:
+        """Return the trials that workers have answered, or took with them."""
+        ended, self._ended = self._ended, []
+        for worker in list(self._workers.values()):
+            if not worker.orders:
+                continue
+            self._note_slots(worker)
+            # Asked before the answers, so that none that came in between is lost.
+            gone = self._place.gone(worker.number)
+            for answer in self._place.answers(worker.number):
+                order = worker.orders.pop(answer.number, None)
+                if order is not None:
+                    ended.append(Ended(order.trial_id, answer.outcome, answer.seconds))
+            if gone is not None:
+                ended += self._take_leave(worker, gone)
+        return ended
+
+    def running_s(self, trial_id: int) -> float:
+        """Return how long ago a trial was ordered, or its worker last got its slots."""
+        worker = self._worker_of(trial_id)
+        return 0.0 if worker is None or not worker.since_s else time.time() - worker.since_s
+
+    def kill(self, trial_id: int) -> None:
+        """End the worker that has the order."""
+        worker = self._worker_of(trial_id)
+        if worker is not None:
+            del self._workers[worker.number]
+            self._place.kill(worker.number)
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """Let the workers end; the first one keeps the search's files."""
+        # A search that goes on and finds itself finished may have a worker that waits.
+        self._look()
+        for worker in list(self._workers.values()):
+            if why := self._place.waits(worker.number):
+                logger.warning("worker %d is ended, for it has no slots (%s)", worker.number, why)
+                self._forget(worker, is_alive=True)
+                continue
+            # What it is measuring, it gives up.
+            worker.orders.clear()
+            self._place.tell(worker.number, OrderBook(results=results))
+            results = {}
+        give_up_at_s = time.monotonic() + _KEEP_S
+        while self._workers and time.monotonic() < give_up_at_s:
+            for worker in list(self._workers.values()):
+                if self._place.gone(worker.number) is not None:
+                    self._forget(worker)
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Kill the workers that are left."""
+        for worker in list(self._workers):
+            del self._workers[worker]
+            self._place.kill(worker)
+
+    # ---- machinery -------------------------------------------------------------------------------
+
+    def _take_leave(self, worker: _Worker, gone: Gone) -> list[Ended]:
+        """Order again, once, what a worker took with it: whatever ended it need not be the configuration's fault."""
+        del self._workers[worker.number]
+        ended = []
+        again = []
+        for order in worker.orders.values():
+            if gone.is_canceled or order.trial_id in self._ordered_again:
+                ended.append(Ended(order.trial_id, _failure_of(gone)))
+            else:
+                again.append(order)
+        if again:
+            logger.warning(
+                "worker %d has ended (%s); another one takes its place", worker.number, gone.reason
+            )
+            self._ordered_again.update(order.trial_id for order in again)
+            fresh = self._free_worker()
+            fresh.orders = {order.number: order for order in again}
+            fresh.next_order = 1 + max(fresh.orders)
+            fresh.since_s = time.time()
+            self._place.tell(fresh.number, self._book(fresh))
+        return ended
+
+    def _note_slots(self, worker: _Worker) -> None:
+        """Stop a worker's clock while others have its slots, and say why."""
+        why = self._place.waits(worker.number)
+        now_s = time.time()
+        if not why:
+            if worker.told_waiting:
+                logger.warning("worker %d has its slots", worker.number)
+            worker.has_had_slots, worker.waiting_since_s, worker.told_waiting = True, None, ""
+            return
+        worker.since_s = now_s
+        if worker.waiting_since_s is None:
+            worker.waiting_since_s = now_s
+        is_long = worker.has_had_slots or now_s - worker.waiting_since_s > _TELL_WAITING_S
+        if is_long and worker.told_waiting != why:
+            logger.warning("worker %d waits for slots: %s", worker.number, why)
+            worker.told_waiting = why
+
+    def _forget(self, worker: _Worker, *, is_alive: bool = False) -> None:
+        del self._workers[worker.number]
+        if is_alive:
+            self._place.kill(worker.number)
+
+    def _book(self, worker: _Worker, *more: Order) -> OrderBook:
+        return OrderBook((*(worker.orders[number] for number in sorted(worker.orders)), *more))
+
+    def _look(self) -> None:
+        """Find the workers that an earlier process of this search has left, once."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        for number in range(1, max(self._settings.options.num_parallel, 1) + 1):
+            handle = self._place.find(number)
+            if handle is not None:
+                worker = self._workers[number] = _Worker(number, handle)
+                book = self._place.book(number)
+                worker.orders = {order.number: order for order in book.orders}
+                answered = [answer.number for answer in self._place.answers(number)]
+                worker.next_order = 1 + max([0, *worker.orders, *answered])
+                worker.since_s = time.time()
+
+    def _worker_with(self, trial_id: int) -> _Worker | None:
+        self._look()
+        return self._worker_of(trial_id)
+
+    def _worker_of(self, trial_id: int) -> _Worker | None:
+        for worker in self._workers.values():
+            if any(order.trial_id == trial_id for order in worker.orders.values()):
+                return worker
+        return None
+
+    def _free_worker(self) -> _Worker:
+        for worker in list(self._workers.values()):
+            # Of a worker that was found again the last order may be answered and on record already.
+            answered = {answer.number for answer in self._place.answers(worker.number)}
+            if worker.orders.keys() <= answered:
+                if self._place.gone(worker.number) is None:
+                    return worker
+                del self._workers[worker.number]
+        number = next(number for number in range(1, len(self._workers) + 2) if number not in self._workers)
+        worker = self._workers[number] = _Worker(number, self._place.begin(number))
+        return worker
+
+
+def _failure_of(gone: Gone) -> Failure:
+    if gone.is_canceled:
+        return Failure(FailureKind.CANCELED, "its worker was ended from outside")
+    failure = failure_from_log(gone.lines, exit_code=gone.exit_code)
+    if failure.kind is FailureKind.USER_ERROR:
+        # Ranks answer for what the training code does; this is about the worker itself.
+        message = f"its worker has ended twice ({gone.reason}): {failure.message}"
+        return Failure(FailureKind.COMMUNICATION, message)
+    return failure

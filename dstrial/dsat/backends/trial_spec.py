@@ -1,0 +1,251 @@
+"""Experiment configs of measuring trials, and of the full experiment. Pure."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dstrial.config.dotted_keys import nested
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.core.candidate import Candidate, layered
+from dstrial.dsat.methods import METHODS
+from dstrial.local.measuring_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
+
+# Written into configs: the paths of before modules moved, which dstrial.old_paths answers for.
+_MEASURING_MODULE = "dstrial.dsat.trial"
+_SCRIPT_MODULE = "dstrial.dsat.trial.local_script"
+_WORKER_MODULE = "dstrial.dsat.worker"
+_LAUNCHER = "dstrial.launch"
+_LAUNCH_MODULES = (
+    _LAUNCHER,
+    "determined.launch.deepspeed",
+    "determined.launch.torch_distributed",
+)
+_AROUND_FIT = "dstrial.dsat.trial.reporting:around_fit"
+RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
+    {
+        "searcher": {"name": "single", "max_length": {"batches": 1}},
+        "max_restarts": 0,
+        "resources": {"slots_per_trial": 0},
+        "entrypoint": "python3 -m dstrial.dsat.keep",
+    }
+)
+"""The experiment whose checkpoint holds the results of launched trials."""
+_LONGEST_STEPS = 1000
+_BENCHMARKED = 2  # the second one too, for the first may fail
+_OF_TRAINING = (
+    "min_validation_period",
+    "min_checkpoint_period",
+    "checkpoint_policy",
+    "scheduling_unit",
+    "perform_initial_validation",
+    "records_per_epoch",
+    "profiling",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrialSpec:
+    """A measuring trial that is to be started.
+
+    Attributes:
+        trial_id: the search's number of it.
+        config: its experiment config, YAML values.
+        hparams: its hyperparameters, as a trial reads them.
+        label: unique for this trial of this search, by which it is found again.
+        deadline_s: it is ended after so many seconds; None where the driver sees to that itself.
+        best: hyperparameters and metrics of the best configuration that the search has measured, with which this one
+            is compared; None if it has none.
+    """
+
+    trial_id: int
+    config: dict[str, Any]
+    hparams: dict[str, Any]
+    label: str
+    deadline_s: float | None = None
+    best: tuple[dict[str, Any], dict[str, float]] | None = None
+
+
+def measuring_spec(
+    settings: SearchSettings, candidate: Candidate, trial_id: int, search_id: str
+) -> TrialSpec:
+    """Return what is submitted to measure a candidate: one ordinary ``single`` experiment that is never restarted."""
+    config = copy.deepcopy(settings.written)
+    for key in _OF_TRAINING:
+        config.pop(key, None)
+    hparams = _hyperparameters(settings, candidate)
+    flags = settings.flags
+    hparams[MEASURING_KEY] = True
+    hparams[AROUND_FIT_KEY] = _AROUND_FIT
+    hparams[SETTINGS_KEY] = {
+        "first_step": flags.start_profile_step,
+        "min_steps": flags.end_profile_step + 1,
+        "max_s": flags.measure_seconds,
+        "num_batches": max(flags.end_profile_step + 1, _LONGEST_STEPS),
+    }
+    if METHODS[settings.method].predicts and trial_id <= _BENCHMARKED:
+        hparams[SETTINGS_KEY][BENCHMARK_KEY] = True
+    label = f"dsat-{search_id}-{trial_id}"
+    config |= {
+        "name": f"{settings.experiment.name} (dsat trial {trial_id})",
+        "description": f"dsat {settings.method}: {settings.space.describe(candidate)}"[:200],
+        "labels": sorted({*(str(one) for one in config.get("labels") or []), "dsat", label}),
+        "entrypoint": _measuring_entrypoint(settings),
+        "hyperparameters": hparams,
+        "searcher": {
+            "name": "single",
+            "metric": flags.metric,
+            "smaller_is_better": settings.smaller_is_better,
+            "max_length": {"batches": hparams[SETTINGS_KEY]["num_batches"]},
+        },
+        "max_restarts": 0,
+    }
+    config = _with_stages(config, settings, candidate)
+    return TrialSpec(trial_id, config, _concrete(settings, hparams), label)
+
+
+def worker_config(settings: SearchSettings, worker: int, search_id: str) -> TrialSpec:
+    """Return what is submitted to have a living worker: one ordinary ``single`` experiment that is never restarted.
+
+    Args:
+        settings: of the search.
+        worker: its number, from 1.
+        search_id: of the search.
+    """
+    assert settings.trial is not None
+    config = copy.deepcopy(settings.written)
+    for key in _OF_TRAINING:
+        config.pop(key, None)
+    label = f"dsat-{search_id}-worker-{worker}"
+    config |= {
+        "name": f"{settings.experiment.name} (dsat worker {worker})",
+        "description": f"dsat {settings.method}: measures one configuration after the other",
+        "labels": sorted({*(str(one) for one in config.get("labels") or []), "dsat", label}),
+        "entrypoint": f"python3 -m {_LAUNCHER} -m {_WORKER_MODULE} --trial {settings.trial}",
+        "searcher": {
+            "name": "single",
+            "metric": settings.flags.metric,
+            "smaller_is_better": settings.smaller_is_better,
+            "max_length": {"batches": settings.options.max_trials},
+        },
+        "max_restarts": 0,
+    }
+    return TrialSpec(0, config, {}, label)
+
+
+def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
+    """Return what is submitted to keep the results of launched trials in a checkpoint: a ``single`` experiment without slots."""
+    written = copy.deepcopy(settings.written)
+    label = f"dsat-{search_id}-results"
+    runner = copy.deepcopy(dict(RESULTS_EXPERIMENT))
+    names = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
+    config = {
+        **{name: written[name] for name in names if name in written},
+        **runner,
+        "name": f"{settings.experiment.name} (dsat results)",
+        "description": f"dsat {settings.method}: keeps the results of the search in a checkpoint",
+        "labels": sorted({*(str(one) for one in written.get("labels") or []), "dsat", label}),
+        "searcher": {
+            **runner["searcher"],
+            "metric": settings.flags.metric,
+            "smaller_is_better": settings.smaller_is_better,
+        },
+    }
+    return TrialSpec(0, config, {}, label)
+
+
+def worker_command(settings: SearchSettings, config_path: str, mailbox: str, python: str) -> list[str]:
+    """Return the command of a worker on this machine, to be started in the context directory."""
+    assert settings.trial is not None
+    where = ["--config", config_path, "--context-dir", "."]
+    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
+    return [*launch, "-m", _WORKER_MODULE, "--trial", settings.trial, *where, "--mailbox", mailbox]
+
+
+def full_config(settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
+    """Return the user's experiment config with the best configuration in it; nothing of autotuning."""
+    config = copy.deepcopy(settings.written)
+    config["hyperparameters"] = _hyperparameters(settings, candidate)
+    return _with_stages(config, settings, candidate)
+
+
+def _with_stages(config: dict[str, Any], settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
+    """Say a candidate's number of pipeline stages where the experiment says its own."""
+    if settings.space.stages_path is None:
+        return config
+    num_stages = settings.space.sizes_of(candidate).pp
+    return layered(config, {"data": {"dstrial": {"pipeline_stages": num_stages}}})
+
+
+def local_command(settings: SearchSettings, config_path: str, python: str) -> list[str]:
+    """Return the command that runs a measuring trial on this machine, to be started in the context directory."""
+    if settings.trial is None:
+        return local_training_command(settings, config_path, python)
+    where = ["--config", config_path, "--context-dir", "."]
+    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
+    return [*launch, "-m", _MEASURING_MODULE, "--trial", settings.trial, *where]
+
+
+def local_training_command(settings: SearchSettings, config_path: str, python: str) -> list[str]:
+    """Return the command that trains an experiment config on this machine, to be started in the context directory."""
+    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
+    launch += ["--config", config_path, "--context-dir", "."]
+    if settings.trial is not None:
+        return [*launch, "--trial", settings.trial]
+    words = python_words(settings.experiment.entrypoint)
+    is_python = words[0] == "-m" or words[0].endswith(".py")
+    return [*launch, *(["-m", _SCRIPT_MODULE] if is_python else []), *words]
+
+
+def _measuring_entrypoint(settings: SearchSettings) -> Any:
+    given = settings.experiment.entrypoint
+    if settings.trial is None:
+        return given
+    return f"python3 -m {_LAUNCHER} -m {_MEASURING_MODULE} --trial {settings.trial}"
+
+
+def script_words(entrypoint: str | Sequence[str] | None) -> list[str]:
+    """Return the script and its arguments, without the interpreter and a launcher before them."""
+    words = shlex.split(entrypoint) if isinstance(entrypoint, str) else list(entrypoint or [])
+    for idx in range(len(words) - 1):
+        if words[idx] == "-m" and words[idx + 1] in _LAUNCH_MODULES:
+            rest = words[idx + 2 :]
+            if "--" in rest:
+                return rest[rest.index("--") + 1 :]
+            while rest and rest[0].startswith("--") and rest[0] != "-m":
+                rest = rest[1 if "=" in rest[0] else 2 :]
+            return rest
+    return words
+
+
+def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
+    """Return the script or ``-m MODULE``, and its arguments: ``script_words`` without a ``python`` before them."""
+    words = script_words(entrypoint)
+    return words[1:] if len(words) > 1 and Path(words[0]).name.startswith("python") else words
+
+
+def _hyperparameters(settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
+    hparams = dict(copy.deepcopy(settings.written.get("hyperparameters") or {}))
+    hparams = layered(hparams, candidate.hyperparameters())
+    # A dotted key beside the candidate's nested one would be the same value twice.
+    before = nested(hparams.get("overwrite_deepspeed_args") or {})
+    hparams["overwrite_deepspeed_args"] = layered(before, candidate.overwrite())
+    return hparams
+
+
+def _concrete(settings: SearchSettings, hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters as a trial reads them: constants that are written ``{type: const}`` as their values."""
+    values = copy.deepcopy(settings.experiment.hyperparameters)
+    return layered(
+        values,
+        {
+            key: value
+            for key, value in hparams.items()
+            if not (isinstance(value, Mapping) and value.get("type") == "const")
+        },
+    )

@@ -1,0 +1,155 @@
+"""The constants of ``determined.pytorch.dsat``, and a function for scripts.
+
+Constants that have to be looked up in a search's modules are so at first use: scripts import this, and measure nothing then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from dstrial.config import overwrite_deepspeed_config
+from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, METRICS_TO_MINIMIZE
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.local.measuring_variables import MEASURING_KEY
+
+if TYPE_CHECKING:
+    ALL_SEARCH_METHOD_NAMES: tuple[str, ...]
+    AUTOTUNING_ARG_DEFAULTS: Mapping[str, Any]
+    DEFAULT_SEARCH_RUNNER_CONFIG: Mapping[str, Any]
+    DEFAULT_ZERO_SEARCH_SPACE: Mapping[int, Mapping[str, tuple[Any, ...]]]
+
+__all__ = [
+    "ALL_SEARCH_METHOD_NAMES",
+    "ARGS_PKL_PATH",
+    "AUTOTUNING_ARG_DEFAULTS",
+    "AUTOTUNING_RESULTS_PATH",
+    "CONFIG_KEY",
+    "DEFAULT_SEARCH_RUNNER_CONFIG",
+    "DEFAULT_ZERO_SEARCH_SPACE",
+    "GAS_DEFAULT",
+    "LARGER_IS_BETTER_METRICS",
+    "MODEL_INFO_PROFILING_PATH",
+    "OVERWRITE_KEY",
+    "SMALLER_IS_BETTER",
+    "SMALLER_IS_BETTER_METRICS",
+    "USE_DSAT_MODE_KEY",
+]
+
+CONFIG_KEY = "deepspeed_config"
+"""The hyperparameter that names the DeepSpeed config."""
+OVERWRITE_KEY = "overwrite_deepspeed_args"
+"""The hyperparameter that is merged over it."""
+USE_DSAT_MODE_KEY = MEASURING_KEY
+"""The hyperparameter that is true in a measuring trial."""
+GAS_DEFAULT = 1
+"""Accumulation where a config gives none."""
+
+SMALLER_IS_BETTER = True
+"""Which way a searcher compares its metric if it is not told."""
+SMALLER_IS_BETTER_METRICS = METRICS_TO_MINIMIZE
+"""Metrics that are times, in microseconds."""
+LARGER_IS_BETTER_METRICS = METRICS_TO_MAXIMIZE
+"""Metrics that are rates."""
+
+ARGS_PKL_PATH = "args.pkl"
+"""Where the old tool kept its arguments; here they are those of the command, and nothing is pickled."""
+MODEL_INFO_PROFILING_PATH = "model_info.json"
+"""Where DeepSpeed's own profile goes in a trial of the old tool; here what is found is among the metrics."""
+AUTOTUNING_RESULTS_PATH = "autotuning_metric.json"
+"""Where DeepSpeed's own measurement goes; here it is not used, for it is that of a single step."""
+
+_NO_FLAGS = frozenset({"given", "search_method", "config_path", "model_dir"})
+
+
+def _method_names() -> tuple[str, ...]:
+    """Return the methods, the default one first."""
+    from dstrial.dsat.methods import METHOD_NAMES
+
+    return METHOD_NAMES
+
+
+def _argument_defaults() -> Mapping[str, Any]:
+    """Return flag without its dashes -> default; where methods differ, that of ``predict``."""
+    from dstrial.dsat.cli import build_parser
+
+    found: dict[str, Any] = {}
+    for method in reversed(_method_names()):
+        found |= vars(build_parser("dsat").parse_args([method, "CONFIG.yaml", "MODEL_DIR"]))
+    return MappingProxyType(
+        {name.replace("_", "-"): value for name, value in found.items() if name not in _NO_FLAGS}
+    )
+
+
+def _results_experiment() -> Mapping[str, Any]:
+    """Return what is submitted beside the trials: here the experiment whose checkpoint holds the results of launched trials."""
+    from dstrial.dsat.backends.trial_spec import RESULTS_EXPERIMENT
+
+    return RESULTS_EXPERIMENT
+
+
+def _zero_search_space() -> Mapping[int, Mapping[str, tuple[Any, ...]]]:
+    """Return ZeRO stage -> key below ``zero_optimization`` -> values that are tried; each stage with all of its keys."""
+    from dstrial.dsat.space.knobs import ALL_STAGES, ZERO, live_knobs
+
+    return MappingProxyType(
+        {
+            stage: MappingProxyType(
+                {
+                    knob.path.removeprefix(f"{ZERO}."): knob.values
+                    for knob in live_knobs(stage, is_pipeline=False)
+                }
+            )
+            for stage in ALL_STAGES
+        }
+    )
+
+
+_LOOKED_UP = {
+    "ALL_SEARCH_METHOD_NAMES": _method_names,
+    "AUTOTUNING_ARG_DEFAULTS": _argument_defaults,
+    "DEFAULT_SEARCH_RUNNER_CONFIG": _results_experiment,
+    "DEFAULT_ZERO_SEARCH_SPACE": _zero_search_space,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOOKED_UP:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = _LOOKED_UP[name]()
+    return value
+
+
+def get_ds_config_from_hparams(
+    hparams: Mapping[str, Any], base_dir: str | os.PathLike[str] = "."
+) -> dict[str, Any]:
+    """Return the DeepSpeed config that hyperparameters name, with their overwrites merged into it.
+
+    Args:
+        hparams: hyperparameters of the trial: ``deepspeed_config``, the path of a JSON file or its content, and, if
+            something is to be changed, ``overwrite_deepspeed_args``; neither is changed.
+        base_dir: directory that the path is relative to.
+
+    Returns:
+        A new dictionary, for ``deepspeed.initialize``.
+
+    Raises:
+        ConfigError: ``deepspeed_config`` is missing, or its file cannot be read.
+
+    Ranks: any; no communication.
+    """
+    given = hparams.get("deepspeed_config")
+    if given is None:
+        fix = "Add deepspeed_config: ds_config.json to the hyperparameters of the experiment."
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    "hyperparameters.deepspeed_config", "not given", "the path of a DeepSpeed JSON file", fix
+                )
+            ]
+        )
+    base = dict(given) if isinstance(given, Mapping) else str(Path(base_dir) / str(given))
+    return overwrite_deepspeed_config(base, dict(hparams.get("overwrite_deepspeed_args") or {}))

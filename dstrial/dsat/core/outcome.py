@@ -1,0 +1,242 @@
+"""How a measurement ended: values, or a failure of a known kind. Pure.
+
+A failing rank prints one line (``failure_line``) that every log carries, of a master's or of a file; where a rank
+could not, the end of the log tells (``failure_from_log``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+METRICS_TO_MINIMIZE = ("forward", "backward", "latency")
+METRICS_TO_MAXIMIZE = ("throughput", "FLOPS_per_gpu")
+METRIC_NAMES = (*METRICS_TO_MINIMIZE, *METRICS_TO_MAXIMIZE)
+
+FAILURE_MARK = "DSTRIAL_DSAT_FAILURE "
+
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
+_DEVICE_OOM = re.compile(
+    r"OutOfMemoryError|(CUDA|HIP|XPU|NPU|MPS)[^\n]{0,40}out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+)
+_HOST_OOM = re.compile(
+    r"MemoryError\b|DefaultCPUAllocator|[Cc]annot allocate memory|\[Errno 12\]|oom-?kill|cudaHostAlloc"
+)
+_COMMUNICATION = re.compile(
+    r"NCCL (error|WARN)|ncclUnhandledCudaError|ncclSystemError|ncclRemoteError|DistBackendError|DistNetworkError|"
+    r"DistStoreError|Connection (closed by peer|reset by peer|refused)|RankTimeoutError|PeerLost|Socket Timeout"
+)
+_BAD_CONFIG = re.compile(
+    r"ConfigError|pydantic[\w.]*ValidationError|ValidationError: \d+ validation error|DeepSpeedConfigError|"
+    r"Check batch related parameters|dstrial\.launch: .*; expected|"
+    r"Unable to JIT load the \w+ op|CUDAMismatchException|Ninja is required to load"
+)
+_NUMERIC = re.compile(r"FloatingPointError|loss scale already at minimum|NumericError|[Ll]oss is (nan|inf)")
+_MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
+_FAILED_FIRST = re.compile(r"rank \d+ failed first \(")
+_NO_ROOM = re.compile(r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]")
+_DEEPSPEED_FRAME = re.compile(r'File "[^"]*/deepspeed/[^"]*"')
+# How dstrial.launch.tracebacks names the innermost frame that it counts only.
+_RAISED_IN_DEEPSPEED = re.compile(r"^  \[.*; raised in deepspeed/[^\]]*\]$", re.MULTILINE)
+# Retells what stands above it, on a line of its own.
+_MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
+
+
+class FailureKind(str, enum.Enum):
+    """Why a measurement has no values."""
+
+    DEVICE_OOM = "device out of memory"
+    """The accelerator's allocator refused; the same configuration would again."""
+    HOST_OOM = "host out of memory"
+    """The machine's memory ran out: an allocation was refused, or the kernel killed a rank."""
+    BAD_CONFIG = "bad configuration"
+    """DeepSpeed, or the check before it, refused the configuration."""
+    USER_ERROR = "error in the training code"
+    """It would fail with every configuration, so the search stops."""
+    COMMUNICATION = "communication"
+    """Ranks lost each other for no other known reason."""
+    TIMEOUT = "time-out"
+    """It was ended after its deadline."""
+    NUMERIC = "numeric"
+    """The loss is not finite, or too many steps were skipped for overflow."""
+    CANCELED = "canceled"
+    """Somebody else ended it."""
+    NO_ROOM = "no room on the disk"
+    """It is repeated once there is room; a search has no such result."""
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether a smaller micro batch may fit."""
+        return self in (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured, on rank 0.
+
+    Attributes:
+        metrics: by name; the ones that can be searched for are ``throughput`` (samples/s of all ranks),
+            ``latency``, ``forward`` and ``backward`` (µs per batch) and ``FLOPS_per_gpu`` (model FLOP/s).
+            Missing where they cannot be measured. ``dstrial.dsat.rank.step_timer`` makes them, and says what else there is.
+    """
+
+    metrics: Mapping[str, float]
+
+    def value(self, metric: str) -> float | None:
+        """Return one metric; None if it was not measured or is not finite."""
+        value = self.metrics.get(metric)
+        return value if value is not None and math.isfinite(value) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why nothing was measured.
+
+    Attributes:
+        kind: the kind.
+        message: one line for a person.
+        phase: ``init``, ``forward``, ``backward``, ``step`` or ``training``; empty if unknown.
+        requested_bytes: what the refused allocation asked for; None if unknown.
+        allocated_bytes: what was allocated on the device then, a lower bound of that phase; None if unknown.
+        rank: the rank that failed; None if unknown.
+    """
+
+    kind: FailureKind
+    message: str
+    phase: str = ""
+    requested_bytes: int | None = None
+    allocated_bytes: int | None = None
+    rank: int | None = None
+
+
+Outcome: TypeAlias = Measured | Failure
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON values; values that are not finite are left out."""
+    if isinstance(outcome, Measured):
+        return {"metrics": {name: value for name, value in outcome.metrics.items() if math.isfinite(value)}}
+    return {"failure": {**dataclasses.asdict(outcome), "kind": outcome.kind.name}}
+
+
+def outcome_from_json(fields: Mapping[str, Any]) -> Outcome:
+    """Return what :func:`outcome_to_json` was called on."""
+    if "metrics" in fields:
+        return Measured({str(name): float(value) for name, value in fields["metrics"].items()})
+    failure = dict(fields["failure"])
+    return Failure(FailureKind[failure.pop("kind")], **failure)
+
+
+def smaller_is_better(metric: str) -> bool:
+    """Say which way a metric is compared.
+
+    Raises:
+        ValueError: there is no such metric.
+    """
+    if metric not in METRIC_NAMES:
+        raise ValueError(
+            f"metric is {metric!r}; expected one of {', '.join(METRIC_NAMES)}. Choose one of them."
+        )
+    return metric in METRICS_TO_MINIMIZE
+
+
+def score(outcome: Outcome, metric: str) -> float | None:
+    """Return a number of which more is better; None where nothing was measured."""
+    value = outcome.value(metric) if isinstance(outcome, Measured) else None
+    if value is None:
+        return None
+    return -value if smaller_is_better(metric) else value
+
+
+def classify(text: str, *, phase: str = "") -> Failure:
+    """Tell a failure's kind from an exception's traceback, or from the end of a log.
+
+    Args:
+        text: the traceback or log, its last line the exception itself.
+        phase: what the rank was doing, where it is known; an assertion of DeepSpeed's in ``init`` is a refused
+            configuration, one later on may be anything.
+    """
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    message = next(
+        (line.strip() for line in reversed(lines) if _names_an_error(line)),
+        next(
+            (line.strip() for line in lines if _FAILED_FIRST.match(line)), lines[-1].strip() if lines else ""
+        ),
+    )
+    tried = _TRIED.search(text)
+    requested = int(float(tried[1]) * _UNITS[tried[2].lower()]) if tried else _plain_bytes(text)
+    # The message decides before the frames above it, which may name anything.
+    for where in (message, text):
+        if _HOST_OOM.search(where) and not _DEVICE_OOM.search(where):
+            return Failure(FailureKind.HOST_OOM, message, phase, requested)
+        if _DEVICE_OOM.search(where):
+            return Failure(FailureKind.DEVICE_OOM, message, phase, requested)
+        for kind, pattern in (
+            (FailureKind.NO_ROOM, _NO_ROOM),
+            (FailureKind.BAD_CONFIG, _BAD_CONFIG),
+            (FailureKind.NUMERIC, _NUMERIC),
+            (FailureKind.COMMUNICATION, _COMMUNICATION),
+        ):
+            if pattern.search(where):
+                return Failure(kind, message, phase)
+    frames = re.findall(r'File "[^"]*"', text)
+    raised_in_deepspeed = bool(frames and _DEEPSPEED_FRAME.fullmatch(frames[-1])) or bool(
+        _RAISED_IN_DEEPSPEED.search(text)
+    )
+    refused = message.startswith(("AssertionError", "ValueError", "NotImplementedError"))
+    if raised_in_deepspeed and refused and phase in ("", "init"):
+        return Failure(FailureKind.BAD_CONFIG, message, phase)
+    return Failure(FailureKind.USER_ERROR, message or "it ended without a message", phase)
+
+
+def failure_line(failure: Failure) -> str:
+    """Return the line by which a rank tells how it failed, without its line break."""
+    return FAILURE_MARK + json.dumps(outcome_to_json(failure)["failure"])
+
+
+def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
+    """Read from the output of a measurement that failed how it did.
+
+    What ranks said themselves comes first, and of that what is no consequence of another rank's end.
+
+    Args:
+        lines: the output of all ranks, in any order that keeps the lines of one rank.
+        exit_code: the launcher's; 137 is a rank that the kernel killed.
+    """
+    lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
+    said: list[Failure] = []
+    for line in lines:
+        _, mark, rest = line.partition(FAILURE_MARK)
+        if mark:
+            try:
+                found = outcome_from_json({"failure": json.loads(rest)})
+            except (ValueError, KeyError, TypeError):
+                continue
+            if isinstance(found, Failure):
+                said.append(found)
+    if said:
+        return min(said, key=lambda failure: failure.kind is FailureKind.COMMUNICATION)
+    text = "\n".join(lines[-200:])
+    if exit_code == 137 or "killed by SIGKILL" in text:
+        return Failure(
+            FailureKind.HOST_OOM, "a rank was killed by SIGKILL, as the kernel does when memory runs out"
+        )
+    return classify("\n".join(line for line in lines[-200:] if not _MASTERS_VERDICT.match(line)))
+
+
+def _names_an_error(line: str) -> bool:
+    return (
+        re.match(r"\s*[\w.]*(Error|Exception|Exit|Interrupt)\b(:|$)", line) is not None
+        or "; expected" in line
+    )
+
+
+def _plain_bytes(text: str) -> int | None:
+    found = re.search(r"you tried to allocate (\d+) bytes", text)
+    return int(found[1]) if found else None

@@ -1,0 +1,294 @@
+"""Run a search: ask the method, run trials, record everything first.
+
+Nothing is acted on before it is on record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dstrial.dsat.backends.base import Backend, Ended
+from dstrial.dsat.backends.trial_spec import TrialSpec
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.core.journal import SearchEnd, SearchRecord, is_final
+from dstrial.dsat.core.outcome import (
+    Failure,
+    FailureKind,
+    Measured,
+    Outcome,
+    outcome_from_json,
+    outcome_to_json,
+)
+from dstrial.dsat.core.result import TrialResult
+from dstrial.dsat.driver.deadlines import deadline_of, longest_s, ordered_spec
+from dstrial.dsat.driver.disk_full import NO_ROOM, Room
+from dstrial.dsat.driver.normalize import doubts, judged
+from dstrial.dsat.driver.outputs import SearchFiles
+from dstrial.dsat.methods.base import Action, Finish, Measure, Note, SearchMethod, Skip
+from dstrial.dsat.report.live import ended_line
+from dstrial.errors import DstrialError, SearchError
+
+logger = logging.getLogger("dstrial.dsat")
+
+
+class Driver:
+    """Runs one search until it ends, is interrupted, or its budget is spent.
+
+    Args:
+        settings: of the search.
+        record: its files; locked by the caller.
+        method: a new method of these settings.
+        backend: makes the place where trials run, at the first trial that has to run.
+        tell: prints a line for a person.
+        show: is given the trials again and again while the search waits.
+        poll_s: how long it waits between two looks at the trials that run, seconds.
+        flops_per_record: of a dry run, on one rank, for where none can be counted; None if there is none.
+    """
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        record: SearchRecord,
+        method: SearchMethod,
+        backend: Callable[[], Backend],
+        tell: Callable[[str], None],
+        show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
+        *,
+        poll_s: float = 0.1,
+        flops_per_record: float | None = None,
+    ) -> None:
+        self._settings = settings
+        self._record = record
+        self._method = method
+        self._make_backend = backend
+        self._backend: Backend | None = None
+        self._tell = tell
+        self._show = show
+        self._poll_s = poll_s
+        self._flops_per_record = flops_per_record
+        self._notes: list[str] = []
+        self.trials: dict[int, TrialResult] = {}
+        self._open: dict[int, Measure] = {}
+        self._signals: list[signal.Signals] = []
+        self._room = Room(record, tell, lambda: bool(self._signals), poll_s)
+        self._files = SearchFiles(settings, record, tell)
+        self._end: Finish | None = None
+        self._is_cleared = False
+        self._described_s = 0.0
+
+    def run(self, signals: list[signal.Signals]) -> SearchEnd:
+        """Go on with the search where its record ends.
+
+        Args:
+            signals: grows when the process is asked to stop.
+
+        Raises:
+            DstrialError: trials cannot be started.
+        """
+        self._signals = signals
+        handles = self._replay()
+        end: Finish | signal.Signals
+        try:
+            try:
+                end = self._end if self._end is not None else self._search(handles)
+            except KeyboardInterrupt:
+                if not signals:
+                    raise
+                end = signals[0]
+            self._write_files()
+            self._files.write_report(
+                end, self._method.report_facts(), self._notes, list(self.trials.values())
+            )
+            if isinstance(end, Finish) and not self._is_cleared:
+                self._clear(handles)
+        finally:
+            if self._backend is not None:
+                self._backend.close()
+            self._write_files()
+        if isinstance(end, signal.Signals):
+            return SearchEnd(end.name, False, stopped_by=end)
+        return SearchEnd(end.reason, True, end.is_failure)
+
+    def _clear(self, handles: dict[int, dict[str, Any]]) -> None:
+        """End what the search still has running, and keep its files there; once, also if it was killed before it could."""
+        if self._backend is None:
+            try:
+                self._backend = self._make_backend()
+            except DstrialError as error:
+                self._tell(
+                    f"what the search may have left where its trials ran could not be looked for: {error}"
+                )
+                return
+            for measure in self._open.values():
+                self._backend.adopt(self._spec(measure), handles.get(measure.trial_id, {}))
+        try:
+            self._backend.finish(self._files.read())
+            self._room.append("cleared", {})
+        except KeyboardInterrupt:
+            if not self._signals:
+                raise
+
+    def _search(self, handles: dict[int, dict[str, Any]]) -> Finish | signal.Signals:
+        budget_s = self._settings.flags.budget
+        # What earlier processes of this search have spent, as far as it is on record.
+        spent_s = (
+            sum(trial.seconds or 0.0 for trial in self.trials.values()) / self._settings.options.num_parallel
+        )
+        began_s = time.monotonic() - spent_s - self._described_s
+        backend = self._backend = self._make_backend()
+        for measure in list(self._open.values()):
+            self._start(measure, handles.get(measure.trial_id))
+        while True:
+            if self._signals:
+                return self._signals[0]
+            if budget_s is not None and time.monotonic() - began_s > budget_s:
+                self._finish(Finish("the budget is spent"), budget_s=budget_s)
+            else:
+                self._end_overdue()
+                for trial_id in self._room.take_due():
+                    self._start(self._open[trial_id], None)
+                for ended in backend.poll():
+                    if ended.trial_id in self._open and self._end is None:
+                        self._take(ended)
+            if self._end is not None:
+                return self._end
+            self._show(list(self.trials.values()))
+            time.sleep(self._poll_s)
+
+    # ---- what happens ----------------------------------------------------------------------------
+
+    def _replay(self) -> dict[int, dict[str, Any]]:
+        """Bring the method to where the record ends; returns the handles of trials that were running."""
+        events = self._record.events()
+        self._apply(self._method.start(), is_replay=True)
+        handles: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if event["event"] == "submitted":
+                handles[event["trial_id"]] = event["handle"]
+            elif event["event"] == "result":
+                trial_id = int(event["trial_id"])
+                if trial_id not in self._open:
+                    raise SearchError(
+                        f"{self._record.events_path} has a result of trial {trial_id}, for which this search does not "
+                        "ask; expected the record of an equal search by the same release. Pass --fresh."
+                    )
+                self._settle(trial_id, outcome_from_json(event), event.get("seconds"), is_replay=True)
+            elif event["event"] == "inputs":
+                self._described_s = float(event.get("seconds") or 0.0)
+            elif event["event"] == "finished" and is_final(event, self._settings.flags.budget):
+                self._end = Finish(event["reason"], event["is_failure"])
+            elif event["event"] == "cleared":
+                self._is_cleared = self._end is not None
+        for trial_id, handle in handles.items():
+            if trial_id in self.trials:
+                self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], handle=handle)
+        return handles
+
+    def _apply(self, actions: list[Action], *, is_replay: bool = False) -> None:
+        for action in actions:
+            if isinstance(action, Measure):
+                self._open[action.trial_id] = action
+                description = self._settings.space.describe(action.candidate)
+                self.trials[action.trial_id] = TrialResult(
+                    action.trial_id, action.candidate, description, action.why
+                )
+                if not is_replay:
+                    self._start(action, None)
+            elif isinstance(action, Finish):
+                self._finish(action, is_replay=is_replay)
+            elif isinstance(action, Note):
+                self._notes.append(action.text)
+                if not is_replay:
+                    self._tell(action.text)
+            elif not is_replay and isinstance(action, Skip):
+                logger.info(
+                    "not measured: %s: %s", self._settings.space.describe(action.candidate), action.reason
+                )
+
+    def _start(self, measure: Measure, handle: dict[str, Any] | None) -> None:
+        assert self._backend is not None
+        spec = self._spec(measure)
+        if handle is not None and self._backend.adopt(spec, handle):
+            self._tell(f"trial {measure.trial_id} goes on: {self.trials[measure.trial_id].description}")
+            return
+        if not self._room.was_put_off(measure.trial_id):
+            self._tell(
+                f"trial {measure.trial_id} begins: {self.trials[measure.trial_id].description} ({measure.why})"
+            )
+        try:
+            handle = self._backend.start(spec)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._room.put_off(measure.trial_id, str(error))
+            return
+        self.trials[measure.trial_id] = dataclasses.replace(self.trials[measure.trial_id], handle=handle)
+        self._room.append("submitted", {"trial_id": measure.trial_id, "handle": handle})
+
+    def _spec(self, measure: Measure) -> TrialSpec:
+        return ordered_spec(self._settings, measure, list(self.trials.values()), self._record.search_id)
+
+    def _take(self, ended: Ended) -> None:
+        if isinstance(ended.outcome, Failure) and self._room.is_cause_of(ended.outcome):
+            self._room.put_off(ended.trial_id, ended.outcome.message)
+            return
+        seconds = ended.seconds
+        outcome = judged(
+            ended.outcome,
+            self._open[ended.trial_id].candidate,
+            self._measured(),
+            flops_per_record=self._flops_per_record,
+            num_replicas=self._settings.space.replicas,
+        )
+        self._room.append(
+            "result", {"trial_id": ended.trial_id, "seconds": seconds, **outcome_to_json(outcome)}
+        )
+        self._settle(ended.trial_id, outcome, seconds, is_replay=False)
+
+    def _settle(self, trial_id: int, outcome: Outcome, seconds: float | None, *, is_replay: bool) -> None:
+        del self._open[trial_id]
+        self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], outcome=outcome, seconds=seconds)
+        actions = self._method.on_result(trial_id, outcome)
+        if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
+            notes = [note for note in doubts(outcome, self._measured()[0]) if note not in self._notes]
+            actions = [*map(Note, notes), *actions]
+        if not is_replay:
+            self._tell(ended_line(self.trials[trial_id], self._settings.flags.metric))
+            self._write_files()
+        self._apply(actions, is_replay=is_replay)
+
+    def _measured(self) -> list[Measured]:
+        return [one.outcome for one in self.trials.values() if isinstance(one.outcome, Measured)]
+
+    def _finish(self, finish: Finish, *, is_replay: bool = False, budget_s: float | None = None) -> None:
+        """End the search; in a replay the end follows from the last result, whether it is on record or not."""
+        self._end = finish
+        if not is_replay:
+            fields = {"reason": finish.reason, "is_failure": finish.is_failure, "budget_s": budget_s}
+            self._room.append("finished", fields)
+
+    # ---- deadlines, files -------------------------------------------------------------------------
+
+    def _end_overdue(self) -> None:
+        assert self._backend is not None
+        for trial_id, measure in list(self._open.items()):
+            if self._room.is_put_off(trial_id):
+                continue
+            deadline_s = self.deadline_s(measure)
+            running_s = self._backend.running_s(trial_id)
+            if running_s > longest_s(deadline_s, keeps_deadlines=self._backend.keeps_deadlines):
+                self._backend.kill(trial_id)
+                message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
+                self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
+
+    def deadline_s(self, measure: Measure) -> float:
+        """Return how long a trial may run; see :func:`dstrial.dsat.driver.deadlines.deadline_of`."""
+        return deadline_of(measure, list(self.trials.values()), self._settings.flags.trial_timeout)
+
+    def _write_files(self) -> None:
+        self._files.write(self._method.snapshot(), list(self.trials.values()))

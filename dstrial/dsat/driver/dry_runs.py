@@ -1,0 +1,268 @@
+"""Gather the dry runs that ``predict`` starts from. Imports no torch.
+
+Every kind of structure of a space is dry-run, in processes of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.predictor.dry_run_requests import (
+    NUM_BATCHES,
+    as_real,
+    script_request,
+    trial_request,
+    why_real,
+    with_notes,
+)
+from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.space.knobs import ZERO
+from dstrial.dsat.space.space import Space, Structure
+from dstrial.engine.dryrun.process import DryRunError, dry_runs
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+from dstrial.local.measuring_variables import MEASURING_KEYS
+
+_DEADLINE_S = 900.0
+_MOST_PARALLEL = 4
+_USUAL_FLOPS_RATIO = 0.5, 2.0
+
+RequestOf = Callable[[Structure, bool], DryRunRequest]
+
+
+def gather_inputs(
+    settings: SearchSettings,
+    *,
+    target: Target,
+    capacity_bytes: int | None = None,
+    deadline_s: float = _DEADLINE_S,
+    tell: Callable[[str], None] = lambda _line: None,
+) -> PredictInputs:
+    """Dry-run what a search may measure.
+
+    A description that fails is no failure of the search: ``predict`` then begins with what its first measurement tells.
+
+    Args:
+        settings: of the search.
+        target: what kind of device its ranks have.
+        capacity_bytes: memory of one device; None if unknown.
+        deadline_s: seconds for all dry runs together, real batches included.
+        tell: prints a line for a person.
+    """
+    request_of = request_maker(settings, target=target, capacity_bytes=capacity_bytes)
+    structures = Structures(settings.space, is_cpu=target == "cpu")
+    number = len(structures.representatives())
+    tell(f"describe:      {number} kinds of structures at {settings.num_slots} rank(s), with fake tensors")
+    until_s = time.monotonic() + deadline_s
+    inputs = dry_run_space(structures, request_of, deadline_s=deadline_s)
+    if not inputs.runs and inputs.failures and time.monotonic() < until_s:
+        inputs = _by_real_batch(structures, request_of, inputs, target, until_s)
+    lines = list(inputs.notes)
+    failed = len(inputs.failures)
+    if failed and inputs.runs:
+        first = next(iter(inputs.failures.values())).splitlines()[0]
+        lines.append(f"{failed} of {number} kinds of structures could not be dry-run: {first}")
+    bypasses = {bypass.place for run in inputs.runs.values() for bypass in run.bypasses}
+    if bypasses:
+        lines.append(f"values read while fake, told a constant: {', '.join(sorted(bypasses))}")
+    described = inputs.described_by
+    if inputs.runs:
+        source = "of a loader's first batches the largest" if settings.trial else "a script's first batch"
+        if isinstance(settings.flags.sample_batch, str):
+            source = f"the batch in {settings.flags.sample_batch}"
+        described += f" ({len(inputs.runs)} of {number} kinds of structures; {source})"
+    tell(f"described by:  {described}")
+    lines.insert(0, f"described by {described}")
+    lines += flops_notes(inputs.runs.values(), settings.space.own().batch.micro_batch_size)
+    return dataclasses.replace(
+        inputs,
+        capacity_bytes=None if capacity_bytes is None else float(capacity_bytes),
+        is_cpu=target == "cpu",
+        notes=tuple(lines),
+    )
+
+
+def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
+    """Return how the FLOPs that were counted compare with what is known of transformers; nothing without tokens.
+
+    Args:
+        runs: of one model; the first that tells is believed.
+        micro_batch_size: at which they are compared.
+
+    Source: 6 FLOPs per parameter and token, Kaplan et al. 2020, section 2.1.
+    """
+    ratio = next((found for run in runs if (found := run.flops_ratio(micro_batch_size)) is not None), None)
+    if ratio is None:
+        return []
+    note = f"model FLOPs are {ratio:.3g} x 6 x parameters x tokens"
+    if not _USUAL_FLOPS_RATIO[0] <= ratio <= _USUAL_FLOPS_RATIO[1]:
+        note += (
+            ", far from the 1 of a transformer: convolutions, experts, long sequences, labels that are no tokens, or "
+            "kernels whose FLOPs are not counted"
+        )
+    return [note]
+
+
+def dry_run_space(
+    structures: Structures, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
+) -> PredictInputs:
+    """Run one dry run for each kind of structure of a space.
+
+    Args:
+        structures: of the space.
+        request_of: makes the request for a structure, and for whether it accumulates.
+        deadline_s: seconds for all of them together.
+    """
+    asked = structures.representatives()
+    requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
+    parallel = max(min(os.cpu_count() or 1, _MOST_PARALLEL), 1)
+    runs: dict[str, DryRunResult] = {}
+    failures: dict[str, str] = {}
+    for key, found in zip(
+        asked, dry_runs(requests, deadline_s=deadline_s, num_parallel=parallel), strict=True
+    ):
+        if isinstance(found, DryRunError):
+            failures[key] = str(found)
+        else:
+            runs[key] = found
+    notes = {note for run in runs.values() for note in run.notes}
+    return PredictInputs(
+        runs=runs,
+        failures=failures,
+        described_by="fake tensors" if runs else "the first measurement",
+        notes=tuple(sorted(notes)),
+    )
+
+
+def request_maker(
+    settings: SearchSettings, *, target: Target, capacity_bytes: int | None = None
+) -> RequestOf:
+    """Return what makes the requests of a search's dry runs."""
+    space: Space = settings.space
+    asked = settings.flags.sample_batch
+    sample_batch = Path(asked) if isinstance(asked, str) else None
+    num_batches = asked if isinstance(asked, int) else NUM_BATCHES
+    trusts_code = settings.flags.trust_code
+
+    def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
+        candidate = space.candidate(structure, 0 if is_accumulating else space.ladder.last)
+        hparams = {
+            key: value
+            for key, value in measuring_spec(settings, candidate, 0, "described").hparams.items()
+            if key not in MEASURING_KEYS
+        }
+        config = space.config(candidate)
+        if settings.trial is None:
+            words = python_words(settings.experiment.entrypoint)
+            return script_request(
+                words,
+                settings.context_dir,
+                hparams,
+                config,
+                world_size=settings.num_slots,
+                target=target,
+                exp_conf=settings.experiment.raw,
+                sample_batch=sample_batch,
+                trusts_code=trusts_code,
+                device_bytes=capacity_bytes,
+            )
+        return trial_request(
+            settings.trial,
+            settings.context_dir,
+            hparams,
+            config,
+            world_size=settings.num_slots,
+            target=target,
+            exp_conf=settings.experiment.raw,
+            num_batches=num_batches,
+            sample_batch=sample_batch,
+            trusts_code=trusts_code,
+            device_bytes=capacity_bytes,
+        )
+
+    return request_of
+
+
+def _by_real_batch(
+    structures: Structures,
+    request_of: RequestOf,
+    failed: PredictInputs,
+    target: Target,
+    until_s: float,
+) -> PredictInputs:
+    """Train one real batch of each kind of structure, one after the other; the user's own first."""
+    error = DryRunError("unsupported", next(iter(failed.failures.values())))
+    reason = why_real(error)
+    runs: dict[str, DryRunResult] = {}
+    failures: dict[str, str] = {}
+    for key, (structure, is_accumulating) in structures.representatives().items():
+        left_s = max(until_s - time.monotonic(), 0.0)
+        (found,) = dry_runs(
+            [as_real(request_of(structure, is_accumulating))], deadline_s=left_s, num_parallel=0
+        )
+        if isinstance(found, DryRunError):
+            failures[key] = str(found)
+            if not runs:
+                break
+        else:
+            runs[key] = with_notes(found, reason, target)
+    if not runs:
+        return dataclasses.replace(
+            failed,
+            failures=failures,
+            notes=(
+                f"it cannot be described, so the first measurement is begun with: {_first_line(failures)}",
+            ),
+        )
+    notes = {note for run in runs.values() for note in run.notes}
+    return PredictInputs(
+        runs=runs, failures=failures, described_by="one real batch", notes=tuple(sorted(notes))
+    )
+
+
+def _first_line(failures: Mapping[str, str]) -> str:
+    return next(iter(failures.values()), "").partition("\n")[0]
+
+
+def on_one_device(
+    settings: SearchSettings, *, capacity_bytes: int, deadline_s: float = _DEADLINE_S
+) -> list[tuple[str, DryRunResult]]:
+    """Dry-run the user's model on a single device: as it is, and with everything offloaded that can be.
+
+    Args:
+        settings: of the search.
+        capacity_bytes: memory of the device.
+        deadline_s: seconds for both together.
+
+    Returns:
+        What was dry-run, for a person, and what it found; nothing that could not be.
+    """
+    request_of = request_maker(settings, target="cuda", capacity_bytes=capacity_bytes)
+    offloads = (("offload_optimizer", "cpu"), ("offload_param", "cpu"))
+    everything = tuple((f"{ZERO}.{section}.device", device) for section, device in offloads)
+    kinds = {
+        "without offload": Structure(0, tuple((path, "none") for path, _ in everything)),
+        "with optimizer and parameters on the host": Structure(3, everything),
+    }
+    requests = [
+        dataclasses.replace(request_of(structure, True), world_size=1) for structure in kinds.values()
+    ]
+    found = dry_runs(requests, deadline_s=deadline_s, num_parallel=2)
+    return [(kind, run) for kind, run in zip(kinds, found, strict=True) if not isinstance(run, DryRunError)]
+
+
+def target_here(environment: Mapping[str, str]) -> Target:
+    """Say what kind of device ranks on this machine have, without importing what would take it.
+
+    Args:
+        environment: of this process.
+    """
+    if environment.get("DS_ACCELERATOR", "") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == "":
+        return "cpu"
+    return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"

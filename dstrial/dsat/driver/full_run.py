@@ -1,0 +1,111 @@
+"""Train with the best configuration (``--run-full-experiment``).
+
+On this machine to its end; on a master as an experiment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from dstrial.config.secrets import SecretNames, secrets_in
+from dstrial.dsat.backends import LateBackend
+from dstrial.dsat.backends.trial_spec import full_config, local_training_command
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.result import TrialResult
+from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.json_files import write_text_atomically
+from dstrial.local.run_directory import RUN_DIR_VARIABLE, RUNS_DIR_VARIABLE, RunDirectory, RunState
+from dstrial.resume.metadata import RESUME_VARIABLE
+
+_TRAINING_POLL_S = 0.5
+
+
+def run_full(
+    settings: SearchSettings,
+    record: SearchRecord,
+    backend: LateBackend,
+    best: TrialResult,
+    signals: list[signal.Signals],
+    tell: Callable[[str], None],
+) -> int:
+    """Train the experiment with the best configuration; on this machine to its end, on a master it is submitted.
+
+    Args:
+        settings: of the search.
+        record: its files.
+        backend: where its trials ran.
+        best: what the search found.
+        signals: grows when the process is asked to stop.
+        tell: prints a line for a person.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        DstrialError: there is no master.
+    """
+    config = full_config(settings, best.candidate)
+    path = record.path / "full_experiment.yaml"
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    write_text_atomically(path, text, is_private=bool(secrets_in(config, SecretNames())))
+    if settings.flags.local:
+        return _train_here(settings, path, signals, tell)
+    number_path = record.path / "full_experiment_id.txt"
+    if not number_path.exists():
+        number = backend.master().create_full_experiment(config, record.search_id)
+        write_text_atomically(number_path, f"{number}\n")
+    created = number_path.read_text().strip()
+    tell(f"Created experiment {created}")
+    tell(f"follow it:     det experiment logs -f {created}")
+    return 0
+
+
+def _train_here(
+    settings: SearchSettings, path: Path, signals: list[signal.Signals], tell: Callable[[str], None]
+) -> int:
+    runs = path.parent / "runs"
+    if (trained := _trained(runs)) is not None:
+        tell(f"full run:      {trained}")
+        return 0
+    command = local_training_command(settings, str(path), sys.executable)
+    environment = {**os.environ, RUNS_DIR_VARIABLE: str(runs), **_going_on(runs)}
+    # In a session of its own, so that a terminal's Ctrl-C reaches it once, from here: twice would end it at once.
+    process = subprocess.Popen(command, cwd=settings.context_dir, env=environment, start_new_session=True)
+    num_passed_on = 0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(_TRAINING_POLL_S)
+            if (trained := _trained(runs)) is not None:
+                tell(f"full run:      {trained}")
+            elif signals:
+                tell("full run:      not finished; the same command goes on with it")
+                return 128 + int(signals[0])
+            return code
+        for number in signals[num_passed_on:]:
+            process.send_signal(number)
+            num_passed_on += 1
+
+
+def _going_on(runs: Path) -> dict[str, str]:
+    """Return the variables with which the newest full run that has a checkpoint goes on from it; none without one."""
+    for record in sorted(runs.glob("*/*/run.json"), reverse=True):
+        if newest_checkpoint(RunDirectory.open(record.parent).checkpoints_path) is not None:
+            return {RUN_DIR_VARIABLE: str(record.parent), RESUME_VARIABLE: "latest"}
+    return {}
+
+
+def _trained(runs: Path) -> Path | None:
+    """Return the directory of a full experiment that was trained to its end on this machine; None if there is none."""
+    found = (Path(record).parent for record in sorted(runs.glob("*/*/run.json")))
+    return next(
+        (path for path in found if RunDirectory.open(path).read_record().state is RunState.COMPLETED), None
+    )

@@ -1,0 +1,139 @@
+"""Make the measurements of one search comparable. Pure.
+
+All count FLOPs the same way, and an engine that trained something else than ordered is a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+
+FLOPS_RULE = "FLOPS_are_a_rule"
+"""Metric that is 1 where ``FLOPS_per_gpu`` is a rule of thumb, because no FLOPs could be counted."""
+
+_RULE_NOTE = (
+    "no FLOPs could be counted, as with compiled or custom kernels: FLOPS_per_gpu assumes 6 for each parameter and record, "
+    "and ranks configurations as throughput does all the same"
+)
+_OTHER_MODEL_NOTE = (
+    "models of different sizes are compared: FLOPS_per_gpu takes the FLOPs of one of them for all, so that it ranks them as "
+    "throughput does"
+)
+_FLOPS = "FLOPS_per_gpu"
+_RULE_PER_PARAMETER = 6
+
+
+def with_model_flops(
+    measured: Measured,
+    like: Measured | None,
+    *,
+    flops_per_record: float | None = None,
+    num_replicas: int = 1,
+) -> Measured:
+    """Return a measurement whose ``FLOPS_per_gpu`` is that of the one model which a search trains.
+
+    A model has one number of FLOPs per record, however it is trained, so that at equal throughput all configurations have equal
+    ``FLOPS_per_gpu``: what was counted in the first measurement holds for all, else what was counted without one, else a rule.
+
+    Args:
+        measured: what a trial has reported.
+        like: another measurement of the same search that was returned from here; None for the first.
+        flops_per_record: of a dry run, on one rank; None or 0 if there is none.
+        num_replicas: among which the records of a batch are divided.
+    """
+    throughput = measured.value("throughput")
+    if not throughput:
+        return measured
+    metrics = dict(measured.metrics)
+    if like is not None:
+        rate, flops = like.value("throughput"), like.value(_FLOPS)
+        if not rate or not flops:
+            return measured
+        metrics[_FLOPS] = flops / rate * throughput
+        if like.value(FLOPS_RULE):
+            metrics[FLOPS_RULE] = 1.0
+    elif not measured.value(_FLOPS):
+        metrics[FLOPS_RULE] = 0.0 if flops_per_record else 1.0
+        if not flops_per_record:
+            flops_per_record = _RULE_PER_PARAMETER * max(measured.value("num_params") or 0.0, 1.0)
+        metrics[_FLOPS] = flops_per_record * throughput / num_replicas
+    return Measured(metrics)
+
+
+def doubts(measured: Measured, first: Measured) -> list[str]:
+    """Return what a person should know of the ``FLOPS_per_gpu`` of a measurement, as sentences.
+
+    Args:
+        measured: of :func:`with_model_flops`.
+        first: the first measurement of the search.
+    """
+    found = [_RULE_NOTE] if measured.value(FLOPS_RULE) else []
+    # A rank of a pipeline has the parameters of its own stage.
+    same = ("num_params", "probe_pipeline_stages")
+    if measured.value(same[0]) != first.value(same[0]) and measured.value(same[1]) == first.value(same[1]):
+        found.append(_OTHER_MODEL_NOTE)
+    return found
+
+
+def unlike_ordered(measured: Measured, candidate: Candidate) -> Failure | None:
+    """Return the error of training code whose engine trains with other batches or another ZeRO stage than it was told.
+
+    What several engines were built with is not compared: only one of them may be meant.
+
+    Args:
+        measured: what the trial has reported.
+        candidate: what it was told to measure.
+    """
+    if (measured.value("num_engines") or 1) > 1:
+        return None
+    ordered = {
+        "train_micro_batch_size_per_gpu": candidate.batch.micro_batch_size,
+        "gradient_accumulation_steps": candidate.batch.accumulation,
+        "zero_stage": candidate.stage,
+    }
+    wrong = {
+        name: (found, expected)
+        for name, expected in ordered.items()
+        if (found := measured.value(name)) is not None and round(found) != expected
+    }
+    if not wrong:
+        return None
+    trained = ", ".join(f"{name} {round(value)}" for name, (value, _) in wrong.items())
+    told = ", ".join(str(value) for _, value in wrong.values())
+    return Failure(
+        FailureKind.USER_ERROR,
+        f"the engine trains with {trained}; expected {told}, as the trial was told. Build its config with "
+        "dsat.get_ds_config_from_hparams(hparams), or give the script's arguments to dsat.get_hf_args_with_overwrites.",
+    )
+
+
+def judged(
+    outcome: Outcome,
+    candidate: Candidate,
+    before: Sequence[Measured],
+    *,
+    flops_per_record: float | None,
+    num_replicas: int,
+) -> Outcome:
+    """Return a measurement as one that can be compared with the others, or why it cannot.
+
+    Args:
+        outcome: of a trial; anything but a measurement stays as it is.
+        candidate: what the trial was told to measure.
+        before: earlier measurements of the same search, each returned from here.
+        flops_per_record: see :func:`with_model_flops`.
+        num_replicas: see :func:`with_model_flops`.
+    """
+    if not isinstance(outcome, Measured):
+        return outcome
+    wrong = unlike_ordered(outcome, candidate)
+    if wrong is not None:
+        return wrong
+    return with_model_flops(
+        outcome,
+        before[0] if before else None,
+        flops_per_record=flops_per_record,
+        num_replicas=num_replicas,
+    )

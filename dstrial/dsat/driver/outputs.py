@@ -1,0 +1,109 @@
+"""The files that a search leaves: results, best experiment, report.
+
+That a disk is full is told, and ends nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from dstrial.config.secrets import SecretNames, secrets_in
+from dstrial.dsat.backends.trial_spec import full_config
+from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.outcome import Measured
+from dstrial.dsat.core.result import TrialResult, best_of
+from dstrial.dsat.methods.base import Finish, ReportFacts
+from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
+from dstrial.dsat.space.space import Space
+from dstrial.local.json_files import write_json_atomically, write_text_atomically
+
+
+class SearchFiles:
+    """Writes and reads the files of one search.
+
+    Args:
+        settings: of the search.
+        record: where its files are.
+        tell: prints a line for a person.
+    """
+
+    def __init__(self, settings: SearchSettings, record: SearchRecord, tell: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._record = record
+        self._tell = tell
+
+    def write(self, snapshot: Mapping[str, Any], trials: Sequence[TrialResult]) -> None:
+        """Write the method's snapshot, the results so far, and the experiment of the best one."""
+        try:
+            self._record.write_snapshot(snapshot)
+            best = write_results(self._record, self._settings.space, trials, self._settings.flags.metric)
+            if best is not None:
+                config = full_config(self._settings, best.candidate)
+                text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+                # It is to be run as it is, so that its secrets are in it.
+                is_private = bool(secrets_in(config, SecretNames()))
+                write_text_atomically(self._record.best_experiment_path, text, is_private=is_private)
+        except OSError as error:
+            self._tell(f"the results cannot be written ({error}); expected room on the disk")
+
+    def write_report(
+        self,
+        end: Finish | signal.Signals,
+        predicted: ReportFacts,
+        notes: Sequence[str],
+        trials: Sequence[TrialResult],
+    ) -> None:
+        """Write the report.
+
+        Args:
+            end: how the search ended, or what interrupted it.
+            predicted: what the method says beyond the measurements.
+            notes: what the method and the measurements have told.
+            trials: every trial so far.
+        """
+        facts = SearchFacts(
+            name=self._settings.experiment.name or self._settings.output.name,
+            method=self._settings.method,
+            metric=self._settings.flags.metric,
+            reason=end.reason if isinstance(end, Finish) else f"interrupted by {end.name}",
+            is_finished=isinstance(end, Finish),
+            num_slots=self._settings.num_slots,
+            predicted=predicted,
+            notes=(*self._settings.warnings, *notes),
+        )
+        try:
+            write_report(self._record.path, facts, self._settings.space, trials)
+        except OSError as error:
+            self._tell(f"the report cannot be written ({error}); expected room on the disk")
+
+    def read(self) -> dict[str, str]:
+        """Return what outlasts the search where its trials ran: name -> text of the files that exist."""
+        kept = (
+            self._record.best_config_path,
+            self._record.best_metrics_path,
+            self._record.best_experiment_path,
+            self._record.trials_path,
+            *(self._record.path / name for name in REPORT_NAMES),
+        )
+        return {path.name: path.read_text() for path in kept if path.exists()}
+
+
+def write_results(
+    record: SearchRecord, space: Space, trials: Sequence[TrialResult], metric: str
+) -> TrialResult | None:
+    """Write the files of the results so far; returns the best trial.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    write_json_atomically(record.trials_path, [trial.to_json() for trial in trials], sync=False)
+    best = best_of(trials, metric)
+    if best is not None and isinstance(best.outcome, Measured):
+        write_json_atomically(record.best_config_path, space.config(best.candidate))
+        write_json_atomically(record.best_metrics_path, dict(best.outcome.metrics))
+    return best

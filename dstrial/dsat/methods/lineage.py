@@ -1,0 +1,304 @@
+"""What asha, binary and random share: lineages of random structures. Pure.
+
+The user's own configuration is measured first. A lineage is one random structure with a range of micro batches that narrows
+with every trial.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, Literal
+
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json, score
+from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
+from dstrial.dsat.predictor.memory_formula import ModelInfo, largest_micro_batch, log_lines
+from dstrial.dsat.space.filters import Gates, Known
+from dstrial.dsat.space.knob_effects import best_proofs, trials_of_proof
+from dstrial.dsat.space.space import Space, Structure
+from dstrial.search.random_state import SearchRandom
+
+
+@dataclasses.dataclass(slots=True)
+class Lineage:
+    """A structure and the range of micro batches that is still in question.
+
+    Attributes:
+        idx: its number, from 0.
+        structure: what all its trials share.
+        low: lowest position of the ladder that is in question.
+        high: highest one; the range is exhausted when it is below ``low``.
+        first_high: ``high`` as it was at first.
+        history: (position, score, rung) of every step; the score is None for a failure.
+        rung: the rung that it is in (asha).
+        is_closed: whether nothing more is tried.
+        is_open: whether one of its trials is being measured.
+    """
+
+    idx: int
+    structure: Structure
+    low: int
+    high: int
+    first_high: int
+    history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
+    rung: int = 0
+    is_closed: bool = False
+    is_open: bool = False
+
+    @property
+    def num_failed(self) -> int:
+        """How many of its steps failed."""
+        return sum(1 for _, value, _ in self.history if value is None)
+
+    def best(self, last_rung: int | None = None) -> float | None:
+        """Return the best score, of the rungs up to one if given."""
+        scores = [
+            value
+            for _, value, rung in self.history
+            if value is not None and (last_rung is None or rung <= last_rung)
+        ]
+        return max(scores, default=None)
+
+
+_MOST_SKIPPED = 2000
+_NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
+
+
+class LineageMethod(abc.ABC):
+    """A search over lineages; a method says which one goes on, and where in its range.
+
+    Args:
+        space: what is searched.
+        options: of the search.
+        gates: what need not be measured.
+    """
+
+    def __init__(self, space: Space, options: MethodOptions, gates: Gates) -> None:
+        self.space = space
+        self.options = options
+        self.gates = gates
+        self.random = SearchRandom(options.seed)
+        self.lineages: list[Lineage] = []
+        self.info: ModelInfo | None = None
+        self.known: dict[int, Known] = {}
+        self._lineage_of: dict[int, tuple[int, int]] = {}
+        self._unproven: list[Candidate] = []
+        self._phase: Literal["own", "smallest", "search", "finished"] = "own"
+        self._best_score: float | None = None
+        self._num_since_best = 0
+
+    # ---- what a method decides -------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def choose(self) -> Lineage:
+        """Return the lineage of the next trial, one that is neither closed nor open; may begin a new one."""
+
+    @abc.abstractmethod
+    def position(self, lineage: Lineage) -> int:
+        """Return where in its range a lineage is tried next."""
+
+    @abc.abstractmethod
+    def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
+        """Narrow a lineage's range after a step, whose score is None if it did not fit, or close it."""
+
+    def new_range(self, stage: int) -> tuple[int, int]:
+        """Return the range of a new lineage: all, up to the first guess at the largest micro batch."""
+        return 0, self.ceiling(stage)
+
+    def why(self, lineage: Lineage) -> str:
+        """Say for the table why a trial of a lineage is run."""
+        return f"lineage {lineage.idx + 1}"
+
+    # ---- the contract ----------------------------------------------------------------------------
+
+    def start(self) -> list[Action]:
+        """Measure the user's own configuration."""
+        return [self._measure(self.space.own(), "your configuration")]
+
+    def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
+        """Take how a measurement ended, and fill what is free.
+
+        Raises:
+            KeyError: nothing of this number is being measured.
+        """
+        if self._phase == "finished":
+            return []
+        known = self.known[trial_id]
+        self.known[trial_id] = Known(known.candidate, outcome)
+        value = score(outcome, self.options.metric)
+        self._note_best(value)
+        if isinstance(outcome, Failure) and outcome.kind in (FailureKind.USER_ERROR, FailureKind.CANCELED):
+            return self._finish(
+                f"{outcome.kind.value}: {outcome.message}", is_failure=self._best_score is None
+            )
+        if self._phase in ("own", "smallest"):
+            return self._first(outcome)
+        if trial_id not in self._lineage_of:
+            return [*self._proved(known.candidate), *self._fill()]
+        lineage_idx, position = self._lineage_of[trial_id]
+        lineage = self.lineages[lineage_idx]
+        lineage.is_open = False
+        self._step(lineage, position, outcome, value)
+        limit = self.options.early_stopping
+        if limit is not None and self._num_since_best >= limit:
+            return self._finish(f"{limit} trials brought no new best")
+        return self._fill()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the whole state as JSON values."""
+        return {
+            "random": self.random.snapshot(),
+            "phase": self._phase,
+            "info": None if self.info is None else self.info.to_json(),
+            "best_score": self._best_score,
+            "num_since_best": self._num_since_best,
+            "unproven": [candidate.to_json() for candidate in self._unproven],
+            "lineages": [dataclasses.asdict(lineage) for lineage in self.lineages],
+            "known": [
+                {
+                    "trial_id": trial_id,
+                    "candidate": known.candidate.to_json(),
+                    "outcome": None if known.outcome is None else outcome_to_json(known.outcome),
+                    "lineage": self._lineage_of.get(trial_id),
+                }
+                for trial_id, known in self.known.items()
+            ],
+        }
+
+    def report_facts(self) -> ReportFacts:
+        """Return nothing: these methods predict nothing."""
+        return ReportFacts()
+
+    # ---- what methods use ------------------------------------------------------------------------
+
+    def ceiling(self, stage: int) -> int:
+        """Return the position of the first guess at the largest micro batch of a stage."""
+        ladder = self.space.ladder
+        guess = None
+        if self.info is not None:
+            guess = largest_micro_batch(self.info, stage, self.space.replicas, self.space.bytes_per_value)
+        if guess is None:
+            if not ladder.is_free:
+                return self.space.first_position(ladder.last)
+            guess = 2 * self.space.own().batch.micro_batch_size
+        highest = max(0, min(ladder.position(max(guess * self.options.range_factor, 1)), ladder.last))
+        return self.space.first_position(highest)
+
+    def new_lineage(self, stage: int) -> Lineage:
+        """Draw a structure of a stage."""
+        low, high = self.new_range(stage)
+        num_params = None if self.info is None or self.gates.is_open else self.info.num_params
+        structure = self.space.draw(self.random, stage, num_params)
+        lineage = Lineage(len(self.lineages), structure, low, high, high)
+        self.lineages.append(lineage)
+        return lineage
+
+    def any_stage(self) -> int:
+        """Draw one of the stages."""
+        return self.space.stages[self.random.integer_below(len(self.space.stages))]
+
+    def narrow(self, lineage: Lineage, position: int, value: float | None) -> None:
+        """Halve a range around a position, as binary search does; a guess that proved too low is raised."""
+        if value is None:
+            lineage.high = position - 1
+        else:
+            lineage.low = position + 1
+            if not self.gates.is_open and position == lineage.first_high < self.space.ladder.last:
+                last = self.space.ladder.last
+                lineage.high = lineage.first_high = min(2 * position + 1, last)
+        lineage.is_closed = lineage.high < lineage.low
+
+    # ---- machinery -------------------------------------------------------------------------------
+
+    def _measure(self, candidate: Candidate, why: str) -> Measure:
+        trial_id = len(self.known) + 1
+        self.known[trial_id] = Known(candidate, None)
+        return Measure(trial_id, candidate, why)
+
+    def _note_best(self, value: float | None) -> None:
+        if value is not None and (self._best_score is None or value > self._best_score):
+            self._best_score, self._num_since_best = value, 0
+        else:
+            self._num_since_best += 1
+
+    def _first(self, outcome: Outcome) -> list[Action]:
+        """Begin with what the user's own configuration, or its smallest micro batch, tells about the model."""
+        if isinstance(outcome, Measured):
+            self.info = ModelInfo.from_measured(outcome)
+            notes: list[Action] = []
+            if self.info is not None:
+                lines = log_lines(
+                    self.info, self.space.stages, self.space.replicas, self.space.bytes_per_value
+                )
+                notes = [Note(line) for line in lines]
+            self._phase = "search"
+            if not self.gates.is_open:
+                self._unproven = trials_of_proof(self.space)
+            return [*notes, *self._fill()]
+        smallest = self.space.smallest()
+        is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
+        if (
+            self._phase == "own"
+            and outcome.kind.is_out_of_memory
+            and is_smaller
+            and self.options.max_trials > 1
+        ):
+            self._phase = "smallest"
+            return [self._measure(smallest, "your structure with the smallest micro batch")]
+        return self._finish(
+            f"error in the first trial ({outcome.kind.value}). {_NEED_SMALLEST}", is_failure=True
+        )
+
+    def _fill(self) -> list[Action]:
+        actions: list[Action] = []
+        num_open = sum(1 for known in self.known.values() if known.outcome is None)
+        for _ in range(_MOST_SKIPPED):
+            if num_open >= self.options.num_parallel or len(self.known) >= self.options.max_trials:
+                break
+            if self._unproven:
+                candidate = self._unproven.pop(0)
+                if self.gates.check(candidate, list(self.known.values())) is None:
+                    actions.append(self._measure(candidate, "to prove that a knob does something"))
+                    num_open += 1
+                continue
+            lineage = self.choose()
+            position = self.position(lineage)
+            candidate = self.space.candidate(lineage.structure, position)
+            verdict = self.gates.check(candidate, list(self.known.values()))
+            if verdict is None:
+                action = self._measure(candidate, self.why(lineage))
+                self._lineage_of[action.trial_id] = (lineage.idx, position)
+                lineage.is_open = True
+                actions.append(action)
+                num_open += 1
+            elif verdict.kind == "open":
+                lineage.is_closed = True
+            else:
+                if verdict.kind != "again":
+                    actions.append(Skip(candidate, verdict.reason))
+                assert verdict.outcome is not None
+                self._step(lineage, position, verdict.outcome, score(verdict.outcome, self.options.metric))
+        if num_open == 0:
+            is_spent = len(self.known) >= self.options.max_trials
+            reason = f"all {len(self.known)} trials completed" if is_spent else "nothing new is left to try"
+            return [*actions, *self._finish(reason)]
+        return actions
+
+    def _step(self, lineage: Lineage, position: int, outcome: Outcome, value: float | None) -> None:
+        lineage.history.append((position, value, lineage.rung))
+        if isinstance(outcome, Failure) and not outcome.kind.is_out_of_memory:
+            lineage.is_closed = True
+        else:
+            self.learn(lineage, position, value)
+
+    def _proved(self, candidate: Candidate) -> list[Action]:
+        """Tell what the user's own configuration with one knob changed has shown of that knob."""
+        found = best_proofs(self.space, [(one.candidate, one.outcome) for one in self.known.values()])
+        paths = {path for path, _ in candidate.settings}
+        return [Note(str(proof)) for proof in found if proof.path in paths]
+
+    def _finish(self, reason: str, *, is_failure: bool | None = None) -> list[Action]:
+        self._phase = "finished"
+        failed = self._best_score is None if is_failure is None else is_failure
+        return [Finish(reason, failed)]

@@ -1,0 +1,128 @@
+"""How far ``predict`` has come, and what it tells the report. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
+from dstrial.dsat.predictor.predictor import Forecaster, structure_of
+from dstrial.dsat.space.filters import Known
+
+_TIE = 1.01
+"""What is not better than the best so far by this is no progress."""
+
+_NEXT_SIZES = 2
+
+
+def incumbent(known: Mapping[int, Known], forecaster: Forecaster) -> tuple[Candidate, float] | None:
+    """Return the best measured configuration and its cost; None before anything ran.
+
+    Args:
+        known: trial -> what was or is being measured.
+        forecaster: knows what a cost is.
+    """
+    best: tuple[Candidate, float] | None = None
+    for one in known.values():
+        cost = None if one.outcome is None else forecaster.cost(one.candidate, one.outcome)
+        if cost is not None and (best is None or cost < best[1]):
+            best = one.candidate, cost
+    return best
+
+
+def incumbent_smoothed(known: Mapping[int, Known], forecaster: Forecaster) -> tuple[Candidate, float] | None:
+    """Return the best measured configuration and its cost as all measurements together have it.
+
+    The best of many measurements is in part the luckiest one.
+
+    Args:
+        known: trial -> what was or is being measured.
+        forecaster: that has learned from them.
+    """
+    best = incumbent(known, forecaster)
+    if best is None:
+        return None
+    predicted = forecaster.times([best[0]])
+    return best[0], max(best[1], predicted[0].cost) if predicted else best[1]
+
+
+def num_disappointed(order: Sequence[int], known: Mapping[int, Known], forecaster: Forecaster) -> int:
+    """Return how many of the last measurements in a row were not better than all before them by more than 1 %.
+
+    Args:
+        order: trials in the order in which they ended.
+        known: trial -> what was measured.
+        forecaster: knows what a cost is.
+    """
+    number, best = 0, None
+    for trial_id in order:
+        one = known[trial_id]
+        cost = None if one.outcome is None else forecaster.cost(one.candidate, one.outcome)
+        if cost is not None and (best is None or cost * _TIE < best):
+            number = 0
+        elif best is not None:
+            number += 1
+        if cost is not None:
+            best = cost if best is None else min(best, cost)
+    return number
+
+
+def explained(
+    known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
+) -> dict[int, dict[str, float]]:
+    """Return trial -> where its step's time goes, of the own and the best one, as all measurements together have it.
+
+    Args:
+        known: trial -> what was or is being measured.
+        best: the best configuration and its cost; None before anything ran.
+        forecaster: that has learned from them.
+    """
+    found = {}
+    for trial_id, one in _own_and_best(known, best):
+        point = forecaster.described.time_point(one.candidate)
+        if isinstance(one.outcome, Measured) and point is not None:
+            found[trial_id] = forecaster.time.parts(point)
+    return found
+
+
+def margins(
+    known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
+) -> list[dict[str, Any]]:
+    """Return what a device lacks for larger micro batches of the own and the best one; its own too where that ran out.
+
+    Args:
+        known: trial -> what was or is being measured.
+        best: the best configuration and its cost; None before anything ran.
+        forecaster: that has learned from them.
+    """
+    space = forecaster.space
+    ladder = space.ladder
+    found: list[dict[str, Any]] = []
+    for trial_id, known_one in _own_and_best(known, best):
+        if known_one.outcome is None:
+            continue
+        at = ladder.position(known_one.candidate.batch.micro_batch_size)
+        outcome = known_one.outcome
+        has_run_out = isinstance(outcome, Failure) and outcome.kind is FailureKind.DEVICE_OOM
+        for position in range(at + (not has_run_out), min(at + 1 + _NEXT_SIZES, ladder.last + 1)):
+            one = space.candidate(structure_of(known_one.candidate), position)
+            margin, memory = forecaster.margin_bytes(one), forecaster.memory_of(one)
+            if margin is not None and memory is not None:
+                found.append(
+                    {
+                        "trial_id": trial_id,
+                        "micro_batch_size": one.batch.micro_batch_size,
+                        "missing_bytes": -margin,
+                        "phase": memory.phase,
+                    }
+                )
+    return found
+
+
+def _own_and_best(
+    known: Mapping[int, Known], best: tuple[Candidate, float] | None
+) -> Iterator[tuple[int, Known]]:
+    for trial_id, one in known.items():
+        if one.candidate.is_own or (best is not None and one.candidate == best[0]):
+            yield trial_id, one

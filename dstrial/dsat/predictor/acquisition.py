@@ -1,0 +1,248 @@
+"""Propose what could be measured next, of every group. Pure.
+
+Of each group it is what the predictions make the most of.
+
+Groups (stage, offload, what ``--space`` names) are few, and all are looked at. Within one, knobs are changed one after the other
+as long as the bound of its time falls (coordinate descent), so that many knobs may differ at once from what was measured, and a
+single measurement tells about all of them. Memory and legality are asked only for what would be an improvement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.predictor.predictor import Forecast, Forecaster, structure_of
+from dstrial.dsat.predictor.step_time import TimeModel
+from dstrial.dsat.space.space import Structure
+
+_MOST_CHANGES = 40
+_BETTER = 1e-5
+_STEPS = (0, 1, 2, -1)
+_MAY_FIT = 0.3
+"""Least probability to fit of what a group promises."""
+_SURE_ENOUGH, _WORTH_RISK = 0.88, 0.03
+"""What fits less surely than other candidates have to is proposed where it is expected to gain this."""
+_LIKELY_ENOUGH, _WORTH_LAST_RISK = 0.7, 0.05
+"""What fits still less surely is proposed where it is expected to gain this, for when nothing else is left."""
+_HOPELESS_SPREADS, _HOPELESS = 3.0, 1.03
+"""A group whose bound at so many spreads is above the best cost by this is not looked at again."""
+_KEPT = 2
+_KNOWN_AFTER = 2
+"""Measurements of a group, after which its memory is known."""
+_NEXT = 0.7
+"""What a promise is worth, for which another measurement is needed after the one in question."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Proposal:
+    """Something that could be measured next.
+
+    Attributes:
+        forecast: of it.
+        promised: what may fit and would be better, once this has told what the group needs; None if nothing.
+        is_risk: whether it may well run out of memory, and is for when nothing else is left.
+    """
+
+    forecast: Forecast
+    promised: Forecast | None = None
+    is_risk: bool = False
+
+    def gain(self, cost: float) -> float:
+        """Return by which share it, or what follows from it, is expected to be better than a cost."""
+        gain = self.forecast.gain(cost) * self.forecast.probability_to_fit
+        if self.promised is None:
+            return gain
+        return max(gain, _NEXT * self.promised.gain(cost) * self.promised.probability_to_fit)
+
+
+class Proposals:
+    """Proposes candidates of every group.
+
+    Args:
+        structures: of the space that is searched.
+        forecaster: predicts them.
+        is_allowed: says whether a configuration may be measured, its memory apart.
+    """
+
+    def __init__(
+        self, structures: Structures, forecaster: Forecaster, is_allowed: Callable[[Candidate], bool]
+    ) -> None:
+        self._structures, self._forecaster = structures, forecaster
+        self._is_allowed = is_allowed
+        self._starts: dict[tuple[object, ...], dict[Structure, None]] = {}
+
+    def starts(self) -> list[Structure]:
+        """Return where the next descents begin, besides what was measured; for a snapshot."""
+        return [one for known in self._starts.values() for one in known]
+
+    def find(
+        self,
+        positions: Sequence[int],
+        *,
+        fits: float,
+        num_spreads: float,
+        time: TimeModel,
+        measured: Collection[Candidate],
+        cost: float | None = None,
+    ) -> list[Proposal]:
+        """Return at most a few candidates of each group, which fit as probably as that.
+
+        Args:
+            positions: of the ladder, that are considered.
+            fits: least probability to fit.
+            num_spreads: a bound lies so many spreads below the median.
+            time: predicts times.
+            measured: where else to begin.
+            cost: of the best so far; None before anything ran.
+        """
+        starts: dict[tuple[object, ...], list[Structure]] = {}
+        for structure in (*self._structures.bases(), *(structure_of(one) for one in measured)):
+            starts.setdefault(self._structures.group(structure), []).append(structure)
+        num_measured: dict[tuple[object, ...], int] = {}
+        for one in measured:
+            group = self._structures.group(structure_of(one))
+            num_measured[group] = num_measured.get(group, 0) + 1
+        found: dict[Candidate, Proposal] = {}
+        for group, bases in starts.items():
+            known = self._starts.setdefault(group, {})
+            descent = self._descent(positions, fits, time)
+            begun = [*known, *bases]
+            if known and cost is not None:
+                seen = descent.best_start(begun, _HOPELESS_SPREADS)
+                if seen is None or seen.bound(_HOPELESS_SPREADS) > _HOPELESS * cost:
+                    continue
+            for spreads in (num_spreads, 0.0):
+                proposal = descent.run(begun, spreads)
+                if proposal is not None:
+                    found.setdefault(proposal.candidate, Proposal(self._forecaster.completed(proposal)))
+                    structure = structure_of(proposal.candidate)
+                    known.pop(structure, None)
+                    known[structure] = None
+                    begun = [structure]
+            while len(known) > _KEPT:
+                del known[next(iter(known))]
+            if fits <= _MAY_FIT or cost is None:
+                continue
+            is_known = num_measured.get(group, 0) >= _KNOWN_AFTER
+            risky = self._descent(positions, _SURE_ENOUGH if is_known else _MAY_FIT, time)
+            promised = risky.run(begun, num_spreads)
+            if promised is None or promised.candidate in found:
+                continue
+            promised = self._forecaster.completed(promised)
+            worth = promised.gain(cost) * promised.probability_to_fit
+            if promised.probability_to_fit >= _SURE_ENOUGH and worth >= _WORTH_RISK:
+                found[promised.candidate] = Proposal(promised)
+                continue
+            stone = None if is_known else descent.stone(structure_of(promised.candidate))
+            if stone is not None:
+                found[stone.candidate] = Proposal(self._forecaster.completed(stone), promised)
+            elif promised.probability_to_fit >= _LIKELY_ENOUGH and worth >= _WORTH_LAST_RISK:
+                found[promised.candidate] = Proposal(promised, is_risk=True)
+        return list(found.values())
+
+    def _descent(self, positions: Sequence[int], fits: float, time: TimeModel) -> _Descent:
+        return _Descent(self._structures, self._forecaster, self._is_allowed, positions, fits, time)
+
+
+class _Descent:
+    """Coordinate descent within one group."""
+
+    def __init__(
+        self,
+        structures: Structures,
+        forecaster: Forecaster,
+        is_allowed: Callable[[Candidate], bool],
+        positions: Sequence[int],
+        fits: float,
+        time: TimeModel,
+    ) -> None:
+        self._structures, self._forecaster, self._time = structures, forecaster, time
+        self._space = structures.space
+        self._is_allowed, self._fits = is_allowed, fits
+        self._positions = positions
+        self._seen: dict[Candidate, Forecast] = {}
+
+    def run(self, starts: Sequence[Structure], num_spreads: float) -> Forecast | None:
+        """Return what has the least bound of all that may be measured, from the best of some starts on."""
+        begun = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
+        if not begun:
+            return None
+        at, place = min(begun, key=lambda one: one[0].bound(num_spreads))
+        best = at if self._is_allowed(at.candidate) else None
+        for _ in range(_MOST_CHANGES):
+            moved = self._move(at, place, num_spreads, best)
+            if moved is None:
+                return best
+            at, place = moved
+            if self._is_allowed(at.candidate):
+                best = at
+        return best
+
+    def best_start(self, starts: Sequence[Structure], num_spreads: float) -> Forecast | None:
+        """Return the start with the least bound, at the largest micro batch that fits."""
+        begun = [one[0] for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
+        return min(begun, key=lambda one: one.bound(num_spreads)) if begun else None
+
+    def stone(self, structure: Structure) -> Forecast | None:
+        """Return a structure with the largest micro batch that fits and may be measured; None if there is none."""
+        start = self._start(structure)
+        for place in range(-1 if start is None else start[1], -1, -1):
+            candidate = self._space.candidate(structure, self._positions[place])
+            if self._is_allowed(candidate):
+                return next(iter(self._forecast([candidate])), None)
+        return None
+
+    def _start(self, structure: Structure) -> tuple[Forecast, int] | None:
+        """Return a structure with the largest micro batch that fits, and at which of the positions that is."""
+        if not self._structures.is_legal(structure):
+            return None
+        low, high = -1, len(self._positions) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._may_fit(self._space.candidate(structure, self._positions[middle])):
+                low = middle
+            else:
+                high = middle - 1
+        if low < 0:
+            return None
+        found = self._forecast([self._space.candidate(structure, self._positions[low])])
+        return (found[0], low) if found else None
+
+    def _move(
+        self, at: Forecast, place: int, num_spreads: float, best: Forecast | None
+    ) -> tuple[Forecast, int] | None:
+        """Return the best change of one knob, the micro batch beside it if need be; None if there is none.
+
+        Without anything that may be measured so far, that which costs least does.
+        """
+        structure = structure_of(at.candidate)
+        others = [structure, *self._structures.moves(structure, self._forecaster.num_params)]
+        places = {
+            self._space.candidate(one, self._positions[place + step]): place + step
+            for one in others
+            for step in _STEPS
+            if 0 <= place + step < len(self._positions)
+        }
+        ranked = sorted(self._forecast(list(places)), key=lambda one: one.bound(num_spreads))
+        least = at.bound(num_spreads) * math.exp(-_BETTER)
+        for one in ranked:
+            is_better = one.bound(num_spreads) < least
+            if not is_better and (best is not None or not self._is_allowed(one.candidate)):
+                if best is not None:
+                    return None
+                continue
+            if self._structures.is_legal(structure_of(one.candidate)) and self._may_fit(one.candidate):
+                return one, places[one.candidate]
+        return None
+
+    def _forecast(self, candidates: Sequence[Candidate]) -> list[Forecast]:
+        new = [one for one in candidates if one not in self._seen]
+        self._seen.update((one.candidate, one) for one in self._forecaster.times(new, self._time))
+        return [self._seen[one] for one in candidates if one in self._seen]
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        return self._forecaster.probability_to_fit(candidate) >= self._fits

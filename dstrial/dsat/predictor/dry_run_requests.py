@@ -1,0 +1,165 @@
+"""Requests for dry runs of a trial or a script. Imports no torch.
+
+With fake tensors, or by one real batch where the code needs values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.engine.dryrun.process import DryRunError, dry_run
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+
+logger = logging.getLogger("dstrial.dsat")
+
+NUM_BATCHES = 4
+"""Of so many first batches of a training loader the largest counts, unless told otherwise."""
+
+_TRIAL = "dstrial.dsat.rank.trace_trial:TrialWorkload"
+_SCRIPT = "dstrial.dsat.rank.trace_script:ScriptWorkload"
+
+
+def trial_request(
+    trial: str,
+    context_dir: Path,
+    hparams: Mapping[str, Any],
+    deepspeed_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    target: Target = "cpu",
+    exp_conf: Mapping[str, Any] | None = None,
+    num_batches: int = NUM_BATCHES,
+    sample_batch: Path | None = None,
+    trusts_code: bool = False,
+    device_bytes: int | None = None,
+) -> DryRunRequest:
+    """Return the request of a trial's dry run.
+
+    Args:
+        trial: ``module:Class``.
+        context_dir: the model definition.
+        hparams: of the trial, the configuration's overwrites included.
+        deepspeed_config: the merged config of the configuration.
+        world_size: ranks to be.
+        target: what kind of device they have.
+        exp_conf: experiment config, if the trial asks for it.
+        num_batches: of so many first batches of the training loader the largest counts.
+        sample_batch: file with a batch, by ``torch.save``, which is taken instead; None for the loader's.
+        trusts_code: whether that file may run code when it is loaded.
+        device_bytes: memory of one device; None for no limit.
+    """
+    options = {
+        "trial": trial,
+        "context_dir": str(context_dir.resolve()),
+        "hparams": dict(hparams),
+        "exp_conf": None if exp_conf is None else dict(exp_conf),
+        "num_batches": num_batches,
+        "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
+        "trusts_code": trusts_code,
+    }
+    return DryRunRequest(
+        workload=_TRIAL,
+        options=options,
+        deepspeed_config=deepspeed_config,
+        world_size=world_size,
+        target=target,
+        device_bytes=device_bytes,
+        module_paths=(str(context_dir.resolve()),),
+    )
+
+
+def script_request(
+    words: Sequence[str],
+    context_dir: Path,
+    hparams: Mapping[str, Any],
+    deepspeed_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    target: Target = "cpu",
+    exp_conf: Mapping[str, Any] | None = None,
+    sample_batch: Path | None = None,
+    trusts_code: bool = False,
+    device_bytes: int | None = None,
+) -> DryRunRequest:
+    """Return the request of a script's dry run: it runs until its engine gets its first batch.
+
+    Args:
+        words: the script, or ``-m`` and a module, and its arguments.
+        context_dir: where it is started.
+        hparams: of the trial, the configuration's overwrites included.
+        deepspeed_config: the merged config of the configuration.
+        world_size: ranks to be.
+        target: what kind of device they have.
+        exp_conf: experiment config, if the script asks for it.
+        sample_batch: file with what the engine is called with, by ``torch.save``: a mapping of keyword arguments, or positional
+            ones; None for what the script calls it with first.
+        trusts_code: whether that file may run code when it is loaded.
+        device_bytes: memory of one device; None for no limit.
+    """
+    return DryRunRequest(
+        workload=_SCRIPT,
+        options={
+            "words": list(words),
+            "hparams": dict(hparams),
+            "exp_conf": None if exp_conf is None else dict(exp_conf),
+            "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
+            "trusts_code": trusts_code,
+        },
+        deepspeed_config=deepspeed_config,
+        world_size=world_size,
+        target=target,
+        device_bytes=device_bytes,
+        module_paths=(str(context_dir.resolve()),),
+    )
+
+
+def as_real(request: DryRunRequest) -> DryRunRequest:
+    """Return the request for one real batch, on the machine at hand, of what was asked with fake tensors."""
+    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
+    options = {**request.options, "is_real": True}
+    return dataclasses.replace(request, options=options, is_real=True, target="cpu")
+
+
+def why_real(error: DryRunError) -> str:
+    """Return, for a person, why one real batch takes the place of fake tensors."""
+    place = "" if error.place is None else f" at {error.place}"
+    return f"fake tensors do not do{place}, so one real batch was trained: {str(error).splitlines()[0]}"
+
+
+def with_notes(result: DryRunResult, reason: str, target: Target) -> DryRunResult:
+    """Return a real run's result with what a person has to know of it."""
+    notes = [*result.notes, reason]
+    if target != "cpu":
+        notes.append("memory of device and host is not told apart: what is offloaded counts as the device's")
+    return dataclasses.replace(result, notes=tuple(notes))
+
+
+def describe(request: DryRunRequest, *, deadline_s: float = 300.0, may_be_real: bool = True) -> DryRunResult:
+    """Return what one configuration needs, for any micro batch size.
+
+    Args:
+        request: of ``trial_request`` or ``script_request``.
+        deadline_s: seconds for the fake run, and again for the real one.
+        may_be_real: whether a real batch may be trained on this machine where fake tensors do not do; the model then has to fit
+            into its memory.
+
+    Returns:
+        The result; ``is_fake`` and ``notes`` say which was used, and why.
+
+    Raises:
+        DryRunError: neither way works; the message names the line.
+
+    Ranks: any; no communication.
+    """
+    try:
+        return dry_run(request, deadline_s=deadline_s)
+    except DryRunError as error:
+        if not may_be_real or error.kind == "deadline":
+            raise
+        reason = why_real(error)
+    logger.warning("%s", reason)
+    return with_notes(dry_run(as_real(request), deadline_s=deadline_s), reason, request.target)

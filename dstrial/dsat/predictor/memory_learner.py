@@ -1,0 +1,216 @@
+"""Learn the peak memory of configurations, as distributions. Pure.
+
+From measured peaks and from out-of-memory errors.
+
+The dry run says which bytes of tensors are alive in each phase. Measured peaks, phase by phase where they are told so, correct
+their parts; what the allocator holds beyond tensors, and what the driver takes, come on top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dstrial.dsat.predictor.additive_regression import Effects, Row, Seen, SumModel
+from dstrial.dsat.predictor.memory import MEMORY_PARTS, DeviceMemory, MemoryPrediction, PeakParts
+
+_FACTORS = {
+    "state": (0.0, 0.03),
+    "others": (0.0, 0.4),
+    "others_divided": (0.0, 0.4),
+    "others_offloading": (-0.2, 0.7),
+    "kept": (0.0, 0.12),
+    "grown": (0.0, 0.12),
+    "buckets": (0.0, 0.2),
+    "overlapped": (0.3, 0.45),
+    "held": (-0.3, 0.6),
+}
+"""Mean and standard deviation of the logarithm of each part's factor, before anything was measured. Assumed."""
+_FORMULA_ACTIVATIONS = (0.05, 0.35)
+"""The same where activations were not dry-run."""
+_GROUP, _STRUCTURE, _SETTING, _PHASE, _FORMULA, _UNKNOWN_SETTING = 0.03, 0.01, 0.003, 0.03, 0.06, 0.1
+_SLOPE = 0.015
+_NOISE, _LEAST_SPREAD = 0.004, 0.01
+_SCATTERED, _SCATTERED_SPREAD = 0.03, 0.02
+"""What gradients that are not contiguous leave unusable between them."""
+_NEAR = 0.85
+"""What needs this share of what ran out of memory may do so, too, unless more of its group has run."""
+_WASTE_NOISE, _MOST_WASTE, _BEYOND = 0.01, 0.1, 0.5
+"""Beyond ``_MOST_WASTE`` of what is needed, half of what the allocator holds could be given back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """A configuration whose memory is measured or wanted.
+
+    Attributes:
+        peaks: of its phases, the greatest first, as dry-run.
+        group: what changes most, of which configurations have errors in common.
+        settings: what else it sets.
+        extras: settings of which nothing is known.
+        is_formula: whether a formula stands for the dry run.
+        is_scattered: whether gradients are not contiguous.
+        micro_batch_size: records of a micro batch.
+    """
+
+    peaks: tuple[PeakParts, ...]
+    group: tuple[Any, ...]
+    settings: tuple[tuple[str, Any], ...]
+    extras: tuple[tuple[str, Any], ...] = ()
+    is_formula: bool = False
+    is_scattered: bool = False
+    micro_batch_size: int = 1
+
+    def row(self, peak: PeakParts) -> Row:
+        """Return one phase for the model of sums."""
+        effects = (
+            (f"phase {peak.phase} {self.group}", _PHASE),
+            (f"slope {self.group}", _SLOPE * math.log2(self.micro_batch_size) / 3),
+            *_structure_effects(self.group, self.settings, self.extras, self.is_formula, self.is_scattered),
+        )
+        return Row(peak.num_bytes, effects)
+
+    def peak_in(self, phases: Sequence[str]) -> PeakParts | None:
+        """Return the greatest peak of some phases; None if there is none."""
+        return next((one for one in self.peaks if one.phase in phases), None)
+
+
+@functools.lru_cache(maxsize=65_536)
+def _structure_effects(
+    group: tuple[Any, ...],
+    settings: tuple[tuple[str, Any], ...],
+    extras: tuple[tuple[str, Any], ...],
+    is_formula: bool,
+    is_scattered: bool,
+) -> Effects:
+    """Return the effects that all micro batches of a structure have in common; strings, which are hashed but once."""
+    effects: list[tuple[Hashable, float]] = [
+        (f"group {group}", _GROUP),
+        (f"structure {group} {settings} {extras}", _STRUCTURE),
+        *((f"setting {path} {value!r}", _SETTING) for path, value in settings),
+        *((f"setting {path} {value!r}", _UNKNOWN_SETTING) for path, value in extras),
+    ]
+    if is_formula:
+        effects.append((f"formula {group[0]}", _FORMULA))
+    if is_scattered:
+        effects.append(("scattered", _SCATTERED_SPREAD))
+    return tuple(effects)
+
+
+_TOLD = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
+"""Phases that a measurement tells apart, and those of a dry run that lie in them."""
+
+
+class MemoryLearner:
+    """Predicts peaks, and learns from them; the same evidence in the same order gives the same predictions.
+
+    Args:
+        device: what is known beforehand of the devices.
+        is_formula: whether nothing was dry-run.
+    """
+
+    def __init__(self, device: DeviceMemory, *, is_formula: bool = False) -> None:
+        self.device = device
+        factors = _FACTORS | (dict.fromkeys(("kept", "grown"), _FORMULA_ACTIVATIONS) if is_formula else {})
+        self._factors = [factors[part] for part in MEMORY_PARTS]
+        self._seen: list[Seen] = []
+        self._errors: list[tuple[Row, float]] = []
+        self._failed: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._ran: dict[tuple[Any, ...], float] = {}
+        self._wastes: list[float] = []
+        self._sums: SumModel | None = None
+
+    def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
+        """Take measured peaks.
+
+        Args:
+            point: what was measured.
+            phases: ``forward``, ``backward``, ``step`` as far as they were told apart, and ``all``, bytes of tensors.
+            reserved_bytes: the most that the allocator held; None if unknown.
+        """
+        whole = phases.get("all") or max(phases.values(), default=0.0)
+        if point.peaks:
+            self._ran[point.group] = max(self._ran.get(point.group, 0.0), point.peaks[0].total_bytes)
+        rest = math.exp(-_SCATTERED) if point.is_scattered else 1.0
+        told = [
+            (peak, phases[name])
+            for name, where in _TOLD.items()
+            if phases.get(name) and (peak := point.peak_in(where)) is not None
+        ]
+        if not told and whole and point.peaks:
+            told = [(point.peaks[0], whole)]
+        self._seen += [Seen(point.row(peak), value * rest, _NOISE) for peak, value in told]
+        if whole and reserved_bytes and reserved_bytes >= whole:
+            waste = math.log(reserved_bytes / whole)
+            self._wastes.append(min(waste, _MOST_WASTE) + _BEYOND * max(waste - _MOST_WASTE, 0.0))
+        self._sums = None
+
+    def ran_out(self, point: MemoryPoint, phase: str, capacity_bytes: float) -> None:
+        """Take that a configuration needed more than there is; the phase, if it is known, may be of the dry run or measured."""
+        peak = point.peak_in((*_TOLD.get(phase, ()), phase)) or (point.peaks[0] if point.peaks else None)
+        if peak is not None:
+            self._errors.append((point.row(peak), capacity_bytes))
+            total = point.peaks[0].total_bytes
+            failed, _ = self._failed.get(point.group, (math.inf, 0.0))
+            self._failed[point.group] = min(failed, total), capacity_bytes
+        self._sums = None
+
+    def predict(self, point: MemoryPoint) -> MemoryPrediction | None:
+        """Return the phase of a configuration that is least likely to fit; None if nothing is known of it."""
+        if not point.peaks:
+            return None
+        medians, spreads = self._model().predict([point.row(peak) for peak in point.peaks])
+        waste, waste_spread = self._waste()
+        if point.is_scattered:
+            waste += _SCATTERED
+        context = self.device.context_bytes
+        found: list[tuple[float, float, str]] = []
+        for median, spread, peak in zip(np.exp(medians + waste), spreads, point.peaks, strict=True):
+            body = float(median)
+            whole = body + context
+            absolute = math.hypot(
+                math.hypot(float(spread), waste_spread) * body, self.device.context_spread_bytes
+            )
+            found.append((whole, max(absolute / whole, _LEAST_SPREAD) if whole else 0.0, peak.phase))
+        whole, spread, phase = max(found, key=lambda one: one[0] * math.exp(2 * one[1]))
+        failed, capacity = self._failed.get(point.group, (math.inf, 0.0))
+        if point.peaks[0].total_bytes >= max(_NEAR * failed, self._ran.get(point.group, 0.0)):
+            # About as much of the same group has run out of memory, and no more has run.
+            whole = max(whole, 1.01 * capacity)
+        return MemoryPrediction(
+            tensor_bytes=point.peaks[0].total_bytes,
+            median_bytes=whole,
+            spread=spread,
+            phase=phase,
+            phase_bytes=tuple((peak.phase, peak.total_bytes) for peak in point.peaks),
+        )
+
+    # ---- machinery -------------------------------------------------------------------------------
+
+    def _model(self) -> SumModel:
+        if self._sums is None:
+            waste, _ = self._waste()
+            least = [
+                Seen(
+                    row,
+                    max(capacity - self.device.context_bytes, 1.0) / math.exp(waste),
+                    3 * _NOISE,
+                    is_least=True,
+                )
+                for row, capacity in self._errors
+            ]
+            self._sums = SumModel(self._factors, [*self._seen, *least], is_robust=False)
+        return self._sums
+
+    def _waste(self) -> tuple[float, float]:
+        """Return mean and spread of the logarithm of what the allocator holds over what tensors need."""
+        prior = 1 / max(self.device.spread, 1e-6) ** 2
+        own = 1 / _WASTE_NOISE**2
+        weight = prior + own * len(self._wastes)
+        mean = (self.device.waste * prior + own * sum(self._wastes)) / weight
+        return mean, math.sqrt(1 / weight)

@@ -1,0 +1,237 @@
+"""``dsat plan``: what fits and is fastest on hardware that is not here. Pure.
+
+Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.predictor.config_groups import Structures, positions
+from dstrial.dsat.predictor.memory import MemoryPrediction
+from dstrial.dsat.predictor.predictor import Forecast, Forecaster
+from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.space.space import Space, Structure
+
+PROBABILITY = 0.98
+"""How probable it has to be that something fits."""
+
+_NUM_BEST = 3
+_BAND = 1.28
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One structure on the planned hardware.
+
+    Attributes:
+        candidate: with the micro batch that is predicted to be fastest of those that fit; the smallest where none fits.
+        description: for a person.
+        fits: whether any micro batch fits.
+        largest_micro_batch: the largest that fits; 0 if none does.
+        margin_bytes: left over on each device, at ``PROBABILITY``; negative for what is missing.
+        memory_bytes: needed on each device, at the median.
+        memory_phase: in which it is needed.
+        host_bytes: tensors of each rank on the host.
+        throughput: records a second of all ranks, at the median.
+        throughput_low: what four of five such predictions stay between, with ``throughput_high``.
+        throughput_high: see there.
+        parts: part of a step -> seconds.
+    """
+
+    candidate: Candidate
+    description: str
+    fits: bool
+    largest_micro_batch: int
+    margin_bytes: float
+    memory_bytes: float
+    memory_phase: str
+    host_bytes: float
+    throughput: float
+    throughput_low: float
+    throughput_high: float
+    parts: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {**dataclasses.asdict(self), "candidate": self.candidate.to_json()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What is predicted for hardware that is not at hand.
+
+    Attributes:
+        rows: the kinds of structures: what fits first, the fastest first, then what does not by what it lacks.
+        best: the fastest three of all structures, one for each description.
+        num_params: of the model.
+        notes: what else to know, as sentences.
+    """
+
+    rows: tuple[PlanRow, ...]
+    best: tuple[PlanRow, ...]
+    num_params: float
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "is_measured": False,
+            "num_params": self.num_params,
+            "rows": [row.to_json() for row in self.rows],
+            "best": [row.to_json() for row in self.best],
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(space: Space, inputs: PredictInputs) -> Plan:
+    """Predict every kind of structure.
+
+    Args:
+        space: what may be tried.
+        inputs: dry runs, and machine and memory of the device that is planned for.
+    """
+    structures = Structures(space)
+    forecaster = Forecaster(structures, inputs, "throughput")
+    rows = [row for one in structures.bases() if (row := _row(forecaster, one)) is not None]
+    rows.sort(key=lambda row: (not row.fits, -row.throughput if row.fits else -row.margin_bytes))
+    best = [row for row in rows if row.fits][:_NUM_BEST]
+    near: list[PlanRow] = list(best)
+    for row in best:
+        structure = Structure(row.candidate.stage, row.candidate.settings)
+        for neighbour in structures.neighbours(structure, forecaster.num_params):
+            found = _row(forecaster, neighbour)
+            if found is not None and found.fits:
+                near.append(found)
+    near.sort(key=lambda row: -row.throughput)
+    # What differs in nothing that is predicted is no other proposal.
+    chosen: dict[float, PlanRow] = {}
+    for row in [*near[:1], *near]:
+        chosen.setdefault(round(row.throughput, 6), row)
+    notes = [*inputs.notes]
+    if inputs.failures:
+        notes.append(f"{len(inputs.failures)} kinds of structures could not be dry-run and are left out")
+    return Plan(
+        tuple(rows), tuple(list(chosen.values())[:_NUM_BEST]), forecaster.num_params or 0.0, tuple(notes)
+    )
+
+
+def _row(forecaster: Forecaster, structure: Structure) -> PlanRow | None:
+    """Return what is predicted of a structure; None if it was not dry-run."""
+    space = forecaster.space
+    forecasts = forecaster.forecasts(
+        [space.candidate(structure, position) for position in positions(space, _largest(space))]
+    )
+    if not forecasts:
+        return None
+    fitting = [one for one in forecasts if one.probability_to_fit >= PROBABILITY]
+    chosen = min(fitting, key=lambda one: one.cost) if fitting else forecasts[0]
+    largest = max((one.candidate.batch.micro_batch_size for one in fitting), default=0)
+    return _as_row(forecaster, chosen, is_fitting=bool(fitting), largest=largest)
+
+
+def _as_row(forecaster: Forecaster, forecast: Forecast, *, is_fitting: bool, largest: int) -> PlanRow:
+    candidate, memory = forecast.candidate, forecast.memory
+    assert memory is not None
+    margin = forecaster.margin_bytes(candidate, PROBABILITY)
+    return PlanRow(
+        candidate=candidate,
+        description=forecaster.space.describe(candidate),
+        fits=is_fitting,
+        largest_micro_batch=largest,
+        margin_bytes=float("inf") if margin is None else margin,
+        memory_bytes=memory.median_bytes,
+        memory_phase=memory.phase,
+        host_bytes=forecaster.host_bytes(candidate),
+        throughput=1 / forecast.cost,
+        throughput_low=1 / forecast.bound(-_BAND),
+        throughput_high=1 / forecast.bound(_BAND),
+        parts=forecaster.time.parts(forecaster.point(candidate)),
+    )
+
+
+def _largest(space: Space) -> int | None:
+    return 1024 if space.ladder.is_free else None
+
+
+def headline(plan: Plan, num_slots: int, device: str, device_bytes: float) -> str:
+    """Return the answer to whether the model fits, in one sentence."""
+    where = f"{num_slots} x {device} ({device_bytes / 2**30:.4g} GiB)"
+    params = (
+        f"{plan.num_params / 1e9:.3g} B parameters"
+        if plan.num_params >= 1e8
+        else f"{plan.num_params:,.0f} parameters"
+    )
+    fitting = [row for row in plan.rows if row.fits]
+    if not fitting:
+        least = max(plan.rows, key=lambda row: row.margin_bytes, default=None)
+        if least is None:
+            return f"{params} on {where}: nothing could be predicted"
+        missing = -least.margin_bytes / 2**30
+        return f"{params} do not fit on {where}: the least hungry configuration lacks {missing:.3g} GiB on each device"
+    return f"{params} fit on {where} in {len(fitting)} of {len(plan.rows)} kinds of configurations"
+
+
+def one_device(kind: str, memory: MemoryPrediction, device_bytes: float) -> str:
+    """Say whether one device would do, with a micro batch of one record.
+
+    Args:
+        kind: what is offloaded, for a person.
+        memory: predicted.
+        device_bytes: of the device.
+    """
+    needed = memory.quantile(PROBABILITY) / 2**30
+    margin = device_bytes / 2**30 - needed
+    verdict = f"which leaves {margin:.3g} GiB" if margin >= 0 else f"which is {-margin:.3g} GiB too much"
+    return f"one device alone, {kind}, micro batch 1: {needed:.3g} GiB, {verdict}"
+
+
+def table_rows(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
+    """Return the cells of a table: configuration, verdict, margin, memory, throughput, largest micro batch."""
+    found: list[tuple[str, ...]] = []
+    for row in rows:
+        margin = row.margin_bytes / 2**30
+        verdict = f"fits, {margin:.1f} GiB left" if row.fits else f"lacks {-margin:.1f} GiB"
+        rate = f"{row.throughput:.4g} ({row.throughput_low:.3g} to {row.throughput_high:.3g})"
+        found.append(
+            (
+                row.description,
+                verdict,
+                f"{row.memory_bytes / 2**30:.1f} in {row.memory_phase}",
+                f"{row.host_bytes / 2**30:.1f}",
+                rate if row.fits else "",
+                str(row.largest_micro_batch or ""),
+            )
+        )
+    return found
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a text such as ``80GiB``, ``24G`` or ``85899345920`` means.
+
+    Raises:
+        ValueError: it means none.
+    """
+    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?i?)B?\s*", text, re.IGNORECASE)
+    try:
+        number = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+    except (ValueError, KeyError):
+        number = 0.0
+    if number < 1:
+        raise ValueError(f"{text!r} is no amount of memory; expected 80GiB, for example")
+    return int(number)

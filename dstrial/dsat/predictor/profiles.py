@@ -1,0 +1,155 @@
+"""What predictions start from: dry runs and the machine. Values only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.dsat.predictor.hardware import Machine
+from dstrial.dsat.predictor.memory_formula import ModelInfo, state_bytes
+from dstrial.dsat.predictor.step_parts import Setup
+from dstrial.dsat.predictor.zero_features import Buckets
+from dstrial.engine.dryrun.values import (
+    Collective,
+    DryRunResult,
+    Flops,
+    Line,
+    MemoryForm,
+    PhaseMemory,
+)
+
+_OPERATIONS_UNKNOWN = 400
+_COUNTED_AT = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PredictInputs:
+    """Everything that a prediction starts from.
+
+    Attributes:
+        runs: key of ``structures.run_key`` -> dry run.
+        failures: key -> why there is none.
+        machine: None to learn it from the first measurement.
+        capacity_bytes: memory of one device; None to learn it from there, too.
+        is_cpu: whether ranks train on a CPU.
+        described_by: ``fake tensors``, ``one real batch`` or ``the first measurement``.
+        notes: what a person should know of the description, as sentences.
+    """
+
+    runs: Mapping[str, DryRunResult] = dataclasses.field(default_factory=dict)
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    machine: Machine | None = None
+    capacity_bytes: float | None = None
+    is_cpu: bool = False
+    described_by: str = "the first measurement"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flops_per_record(self) -> float | None:
+        """The model's FLOPs of one record on one rank, as the first dry run counts them; None without one."""
+        run = next(iter(self.runs.values()), None)
+        return None if run is None else run.flops.model.at(_COUNTED_AT) / _COUNTED_AT
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "runs": {key: run.to_json() for key, run in self.runs.items()},
+            "failures": dict(self.failures),
+            "machine": None if self.machine is None else self.machine.to_json(),
+            "capacity_bytes": self.capacity_bytes,
+            "is_cpu": self.is_cpu,
+            "described_by": self.described_by,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PredictInputs:
+        """Return what ``to_json`` was called on."""
+        machine = value["machine"]
+        return cls(
+            runs={key: DryRunResult.from_json(run) for key, run in value["runs"].items()},
+            failures=dict(value["failures"]),
+            machine=None if machine is None else Machine.from_json(machine),
+            capacity_bytes=value["capacity_bytes"],
+            is_cpu=bool(value["is_cpu"]),
+            described_by=str(value["described_by"]),
+            notes=tuple(value["notes"]),
+        )
+
+
+def closed_form(
+    info: ModelInfo, setup: Setup, *, flops_per_record: float, is_accumulating: bool
+) -> DryRunResult:
+    """Return what a dry run would about say, from what the first measurement tells about the model.
+
+    Args:
+        info: parameters and activations.
+        setup: of the structure.
+        flops_per_record: model FLOPs of one record.
+        is_accumulating: whether a step has more than one micro batch.
+
+    Source: states as Rajbhandari et al. 2020 (ZeRO) divide them, buckets as DeepSpeed 0.19.8 allocates them.
+    """
+    state = state_bytes(info, setup.stage, setup.replicas, setup.bytes_per_value)
+    width, half = setup.bytes_per_value, setup.bytes_per_value == 2
+    if setup.host_share:
+        # Master weights and moments leave the device.
+        owned = info.num_trainable_params / setup.replicas
+        state -= setup.host_share * owned * (12 if half else 8)
+    if setup.has_host_params:
+        state -= width * info.num_params / setup.replicas
+    buckets = Buckets(setup.stage, int(setup.reduce_elements), width, setup.is_overlapping).num_bytes
+    updated = (
+        4.0 * info.num_trainable_params / (setup.replicas if setup.stage else 1) * (1 - setup.host_share)
+    )
+    activation = info.activation_bytes or 0.0
+    device = MemoryForm(
+        (
+            PhaseMemory("forward", (Line(state, activation),)),
+            PhaseMemory("backward", (Line(state + buckets, activation),)),
+            PhaseMemory("step", (Line(state + updated, 0.0),)),
+        ),
+        state,
+    )
+    flops = Line(0.0, flops_per_record)
+    inner, last = _collectives(info, setup)
+    return DryRunResult(
+        device=device,
+        host=MemoryForm((), setup.host_share * 12.0 * info.num_trainable_params / setup.replicas),
+        parameters=int(info.num_params),
+        trainable_parameters=int(info.num_trainable_params),
+        inner_collectives=inner if is_accumulating else (),
+        last_collectives=last,
+        flops=Flops(flops, flops),
+        tokens=None,
+        is_fake=False,
+        is_linear=False,
+        inner_operations=_OPERATIONS_UNKNOWN if is_accumulating else 0,
+        last_operations=_OPERATIONS_UNKNOWN,
+    )
+
+
+def _collectives(info: ModelInfo, setup: Setup) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Return what the micro batches inside an accumulation send, and what the last one does."""
+    if setup.replicas == 1:
+        return (), ()
+    width = setup.bytes_per_value
+    gradients, params = int(width * info.num_trainable_params), int(width * info.num_params)
+    num_reduces = max(int(info.num_params // setup.reduce_elements), 1)
+    num_gathers = max(int(info.num_params // setup.gather_elements), 1)
+
+    def sent(kind: str, phase: str, calls: int, num_bytes: int) -> Collective:
+        return Collective(kind, setup.replicas, phase, calls, num_bytes)
+
+    if setup.stage == 0:
+        return (), (sent("all_reduce", "reduce", num_reduces, gradients),)
+    if setup.stage == 3:
+        each: Sequence[Collective] = (
+            sent("all_gather", "gather", 2 * 50, 2 * params),
+            sent("reduce_scatter", "reduce", num_reduces, gradients),
+        )
+        return tuple(each), tuple(each)
+    reduce = sent("all_reduce", "reduce", num_reduces, gradients)
+    gather = sent("all_gather", "gather", num_gathers, params)
+    return ((reduce,) if setup.stage == 2 else ()), (reduce, gather)

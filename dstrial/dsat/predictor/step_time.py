@@ -1,0 +1,173 @@
+"""Step times from their parts, corrected by every measurement. Pure.
+
+A measurement tells the time of the whole step, and often those of forward, backward and optimizer step, from which the parts are
+known one by one. Micro batches of one structure share its factors, so that two or three of them give a curve.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dstrial.dsat.predictor.additive_regression import Effects, Row, Seen, SumModel
+from dstrial.dsat.predictor.step_parts import PARTS, PHASES, StepParts
+
+_FACTORS: dict[str, tuple[float, float]] = {
+    "compute": (0.3, 0.4),
+    "unfilled": (0.0, 0.8),
+    "overhead": (-0.5, 0.8),
+    "transfer": (0.1, 0.5),
+    "reduce": (0.0, 0.6),
+    "calls": (0.0, 0.8),
+    "unhidden": (0.0, 0.8),
+    "gradient_copies": (0.0, 0.6),
+    "optimizer": (0.3, 0.5),
+    "host_optimizer": (0.2, 0.5),
+    "host_copies": (0.3, 0.6),
+}
+"""Mean and standard deviation of the logarithm of each part's factor, before anything was measured: models reach about two
+thirds of what large matrix products do, optimizers read their state more than once. Assumed."""
+
+_GROUP, _GROUP_SLOPE, _STAGE = 0.045, 0.02, 0.01
+_SETTING, _SETTING_ANYWHERE, _UNKNOWN_SETTING = 0.004, 0.002, 0.06
+_STRUCTURE, _MICRO, _PHASE = 0.004, 0.014, 0.05
+"""Standard deviations of what the parts know nothing of."""
+_PHASE_NOISE = 0.02
+"""Of a phase's time over that of the step: it is measured with the device synchronised at its edges."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimePoint:
+    """A configuration whose time is measured or wanted.
+
+    Attributes:
+        parts: where its time goes, as predicted.
+        group: what changes most, of which configurations have errors in common; the stage first.
+        settings: what else it sets, path -> value; equal settings have equal effects.
+        extras: settings of which nothing is known.
+        micro_batch_size: records of a micro batch.
+    """
+
+    parts: StepParts
+    group: tuple[Any, ...]
+    settings: tuple[tuple[str, Any], ...]
+    micro_batch_size: int
+    extras: tuple[tuple[str, Any], ...] = ()
+
+    def row(self) -> Row:
+        """Return the whole step for the model of sums."""
+        return Row(self.parts.seconds, self._effects())
+
+    def phase_row(self, phase: str) -> Row:
+        """Return one phase for the model of sums."""
+        own = (f"phase {phase} {self.group}", _PHASE)
+        return Row(self.parts.phases[PHASES.index(phase)], (*self._effects(), own))
+
+    def _effects(self) -> Effects:
+        size = self.micro_batch_size
+        return (
+            (f"micro {size}", _MICRO),
+            (f"slope {self.group}", _GROUP_SLOPE * math.log2(size) / 3),
+            *_structure_effects(self.group, self.settings, self.extras),
+        )
+
+
+@functools.lru_cache(maxsize=65_536)
+def _structure_effects(
+    group: tuple[Any, ...], settings: tuple[tuple[str, Any], ...], extras: tuple[tuple[str, Any], ...]
+) -> Effects:
+    """Return the effects that all micro batches of a structure have in common; strings, which are hashed but once."""
+    effects: list[tuple[Hashable, float]] = [
+        (f"stage {group[0]}", _STAGE),
+        (f"group {group}", _GROUP),
+        (f"structure {group} {settings} {extras}", _STRUCTURE),
+    ]
+    for path, value in settings:
+        effects.append((f"setting {path} {value!r}", _SETTING_ANYWHERE))
+        effects.append((f"setting {path} {value!r} {group[0]}", _SETTING))
+    effects += [(f"setting {path} {value!r}", _UNKNOWN_SETTING) for path, value in extras]
+    return tuple(effects)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimePrediction:
+    """A step's time as a distribution.
+
+    Attributes:
+        median_s: as probably more as less.
+        spread: standard deviation of the logarithm.
+    """
+
+    median_s: float
+    spread: float
+
+    def quantile(self, num_spreads: float) -> float:
+        """Return the time that lies so many spreads above the median, seconds."""
+        return self.median_s * math.exp(num_spreads * self.spread)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """A measured step.
+
+    Attributes:
+        point: what was measured.
+        seconds: of one step.
+        spread: standard deviation of its logarithm.
+        phases: seconds of ``forward``, ``backward`` and ``step``, as far as they were told apart.
+    """
+
+    point: TimePoint
+    seconds: float
+    spread: float
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class TimeModel:
+    """Predicts step times from what is known so far.
+
+    Args:
+        timings: what was measured, in any order.
+    """
+
+    def __init__(self, timings: Sequence[Timing] = ()) -> None:
+        seen = [Seen(one.point.row(), one.seconds, one.spread) for one in timings]
+        for one in timings:
+            seen += [
+                Seen(one.point.phase_row(phase), seconds, math.hypot(one.spread, _PHASE_NOISE))
+                for phase, seconds in one.phases.items()
+                if phase in PHASES and seconds > 0
+            ]
+        self._sums = SumModel([_FACTORS[part] for part in PARTS], seen)
+
+    @property
+    def scale(self) -> float:
+        """By how much effects differ from what was assumed of them."""
+        return self._sums.scale
+
+    def predict(self, points: Sequence[TimePoint], phase: str | None = None) -> list[TimePrediction]:
+        """Return the times of some configurations, of the whole step or of one phase."""
+        rows = [point.row() if phase is None else point.phase_row(phase) for point in points]
+        medians, spreads = self._sums.predict(rows)
+        return [
+            TimePrediction(float(median), float(spread))
+            for median, spread in zip(np.exp(medians), spreads, strict=True)
+        ]
+
+    def parts(self, point: TimePoint, phase: str | None = None) -> dict[str, float]:
+        """Return part -> seconds of a configuration, or of one phase of it, so that they sum to its predicted time."""
+        seconds = point.parts.seconds if phase is None else point.parts.phases[PHASES.index(phase)]
+        corrected = np.array(self._sums.factors()) * np.array(seconds)
+        total = float(corrected.sum())
+        (prediction,) = self.predict([point], phase)
+        rescale = prediction.median_s / total if total else 0.0
+        return {part: float(value) * rescale for part, value in zip(PARTS, corrected, strict=True)}
+
+    def factors(self) -> Mapping[str, float]:
+        """Return part -> what its predicted time is multiplied with."""
+        return dict(zip(PARTS, self._sums.factors(), strict=True))

@@ -1,0 +1,134 @@
+"""What of a DeepSpeed config decides where time and memory go. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.dsat.space.knobs import ZERO
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """A structure as far as predictions know of it.
+
+    Attributes:
+        stage: ZeRO stage.
+        replicas: ranks among which ZeRO divides.
+        reduce_elements: ``reduce_bucket_size``.
+        gather_elements: ``allgather_bucket_size``.
+        is_overlapping: ``overlap_comm``.
+        host_share: share of the optimizer's state on the host.
+        has_host_params: whether parameters are on the host.
+        bytes_per_value: 2 in half precision, else 4.
+        is_contiguous: ``contiguous_gradients``.
+        has_reduce_scatter: ``reduce_scatter``.
+        prefetch_elements: ``stage3_prefetch_bucket_size``.
+        persistent_elements: ``stage3_param_persistence_threshold``.
+        live_elements: ``stage3_max_live_parameters``.
+        reuse_elements: ``stage3_max_reuse_distance``.
+        group_elements: ``sub_group_size``.
+    """
+
+    stage: int
+    replicas: int
+    reduce_elements: float
+    gather_elements: float
+    is_overlapping: bool
+    host_share: float
+    has_host_params: bool
+    bytes_per_value: int
+    is_contiguous: bool = True
+    has_reduce_scatter: bool = True
+    prefetch_elements: float = 5e7
+    persistent_elements: float = 1e5
+    live_elements: float = 1e9
+    reuse_elements: float = 1e9
+    group_elements: float = 1e9
+
+    @classmethod
+    def from_config(cls, effective: Mapping[str, Any], *, replicas: int, bytes_per_value: int) -> Setup:
+        """Read it from a config with all defaults in it.
+
+        Args:
+            effective: as ``config.check_deepspeed`` returns it.
+            replicas: ranks among which ZeRO divides.
+            bytes_per_value: of the model's type.
+        """
+        zero = effective.get(ZERO) or {}
+        stage = int(zero.get("stage") or 0)
+        on_host = _device(zero, "offload_optimizer") != "none" and stage > 0
+        ratio = float((zero.get("offload_optimizer") or {}).get("ratio") or 1.0) if on_host else 0.0
+        overlap = zero.get("overlap_comm")
+
+        def size(name: str, default: float) -> float:
+            return float(zero.get(name) or default)
+
+        return cls(
+            stage=stage,
+            replicas=replicas,
+            reduce_elements=size("reduce_bucket_size", 5e8),
+            gather_elements=size("allgather_bucket_size", 5e8),
+            is_overlapping=stage == 3 if overlap is None else bool(overlap),
+            host_share=ratio,
+            has_host_params=stage == 3 and _device(zero, "offload_param") != "none",
+            bytes_per_value=bytes_per_value,
+            is_contiguous=bool(zero.get("contiguous_gradients", True)),
+            has_reduce_scatter=bool(zero.get("reduce_scatter", True)),
+            prefetch_elements=size("stage3_prefetch_bucket_size", 5e7),
+            persistent_elements=size("stage3_param_persistence_threshold", 1e5),
+            live_elements=size("stage3_max_live_parameters", 1e9),
+            reuse_elements=size("stage3_max_reuse_distance", 1e9),
+            group_elements=size("sub_group_size", 1e9),
+        )
+
+    @property
+    def group(self) -> tuple[int, bool, bool]:
+        """What changes most: stage, whether the optimizer is on the host, whether parameters are."""
+        return self.stage, self.host_share > 0, self.has_host_params
+
+    def kept_elements(self, parameters: float) -> float:
+        """Return how many gathered parameters stage 3 keeps from forward to backward.
+
+        A parameter with ``d`` others after it is used again after ``2 d`` of them, so it is kept if that is within the reuse
+        distance.
+
+        Args:
+            parameters: of the model.
+        """
+        if self.stage != 3:
+            return 0.0
+        return min(0.5 * self.reuse_elements, self.live_elements, 0.9 * parameters)
+
+
+def _device(zero: Mapping[str, Any], section: str) -> str:
+    return str((zero.get(section) or {}).get("device") or "none")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buckets:
+    """The gradient buckets of a ZeRO engine.
+
+    Attributes:
+        stage: ZeRO stage.
+        reduce_elements: ``reduce_bucket_size``.
+        bytes_per_element: of the type in which gradients are sent.
+        is_overlapping: ``overlap_comm``.
+    """
+
+    stage: int
+    reduce_elements: int
+    bytes_per_element: int
+    is_overlapping: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """All buckets, as DeepSpeed 0.19.8 allocates them: two with overlap in stages 1 and 2, one in stage 3.
+
+        Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
+        """
+        if self.stage == 0:
+            return 0
+        count = 2 if self.is_overlapping and self.stage < 3 else 1
+        return count * self.reduce_elements * self.bytes_per_element

@@ -1,0 +1,59 @@
+"""What every rank of a measuring trial runs.
+
+``python -m dstrial.dsat.rank --trial model_def:MyTrial``.
+
+On a cluster everything else comes from there; off a cluster from ``--config`` and ``--context-dir``. Not meant to be typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.ranks.identity import identify
+from dstrial.ranks.process_group import prepare_accelerator
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure one trial class with the hyperparameters of this trial. Ranks: all, collectively."""
+    parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.trial")
+    parser.add_argument("--trial", required=True)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--context-dir", type=Path, default=Path())
+    options = parser.parse_args(arguments)
+    # DeepSpeed settles its accelerator when it is first imported, which all of these do.
+    prepare_accelerator()
+    from dstrial.dsat.rank.context import failures_told, hyperparameters_of_trial, limits_from, report
+    from dstrial.dsat.rank.hooks import probing
+    from dstrial.dsat.rank.measure import measure_trial
+    from dstrial.dsat.rank.step_timer import Meter
+    from dstrial.launch.trial_import import import_trial
+    from dstrial.trainer import init
+    from dstrial.trial.context import runtime_of
+
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    exp_conf: dict[str, Any] | None = None
+    hparams: dict[str, Any] | None = None
+    if options.config is not None:
+        from dstrial.config import load_experiment
+
+        slots = identify(os.environ).world_size
+        experiment = load_experiment(options.config, options.context_dir, slots=slots)
+        exp_conf, hparams = experiment.raw, experiment.hyperparameters
+        os.chdir(options.context_dir)
+    settings = hparams if hparams is not None else hyperparameters_of_trial()
+    meter = Meter(limits_from(settings), measures_bare=True)
+    with failures_told(meter):
+        trial_class = import_trial(options.trial, Path())
+        with init(hparams=hparams, exp_conf=exp_conf) as context, probing(meter):
+            trial = trial_class(context)
+            measured = measure_trial(trial, context, meter)
+            report(measured, runtime_of(context).core, int(measured.metrics["num_steps"]))
+
+
+if __name__ == "__main__":
+    main()

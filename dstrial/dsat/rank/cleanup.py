@@ -1,0 +1,184 @@
+"""Take engines out of a living process.
+
+The next configuration then finds it as the first one did.
+
+A step per thing that DeepSpeed 0.19.8 or torch leaves behind, each with its reason. ``residue`` beside it says what is
+left all the same; a process to which memory does not return is ended by whoever started it, and another one takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from dstrial.dsat.rank.leak_check import process_groups
+from dstrial.dsat.rank.numeric_flags import NumericFlags
+from dstrial.engine.deepspeed_internals import process
+
+# Where DeepSpeed puts functions of its own: ZeRO 3 replaces torch.nn.functional.linear and never puts it back.
+_PATCHED = (torch, torch.nn.functional, torch.nn.init, nn.Module, nn.Linear, nn.Embedding, torch.Tensor)
+_HOOKS = (
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_forward_pre_hooks",
+    "_global_parameter_registration_hooks",
+    "_global_module_registration_hooks",
+    "_global_buffer_registration_hooks",
+)
+
+
+class ProcessState:
+    """What a process is like before its first engine; ``restore`` makes it so again.
+
+    Args:
+        keeps: the namespaces whose functions are put back; those that DeepSpeed is known to change if None.
+
+    Ranks: each its own. Made after the process group and everything that shall last; what the first ``restore`` leaves lasts too.
+    """
+
+    def __init__(self, keeps: Iterable[Any] | None = None) -> None:
+        self._is_warm = False
+        self._groups = set(process_groups())
+        self._namespaces = [
+            (owner, {name: value for name, value in vars(owner).items() if callable(value)})
+            for owner in (_PATCHED if keeps is None else keeps)
+        ]
+        self._environment = dict(os.environ)
+        self._directory = Path.cwd()
+        self._import_path = list(sys.path)
+        self._dtype = torch.get_default_dtype()
+        self._num_threads = torch.get_num_threads()
+        self._numeric_flags = NumericFlags.read()
+        self._gc_is_on = gc.isenabled()
+        self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        self._device_random = get_accelerator().get_rng_state() if _has_device() else None
+
+    def restore(self, engines: list[Any]) -> None:
+        """Tear engines down, empty their list, and undo what they did to the process.
+
+        The caller keeps no other reference to them, nor to what they trained.
+
+        Ranks: all that trained with them; destroying groups is not collective with gloo, and is with NCCL.
+        """
+        while engines:
+            _destroy(engines.pop())
+        self._undo_patches()
+        _reset_globals()
+        # Modules, parameters, hooks and engines form cycles through closures: two passes, since finalizers make new ones.
+        for _ in range(2):
+            gc.collect()
+        if not self._is_warm:
+            # The million objects of torch's and DeepSpeed's modules never go; to look through them takes seconds.
+            gc.freeze()
+            self._is_warm = True
+        if _has_device():
+            # NCCL's destroy_process_group frees what kernels of collectives still use (torch 2.13 ProcessGroupNCCL waits for
+            # those that were enqueued with a work object only).
+            get_accelerator().synchronize()
+        self._end_groups()
+        self._restore_settings()
+        _empty_caches()
+
+    def _undo_patches(self) -> None:
+        for owner, before in self._namespaces:
+            now = vars(owner)
+            for name, value in before.items():
+                if now.get(name, value) is not value:
+                    setattr(owner, name, value)
+        hooks = nn.modules.module
+        for name in _HOOKS:
+            vars(hooks).get(name, {}).clear()
+
+    def _end_groups(self) -> None:
+        """End the groups that were made since; an engine clones the world's, and makes others for hpZ, MoE or tensors."""
+        process.release_groups()
+        # In the order in which they were made, which is the same on all ranks.
+        for group in [group for group in process_groups() if group not in self._groups]:
+            torch.distributed.destroy_process_group(group)
+
+    def _restore_settings(self) -> None:
+        if dict(os.environ) != self._environment:
+            os.environ.clear()
+            os.environ.update(self._environment)
+        if Path.cwd() != self._directory:
+            os.chdir(self._directory)
+        sys.path[:] = self._import_path
+        torch.set_default_dtype(self._dtype)
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        self._numeric_flags.restore()
+        torch.set_grad_enabled(True)
+        if self._gc_is_on:
+            gc.enable()  # DeepSpeed's `disable_python_gc` turns it off
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+        if self._device_random is not None:
+            get_accelerator().set_rng_state(self._device_random)
+
+
+def _destroy(engine: Any) -> None:
+    # It removes hooks on gradients, ends offload buffers, DeepNVMe handles and the names kept for debugging.
+    with contextlib.suppress(AttributeError):
+        engine.destroy()
+    loader = getattr(engine, "training_dataloader", None)
+    if loader is not None:
+        engine.training_dataloader = None
+    # Optimizer and module refer to each other and to the engine through closures of hooks; the C++ side of an
+    # autograd hook is not seen by Python's collector, so the cycles are cut here.
+    module = getattr(engine, "module", None)
+    for parameter in module.parameters() if module is not None else ():
+        parameter.grad = None
+        for name in [name for name in vars(parameter) if name.startswith(process.PARAMETER_ATTRIBUTES)]:
+            with contextlib.suppress(AttributeError):
+                delattr(parameter, name)
+    optimizer = getattr(engine, "optimizer", None)
+    for held in (optimizer, engine):
+        for name in process.CONTAINERS:
+            found = getattr(held, "__dict__", {}).get(name)
+            if isinstance(found, (dict, list, set)):
+                found.clear()
+    for held in (optimizer, getattr(optimizer, "optimizer", None)):
+        state = getattr(held, "__dict__", {}).get("state")
+        if state is not None and hasattr(state, "clear"):
+            state.clear()
+
+
+def _reset_globals() -> None:
+    process.reset_globals()
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and hasattr(dynamo, "reset"):
+        dynamo.reset()  # compiled graphs hold the modules that they were compiled for
+
+
+def _has_device() -> bool:
+    return str(get_accelerator().device_name()) != "cpu"
+
+
+def _empty_caches() -> None:
+    accelerator = get_accelerator()
+    if _has_device():
+        accelerator.empty_cache()
+        accelerator.reset_peak_memory_stats()
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
+        if empty_host_cache is not None:
+            empty_host_cache()
+    # glibc keeps what was freed in its arenas, and the next configuration's peak would count it.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,218 @@
+"""Measure a script's own training loop, and report it to the search."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import determined as det
+import torch.distributed
+
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, classify, failure_line, outcome_to_json
+from dstrial.dsat.rank.hooks import probing
+from dstrial.dsat.rank.microbench import with_machine
+from dstrial.dsat.rank.statistics import SamplingLimits
+from dstrial.dsat.rank.step_timer import MeasurementDone, Meter, NumericError
+from dstrial.errors import TrialContractError
+from dstrial.local.json_files import write_json_atomically
+from dstrial.local.measuring_variables import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters
+from dstrial.ranks import process_group
+
+
+@contextlib.contextmanager
+def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
+    """Measure the steps of DeepSpeed engines inside the block, in a trial of dsat; do nothing in any other.
+
+    When enough steps are measured, what was measured is reported as validation metrics, ``op`` is completed, and
+    ``SystemExit`` with status 0 leaves the block out of ``engine.step()``. A loop that ends before is measured by what it
+    did, and is left by ``SystemExit`` as well: what follows the block belongs to a training, which this is not.
+
+    The block may stand around the whole loop, or around every step or micro batch in it, as in Determined's example of the
+    Core API: one in which an engine makes at most one step is taken for a part of a loop, whose blocks are measured
+    together. Such a loop that ends before enough is measured is measured by what it did when the core context closes.
+
+    Args:
+        core_context: of ``determined.core.init``.
+        op: the searcher's operation, which is completed; None if there is none.
+        steps_completed: steps to report the metrics at; those of the engine if None.
+
+    Raises:
+        TrialContractError: there was no second step of an engine, so that there is nothing to time; of a loop of
+            blocks when the core context closes.
+
+    Ranks: all, collectively.
+    """
+    hparams = hyperparameters_of_trial()
+    if not hparams.get("_use_dsat_mode"):
+        yield
+        return
+    parts: _PartByPart | None = getattr(core_context, _PARTS_ATTRIBUTE, None)
+    meter = Meter(limits_from(hparams), ends_process=True) if parts is None else parts.meter
+    heard_before = meter.num_heard
+    with failures_told(meter):
+        try:
+            with probing(meter):
+                yield
+        except MeasurementDone:
+            if parts is not None:
+                parts.is_finished = True
+            _finish(meter, core_context, op, steps_completed)
+            raise
+        if parts is not None or meter.num_heard - heard_before <= 1:
+            if parts is None:
+                _PartByPart(core_context, op, steps_completed, meter).begin()
+            return
+        _require_result(meter)
+        _finish(meter, core_context, op, steps_completed)
+        raise MeasurementDone(0)
+
+
+_PARTS_ATTRIBUTE = "_dstrial_parts"
+
+
+@dataclasses.dataclass(slots=True)
+class _PartByPart:
+    """A loop that opens the block anew for each of its steps.
+
+    Attributes:
+        core_context: of the script; ends the measurement when it closes.
+        op: the searcher's operation.
+        steps_completed: steps to report the metrics at.
+        meter: that of all blocks.
+        is_finished: whether the result is reported.
+    """
+
+    core_context: Any
+    op: Any
+    steps_completed: int | None
+    meter: Meter
+    is_finished: bool = False
+
+    def begin(self) -> None:
+        """Have later blocks of the same core context find this, and its end tell. Ranks: each its own."""
+        setattr(self.core_context, _PARTS_ATTRIBUTE, self)
+        # Determined 0.23's contexts end without it; there a loop has to make enough steps to be measured.
+        close = getattr(self.core_context, "close", None)
+        if close is None:
+            return
+
+        def finish_and_close(kind: type[BaseException] | None = None, *rest: Any) -> None:
+            try:
+                if kind is None and not self.is_finished:
+                    self.finish()
+            finally:
+                close(kind, *rest)
+
+        setattr(self.core_context, "close", finish_and_close)  # noqa: B010  # Determined 0.23 has none
+
+    def finish(self) -> None:
+        """Report what the loop did before it ended by itself. Ranks: all, collectively."""
+        self.is_finished = True
+        with failures_told(self.meter):
+            _require_result(self.meter)
+            _finish(self.meter, self.core_context, self.op, self.steps_completed)
+
+
+def _require_result(meter: Meter) -> None:
+    """Refuse to report nothing.
+
+    Raises:
+        TrialContractError: fewer than two steps were made.
+    """
+    if not meter.has_result:
+        raise TrialContractError(
+            f"the block of dsat_reporting_context ends after {meter.num_steps} steps of a DeepSpeed engine; expected "
+            "enough of them to be timed, at least 2. Put the whole training loop into the block, or every step of it, and "
+            "train longer."
+        )
+
+
+def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
+    """Measure every ``Trainer.fit`` of a measuring trial; its hyperparameters name this function. Ranks: all, collectively."""
+    return dsat_reporting_context(core_context, None)
+
+
+def hyperparameters_of_trial() -> Mapping[str, Any]:
+    """Return the hyperparameters of the trial that this process belongs to; empty outside any. Ranks: any."""
+    info = det.get_cluster_info()
+    if info is not None and info.task_type == "TRIAL":
+        found: Mapping[str, Any] = info.trial.hparams
+        return found
+    return measuring_hyperparameters() or {}
+
+
+def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
+    """Return when enough is measured, from the hyperparameters that the search has set."""
+    given = hparams.get(SETTINGS_KEY)
+    names = {field.name for field in dataclasses.fields(SamplingLimits)}
+    return SamplingLimits(**{name: value for name, value in dict(given or {}).items() if name in names})
+
+
+def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
+    """Report metrics to the master, if there is one, and into the file that a search on this machine reads.
+
+    Ranks: any; only rank 0 does anything.
+    """
+    if _rank() != 0:
+        return
+    metrics = outcome_to_json(measured)["metrics"]
+    core_context.train.report_validation_metrics(steps_completed=steps_completed, metrics=metrics)
+    path = os.environ.get(RESULT_VARIABLE)
+    if path:
+        write_json_atomically(Path(path), {"metrics": metrics})
+
+
+@contextlib.contextmanager
+def failures_told(meter: Meter) -> Iterator[None]:
+    """Print how this rank failed, in the line that the search looks for, and let the exception go on. Ranks: each its own."""
+    try:
+        yield
+    except SystemExit as exit_:
+        if exit_.code not in (0, None) and not isinstance(exit_, MeasurementDone):
+            _tell(exit_, meter)
+        raise
+    except BaseException as error:
+        _tell(error, meter)
+        raise
+
+
+def failure_of(error: BaseException, meter: Meter) -> Failure:
+    """Return how this rank failed, from what it was doing and the exception that ended it. Ranks: any; no communication."""
+    text = "".join(traceback.format_exception(error))
+    failure = classify(text, phase=meter.phase)
+    if isinstance(error, NumericError):
+        failure = Failure(FailureKind.NUMERIC, str(error), meter.phase)
+    if isinstance(error, KeyboardInterrupt):
+        failure = Failure(FailureKind.CANCELED, "interrupted", meter.phase)
+    allocated = meter.allocated_bytes() if failure.kind is FailureKind.DEVICE_OOM else None
+    return dataclasses.replace(failure, rank=_rank(), allocated_bytes=allocated)
+
+
+def _tell(error: BaseException, meter: Meter) -> None:
+    sys.stderr.write(f"{failure_line(failure_of(error, meter))}\n")
+    sys.stderr.flush()
+
+
+def _finish(meter: Meter, core_context: Any, op: Any, steps_completed: int | None) -> None:
+    measured = with_machine(meter.result(), hyperparameters_of_trial().get(SETTINGS_KEY), meter.dtype)
+    steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
+    report(measured, core_context, steps)
+    # A loop that ends by itself has completed its operation, which no operation allows twice.
+    if op is not None and _rank() == 0 and not getattr(op, "_completed", False):
+        op.report_completed(measured.metrics["throughput"])
+    # The process ends from here: with a group that is left to the interpreter's end, gloo's threads may abort it there.
+    process_group.keep()
+
+
+def _rank() -> int:
+    return (
+        torch.distributed.get_rank()
+        if torch.distributed.is_initialized()
+        else int(os.environ.get("RANK", "0"))
+    )

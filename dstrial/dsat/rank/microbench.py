@@ -1,0 +1,140 @@
+"""Benchmark the machine, with all ranks at work, for step times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+
+from dstrial.dsat.core.outcome import Measured
+from dstrial.dsat.predictor.hardware import METRIC_PREFIX
+from dstrial.local.measuring_variables import BENCHMARK_KEY
+
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+_LONG_ENOUGH_S = 0.02
+_NUM_OPERATIONS = 300
+_COPIED_BYTES = {"cpu": 2**24, "device": 2**28}
+_SENT_BYTES = {"cpu": 2**22, "device": 2**27}
+_FEW_BYTES = 4096
+_REPEATS = 5
+
+
+def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
+    """Return what was measured, with the machine's metrics if the settings of the measurement ask for them.
+
+    Args:
+        measured: of a configuration.
+        settings: of the measurement, ``_dsat`` among the hyperparameters.
+        dtype: of the model's parameters.
+
+    Ranks: all, collectively.
+    """
+    if not (settings or {}).get(BENCHMARK_KEY):
+        return measured
+    return Measured({**measured.metrics, **measure_machine(dtype)})
+
+
+def measure_machine(dtype: torch.dtype) -> dict[str, float]:
+    """Return what ``dstrial.dsat.predictor.hardware.Machine.from_metrics`` reads; about two seconds.
+
+    Args:
+        dtype: in which matrices are multiplied.
+
+    Ranks: all, collectively; each returns its own view.
+    """
+    accelerator = get_accelerator()
+    is_cpu = accelerator.device_name() == "cpu"
+    kind = "cpu" if is_cpu else "device"
+    device = torch.device(accelerator.current_device_name())
+
+    def timed(call: Callable[[], object], times: int = 1) -> float:
+        """Return the median seconds of one call, all calls of a repeat in a row."""
+        found = []
+        for _ in range(_REPEATS):
+            if not is_cpu:
+                accelerator.synchronize()
+            began_s = time.perf_counter()
+            for _ in range(times):
+                call()
+            if not is_cpu:
+                accelerator.synchronize()
+            found.append((time.perf_counter() - began_s) / times)
+        return max(statistics.median(found), 1e-9)
+
+    with torch.no_grad():
+        _meet(device)
+        found = {"flops_per_s": _matmul_rate(timed, device, dtype)}
+        one = torch.zeros(8, device=device)
+        found["operation_s"] = timed(lambda: one.add_(1.0), _NUM_OPERATIONS)
+        _meet(device)
+        found["copy_bytes_per_s"] = _copy_rate(timed, device, _COPIED_BYTES[kind])
+        if not is_cpu:
+            found["host_bytes_per_s"] = _copy_rate(timed, torch.device("cpu"), _COPIED_BYTES["cpu"])
+            on_host = torch.zeros(_COPIED_BYTES["cpu"], dtype=torch.uint8).pin_memory()
+            on_device = torch.zeros_like(on_host, device=device)
+            seconds = timed(lambda: on_device.copy_(on_host, non_blocking=True))
+            found["host_copy_bytes_per_s"] = on_host.numel() / seconds
+        found |= _collective_rates(timed, device, _SENT_BYTES[kind])
+    return {METRIC_PREFIX + name: value for name, value in found.items()}
+
+
+def _matmul_rate(timed: Callable[..., float], device: torch.device, dtype: torch.dtype) -> float:
+    best = 0.0
+    for size in _SIZES:
+        left = torch.ones(size, size, device=device, dtype=dtype)
+        right = torch.ones(size, size, device=device, dtype=dtype)
+        torch.matmul(left, right)
+        seconds = timed(lambda left=left, right=right: torch.matmul(left, right))
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > _LONG_ENOUGH_S:
+            break
+    return best
+
+
+def _copy_rate(timed: Callable[..., float], device: torch.device, num_bytes: int) -> float:
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * num_bytes / timed(lambda: target.copy_(source))
+
+
+def _collective_rates(timed: Callable[..., float], device: torch.device, num_bytes: int) -> dict[str, float]:
+    """Time the collectives of ZeRO; what a backend does not have is left out, on all ranks."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return {}
+    size = torch.distributed.get_world_size()
+    found: dict[str, float] = {}
+
+    def call_of(kind: str, whole_bytes: int) -> Callable[[], object]:
+        shard = torch.zeros(max(whole_bytes // 4 // size, 1), device=device)
+        whole = torch.zeros(shard.numel() * size, device=device)
+        if kind == "all_reduce":
+            return lambda: torch.distributed.all_reduce(whole)
+        if kind == "all_gather":
+            return lambda: torch.distributed.all_gather_into_tensor(whole, shard)
+        return lambda: torch.distributed.reduce_scatter_tensor(shard, whole)
+
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        few, many = call_of(kind, _FEW_BYTES), call_of(kind, num_bytes)
+        try:
+            many()
+        except (RuntimeError, NotImplementedError):
+            # The backend lacks it, as some versions of gloo lack reduce_scatter, before anything was sent.
+            continue
+        _meet(device)
+        latency_s = timed(few, 4)
+        _meet(device)
+        found[f"{kind}_latency_s"] = latency_s
+        found[f"{kind}_bytes_per_s"] = num_bytes / max(timed(many) - latency_s, 1e-6)
+    return found
+
+
+def _meet(device: torch.device) -> None:
+    """Wait for all ranks, which also makes the first collective, the slowest one, nobody's measurement."""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(torch.zeros(1, device=device))

@@ -1,0 +1,159 @@
+"""A rank of a script on this machine, without a master.
+
+``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``.
+
+A Core API script asks Determined which trial it is, and tells it everything. Here it is told the experiment that the launcher
+was given (``python -m dstrial.launch --config``), and a run directory takes the master's place. Not meant to be typed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import determined as det
+from determined import core
+
+from dstrial.local import core_context as local_context
+from dstrial.local.experiment_file import KnownExperiment, read_experiment
+from dstrial.local.measuring_variables import STAND_IN_CLUSTER
+from dstrial.local.retention import KeepPolicy
+from dstrial.local.run_directory import RunDirectory, RunState, default_runs_dir
+from dstrial.ranks.identity import RankIdentity, identify
+from dstrial.ranks.stop_signals import StopSignals
+
+_NO_MASTER = "http://localhost:1"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a script, or ``-m MODULE``, as a rank of a trial of this machine. Ranks: all."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    known = read_experiment()
+    assert known is not None, "the launcher was given --config"
+    with trial_here(known, identify(os.environ)):
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]:
+    """Let Determined's Core API answer as in a trial on a cluster, inside the block.
+
+    ``det.get_cluster_info()`` returns the experiment's hyperparameters and config, ``core.init()`` a core context on a run
+    directory, with a searcher if the experiment has a ``searcher.max_length``. dstrial itself knows that there is no master.
+
+    Args:
+        known: the experiment.
+        identity: this rank.
+
+    Ranks: all; making the core context is collective (one broadcast).
+    """
+    info = _info(known, identity)
+    runs: list[RunDirectory] = []
+    with contextlib.ExitStack() as stack:
+
+        def init(
+            *,
+            distributed: core.DistributedContext | None = None,
+            preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
+            **_elsewhere: object,
+        ) -> core.Context:
+            # A request to stop is for who can ask for it; a script without a core context just ends.
+            signals = stack.enter_context(StopSignals())
+            channel = distributed or core.DummyDistributedContext()
+            made = _new_run(known) if channel.rank == 0 else None
+            if made is not None:
+                runs.append(made)
+            directory = RunDirectory.open(channel.broadcast(None if made is None else str(made.path)))
+            searcher = known.config.get("searcher") or {}
+            length, unit = _length(searcher.get("max_length"))
+            return local_context.init(
+                directory,
+                distributed=channel,
+                metric=searcher.get("metric"),
+                smaller_is_better=bool(searcher.get("smaller_is_better", True)),
+                stop_requested=lambda: signals.requested,
+                keep=KeepPolicy.from_config(known.config.get("checkpoint_storage")),
+                max_length=length,
+                max_length_unit=unit,
+                preempt_mode=preempt_mode,
+            )
+
+        stack.enter_context(mock.patch.object(det._info, "_info", info))
+        stack.enter_context(mock.patch.object(core, "init", init))
+        # Determined's launchers say where rank 0 listens; ranks of this machine are all on it.
+        stack.enter_context(mock.patch.dict(os.environ, {"DET_CHIEF_IP": identity.master_addr}))
+        failure: str | None = None
+        try:
+            yield
+        except SystemExit as exit_:
+            failure = None if exit_.code in (0, None) else f"SystemExit: {exit_.code}"
+            raise
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            for run in runs:
+                run.end_attempt(RunState.COMPLETED if failure is None else RunState.FAILED, failure)
+
+
+def _length(given: Any) -> tuple[int | None, core.Unit | None]:
+    """Return ``searcher.max_length`` as a number and its unit; the unit is None for a bare number."""
+    if not isinstance(given, Mapping):
+        return given, None
+    ((unit, number),) = given.items()
+    return int(number), core.Unit[str(unit).upper()]
+
+
+def _info(known: KnownExperiment, identity: RankIdentity) -> Any:
+    seed = (known.config.get("reproducibility") or {}).get("experiment_seed")
+    trial = det.TrialInfo(
+        trial_id=0,
+        experiment_id=0,
+        trial_seed=int(seed or 0),
+        hparams=copy.deepcopy(known.hyperparameters),
+        config=copy.deepcopy(known.config),
+        steps_completed=0,
+        trial_run_id=0,
+        debug=False,
+        inter_node_network_interface=None,
+    )
+    return det.ClusterInfo(
+        master_url=_NO_MASTER,
+        cluster_id=STAND_IN_CLUSTER,
+        agent_id="this machine",
+        slot_ids=list(range(identity.local_world_size)),
+        task_id="0",
+        allocation_id="0",
+        session_token="",
+        task_type="TRIAL",
+        trial_info=trial,
+        rendezvous_info=det.RendezvousInfo([identity.master_addr], 0, [identity.world_size]),
+    )
+
+
+def _new_run(known: KnownExperiment) -> RunDirectory:
+    return RunDirectory.create(
+        default_runs_dir(),
+        name=str(known.config.get("name") or Path(sys.argv[0]).stem),
+        context_dir=Path.cwd(),
+        command=sys.argv,
+        config=known.config,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Time whole steps of a running training, and count its FLOPs and memory.
+
+The steps of a measurement, in order: one to count FLOPs and saved activations; windows of steps, timed with the device
+synchronised at their edges, until the median is known well enough; three steps whose forward, backward and step are
+timed apart; where the caller can repeat a batch, a few without reading data. Rank 0 decides, all ranks follow.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+
+from dstrial.dsat.core.outcome import Measured
+from dstrial.dsat.rank.engine_features import FirstMicroBatch, traits_of
+from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
+from dstrial.engine.deepspeed_internals.optimizers import full_numel
+
+_NUM_PHASE_STEPS = 3
+_NUM_BARE_WINDOWS = 3
+_MOST_SKIPPED_SHARE = 0.5
+
+
+class Mode(enum.IntEnum):
+    """What the steps are for."""
+
+    PROFILE = 0
+    WINDOW = 1
+    PHASES = 2
+    BARE = 3
+    DONE = 4
+
+
+class MeasurementDone(SystemExit):
+    """Enough was measured: the process ends with status 0 unless somebody catches it."""
+
+
+class NumericError(ArithmeticError):
+    """The loss is not finite, or most steps are skipped for overflow."""
+
+
+class Meter:
+    """Listens to the engines of a rank while they train; see the module.
+
+    Args:
+        limits: when enough has been timed.
+        ends_process: raise ``MeasurementDone`` out of the last step, for loops that are not ours.
+        measures_bare: whether the caller repeats one batch while :attr:`mode` is ``BARE``.
+
+    Attributes:
+        num_heard: steps of the first engine that it has made while somebody listened.
+    """
+
+    def __init__(
+        self, limits: SamplingLimits, *, ends_process: bool = False, measures_bare: bool = False
+    ) -> None:
+        self._ends_process = ends_process
+        self._measures_bare = measures_bare
+        self._sampling = Sampling(limits)
+        self._bare = Sampling(limits)
+        self._engines: list[Any] = []
+        self._accelerator = get_accelerator()
+        self._steps_left = 1
+        self._started_s = 0.0
+        self._first = FirstMicroBatch()
+        self._phase_s: dict[str, float] = {}
+        self._phase_peak_bytes: dict[str, float] = {}
+        self._peak_bytes = (0.0, 0.0)
+        self._last_loss: Any = None
+        self._skipped_before = 0
+        self._num_bare = 0
+        self._depth = 0
+        self.num_heard = 0
+        self._window_steps = 1
+        self.mode = Mode.PROFILE
+        self.phase = "init"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further step is needed."""
+        return self.mode is Mode.DONE
+
+    @property
+    def has_result(self) -> bool:
+        """Whether there is something to report."""
+        return self._sampling.num_steps > 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the first engine has made; 0 without one."""
+        return int(self._engines[0].global_steps) if self._engines else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the first engine's parameters."""
+        parameter = next(iter(self._engines[0].module.parameters()), None)
+        return torch.float32 if parameter is None else parameter.dtype
+
+    def forget_engines(self) -> list[Any]:
+        """Return the engines that were heard of and hold them no more; nothing can be measured or told afterwards."""
+        engines, self._engines = self._engines, []
+        self._last_loss = None
+        return engines
+
+    # ---- what engines tell -----------------------------------------------------------------------
+
+    def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
+        """Make an engine's call, timed or counted where the mode asks for it. Ranks: all."""
+        if engine not in self._engines:
+            self._engines.append(engine)
+        self.phase = phase
+        self._depth += 1
+        try:
+            if self.mode is Mode.PROFILE and phase != "step":
+                result = self._first.run(phase, engine, call, is_outermost=self._depth == 1)
+            elif self.mode is Mode.PHASES:
+                result = self._timed(phase, call)
+            else:
+                result = call()
+        finally:
+            self._depth -= 1
+        if phase in ("backward", "train_batch") and isinstance(result, torch.Tensor):
+            self._last_loss = result.detach()
+        return result
+
+    def stepped(self, engine: Any) -> None:
+        """Count a step of the first engine, and at the end of a window agree on what comes next. Ranks: all.
+
+        Raises:
+            MeasurementDone: enough is measured, and the loop is not ours.
+            NumericError: the training is numerically broken.
+        """
+        self.phase = "training"
+        if engine is not self._engines[0] or self.is_done:
+            return
+        self.num_heard += 1
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return
+        if self._end_window() is Mode.DONE and self._ends_process:
+            raise MeasurementDone(0)
+
+    # ---- result ----------------------------------------------------------------------------------
+
+    def result(self) -> Measured:
+        """Return what was measured; on ranks other than 0 their own view of it. Ranks: any; no communication."""
+        engine = self._engines[0]
+        interval = self._sampling.interval()
+        micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        records = micro * accumulation * engine.dp_world_size
+        metrics: dict[str, float] = {
+            "throughput": records / interval.median,
+            "end_to_end_throughput": records / self._sampling.mean_s(),
+            "latency": interval.median * 1e6,
+            "latency_low": interval.low * 1e6,
+            "latency_high": interval.high * 1e6,
+            "half_width": interval.half_width,
+            "num_steps": self._sampling.num_steps,
+            "num_warm_up_steps": self._sampling.num_warm_up_steps,
+            "skipped_steps": float(engine.skipped_steps),
+            "train_batch_size": records,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+            "zero_stage": float(int(engine.zero_optimization_stage())),
+            "num_engines": float(len(self._engines)),
+        }
+        first = self._first
+        if first.flops:
+            model = first.flops - first.flops_recomputed
+            metrics["FLOPS_per_gpu"] = model * accumulation / interval.median
+            metrics["hardware_FLOPS_per_gpu"] = first.flops * accumulation / interval.median
+            metrics["recomputed_share"] = first.flops_recomputed / first.flops
+        for phase, seconds in self._phase_s.items():
+            if phase != "train_batch":
+                metrics[phase] = seconds / _NUM_PHASE_STEPS * 1e6
+        metrics |= {f"{phase}_peak_memory_bytes": peak for phase, peak in self._phase_peak_bytes.items()}
+        if self._bare.num_steps:
+            metrics["bare_throughput"] = records / self._bare.interval().median
+        return Measured(metrics | self._model_metrics(micro) | self._memory_metrics())
+
+    def _model_metrics(self, micro_batch_size: int) -> dict[str, float]:
+        # Of a pipeline these are the parameters of this rank's stage.
+        params = [param for engine in self._engines for param in engine.module.parameters()]
+        sizes = [float(full_numel(param)) for param in params]
+        metrics = {
+            "num_params": sum(sizes),
+            "num_trainable_params": sum(
+                size for size, param in zip(sizes, params, strict=True) if param.requires_grad
+            ),
+        }
+        metrics |= {**traits_of(self._engines), "probe_operations": self._first.num_operations}
+        if self._first.flops:
+            metrics["probe_flops_per_record"] = self._first.flops / micro_batch_size
+        if self._first.activation_bytes:
+            metrics["activation_bytes_per_record"] = self._first.activation_bytes / micro_batch_size
+        return metrics
+
+    def _memory_metrics(self) -> dict[str, float]:
+        metrics = {"host_peak_memory_bytes": _host_peak_bytes()}
+        if not self._is_cpu:
+            metrics["peak_memory_bytes"], metrics["peak_reserved_bytes"] = self._peak_bytes
+            metrics["device_memory_bytes"] = float(self._accelerator.total_memory())
+        return metrics
+
+    # ---- machinery -------------------------------------------------------------------------------
+
+    @property
+    def _is_cpu(self) -> bool:
+        return str(self._accelerator.device_name()) == "cpu"
+
+    def allocated_bytes(self) -> int | None:
+        """Return what is allocated on the device now; None on the CPU. Ranks: any; no communication."""
+        return None if self._is_cpu else int(self._accelerator.memory_allocated())
+
+    def _synchronize(self) -> float:
+        if not self._is_cpu:
+            self._accelerator.synchronize()
+        return time.perf_counter()
+
+    def _end_window(self) -> Mode:
+        seconds = self._synchronize() - self._started_s
+        if self.mode in (Mode.WINDOW, Mode.BARE):
+            sampling = self._sampling if self.mode is Mode.WINDOW else self._bare
+            sampling.add(self._window_steps, seconds)
+        if self.mode is Mode.WINDOW:
+            self._require_numbers()
+        mode, steps = self._agree(*self._next())
+        if mode is not Mode.WINDOW and self.mode is Mode.WINDOW and not self._is_cpu:
+            accelerator = self._accelerator
+            self._peak_bytes = (
+                float(accelerator.max_memory_allocated()),
+                float(accelerator.max_memory_reserved()),
+            )
+        self.mode, self._steps_left, self._window_steps = mode, steps, steps
+        self._started_s = self._synchronize()
+        return mode
+
+    def _next(self) -> tuple[Mode, int]:
+        """Say what comes next, as rank 0 sees it."""
+        if self.mode in (Mode.PROFILE, Mode.WINDOW):
+            steps = self._sampling.next_steps()
+            return (Mode.WINDOW, steps) if steps else (Mode.PHASES, _NUM_PHASE_STEPS)
+        if self._measures_bare and (self.mode is Mode.PHASES or self._num_bare < _NUM_BARE_WINDOWS):
+            self._num_bare += 1
+            return Mode.BARE, max(1, self._bare_steps)
+        return Mode.DONE, 0
+
+    @property
+    def _bare_steps(self) -> int:
+        return max(1, min(round(0.1 / max(self._sampling.interval().median, 1e-6)), 1000))
+
+    def _agree(self, mode: Mode, steps: int) -> tuple[Mode, int]:
+        """Take rank 0's decision. Ranks: all, collectively (one broadcast)."""
+        if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+            return mode, steps
+        told = torch.tensor([int(mode), steps], device=self._accelerator.current_device_name())
+        torch.distributed.broadcast(told, src=0)
+        return Mode(int(told[0])), int(told[1])
+
+    def _require_numbers(self) -> None:
+        loss = self._last_loss
+        if loss is not None and not bool(torch.isfinite(loss).all()):
+            raise NumericError(
+                f"the loss is {loss.flatten()[0].item()} after {self._engines[0].global_steps} steps"
+            )
+        engine = self._engines[0]
+        skipped = int(engine.skipped_steps) - self._skipped_before
+        self._skipped_before += skipped
+        if self._window_steps >= 4 and skipped > _MOST_SKIPPED_SHARE * self._window_steps:
+            raise NumericError(f"{skipped} of {self._window_steps} steps were skipped for overflow")
+
+    def _timed(self, phase: str, call: Callable[[], Any]) -> Any:
+        if not self._is_cpu:
+            self._accelerator.reset_peak_memory_stats()
+        started_s = self._synchronize()
+        result = call()
+        self._phase_s[phase] = self._phase_s.get(phase, 0.0) + self._synchronize() - started_s
+        if not self._is_cpu:
+            peak = float(self._accelerator.max_memory_allocated())
+            self._phase_peak_bytes[phase] = max(self._phase_peak_bytes.get(phase, 0.0), peak)
+        return result
+
+
+def _host_peak_bytes() -> float:
+    """Return the process's peak memory, since the kernel was last told to count it anew."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status)
+    kib = int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib * 1024.0

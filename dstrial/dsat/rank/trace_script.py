@@ -1,0 +1,296 @@
+"""Describe a script that trains with DeepSpeed, without training.
+
+It runs until its engine gets its first batch; model and batch are then dry-run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import determined as det
+import torch
+from determined import core
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dstrial import runtime
+from dstrial.dsat.rank.meta_init import make_fake, shapes_only
+from dstrial.dsat.rank.trace_trial import AloneContext
+from dstrial.engine.checkpoint_reader.safe_load import load
+from dstrial.engine.deepspeed_internals.engines import load_config_file
+from dstrial.errors import TrialContractError
+from dstrial.local.run_directory import RUN_DIR_VARIABLE
+from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
+from dstrial.ranks.identity import LOOPBACK_ADDR
+from dstrial.scratch import scratch_directory
+
+_ARGUMENTS = inspect.signature(deepspeed.initialize)
+_AUTO = "auto"
+_NO_CLUSTER, _NO_MASTER = "dry run", "http://localhost:1"
+
+
+class ScriptWorkload:
+    """A script's model and first batch as a dry run's workload; see ``dstrial.engine.dryrun.workload.Workload``.
+
+    What the script does with the engine's output is not run: the loss is the output itself where that is one number, its
+    ``loss``, or the mean of all numbers of the output.
+
+    Args:
+        words: the script's path, or ``-m`` and a module, and its arguments.
+        hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
+        exp_conf: experiment config, if the script asks for it.
+        sample_batch: file with what the engine is called with instead, by ``torch.save``.
+        trusts_code: whether that file may run code when it is loaded.
+        is_real: build and train with real tensors.
+
+    Attributes:
+        notes: what a person has to know of the description.
+
+    Raises:
+        TrialContractError: the script ends without having called an engine.
+
+    Ranks: this one is the only one that exists.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None = None,
+        sample_batch: str | None = None,
+        trusts_code: bool = False,
+        is_real: bool = False,
+    ) -> None:
+        self.notes: list[str] = []
+        self._is_real = is_real
+        self._arguments: dict[str, Any] = {}
+        self._config: Mapping[str, Any] = {}
+        self._engine: Any = None
+        self._device = torch.device("cpu")
+        size = torch.distributed.get_world_size()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
+            stack.enter_context(_off_cluster(size, hparams, exp_conf or {}))
+            if not is_real:
+                stack.enter_context(shapes_only())
+            batch = _first_batch(words)
+        if batch is None:
+            raise TrialContractError(
+                f"{' '.join(words[:2])} ends without a batch for an engine of deepspeed.initialize; expected one. "
+                "Call the engine."
+            )
+        if sample_batch is not None:
+            batch = _arguments(load(Path(sample_batch), trusts_code=trusts_code))
+        self._args, self._kwargs = batch
+        first = next(
+            (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
+        )
+        self._num_records = 0 if first is None else len(first)
+
+    def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        """Stand in for ``deepspeed.initialize``."""
+        self._arguments = dict(_ARGUMENTS.bind(*args, **kwargs).arguments)
+        if isinstance(self._arguments.get("model"), deepspeed.PipelineModule):
+            raise TrialContractError(
+                "the script trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
+            )
+        given = self._arguments.get("model_parameters")
+        if given is not None:
+            self._arguments["model_parameters"] = list(given)
+        config = self._arguments.get("config") or self._arguments.get("config_params") or {}
+        self._config = load_config_file(config) if isinstance(config, str) else config
+        stand_in = _CapturingEngine(self._arguments["model"], self._config)
+        return stand_in, self._arguments.get("optimizer"), None, self._arguments.get("lr_scheduler")
+
+    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
+        """Return the engine of the script's model, with this config; what it leaves ``"auto"`` is as the script has filled it."""
+        self._device = device
+        arguments = {**self._arguments, "config": _filled(deepspeed_config, self._config)}
+        arguments.pop("config_params", None)
+        if not self._is_real:
+            make_fake(arguments)
+        self._engine, *_ = deepspeed.initialize(**arguments)
+        return [self._engine]
+
+    def train_micro_batch(self, micro_batch_size: int) -> Any:
+        """Train on the script's first batch, resized."""
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda tensor: self._resized(tensor, micro_batch_size), (self._args, self._kwargs)
+        )
+        output = self._engine(*args, **kwargs)
+        self._engine.backward(self._loss(output))
+        self._engine.step()
+        return args, kwargs
+
+    def _resized(self, tensor: torch.Tensor, num_records: int) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == self._num_records:
+            shape[0] = num_records
+        if not self._is_real:
+            return torch.empty(shape, dtype=tensor.dtype, device=self._device)
+        repeats = -(-shape[0] // max(len(tensor), 1)) if shape else 1
+        return torch.cat([tensor] * repeats)[: shape[0]] if repeats > 1 or shape else tensor
+
+    def _loss(self, output: Any) -> torch.Tensor:
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, Mapping):
+            found = output.get("loss")
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if found is None:
+            found = next((leaf for leaf in leaves if leaf.numel() == 1 and leaf.requires_grad), None)
+        if isinstance(found, torch.Tensor):
+            return found
+        note = "the script's loss is not part of its model, so the mean of the model's output took its place"
+        if note not in self.notes:
+            self.notes.append(note)
+        return torch.stack([leaf.float().mean() for leaf in leaves if leaf.requires_grad]).sum()
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as positional and keyword arguments of an engine."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+class _Captured(BaseException):
+    """Ends the script at its first batch; no ``except Exception`` of the script's stops it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.batch = args, kwargs
+
+
+class _CapturingEngine:
+    """What the script gets for its engine."""
+
+    def __init__(self, module: Any, config: Any) -> None:
+        given = config if isinstance(config, Mapping) else {}
+        micro = given.get("train_micro_batch_size_per_gpu")
+        size = int(micro) if isinstance(micro, int) else 1
+        self.module = module
+        self.device = torch.device("cpu")
+        self.local_rank = self.global_rank = self.global_steps = 0
+        self.train_micro_batch_size_per_gpu = lambda: size
+        self.gradient_accumulation_steps = lambda: 1
+        self.train_batch_size = lambda: size
+
+    def train(self, mode: bool = True) -> _CapturingEngine:
+        """Do nothing."""
+        del mode
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Captured(args, kwargs)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _filled(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose ``"auto"`` values are those of ``captured``; left out where that has none either."""
+    filled: dict[str, Any] = {}
+    for key, value in config.items():
+        known = captured.get(key)
+        if isinstance(value, Mapping):
+            filled[key] = _filled(value, known if isinstance(known, Mapping) else {})
+        elif value != _AUTO:
+            filled[key] = copy.deepcopy(value)
+        elif known is not None and known != _AUTO:
+            filled[key] = copy.deepcopy(known)
+    return filled
+
+
+def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Run a script, or ``-m MODULE``, until it calls its engine; returns the arguments of that call, None if it ends before."""
+    is_module = words[0] == "-m"
+    directory = Path.cwd() if is_module else Path(words[0]).resolve().parent
+    argv = list(words[1:] if is_module else words)
+    show_ranks_to_accelerate()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", argv))
+        stack.enter_context(mock.patch.object(sys, "path", [str(directory), *sys.path]))
+        stack.enter_context(_stand_in_directory())
+        try:
+            if is_module:
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+        except _Captured as captured:
+            return captured.batch
+    return None
+
+
+@contextlib.contextmanager
+def _stand_in_directory() -> Iterator[None]:
+    """Be in a directory that shows what this one holds, so that files which the script makes are not left in it."""
+    real = Path.cwd()
+    with scratch_directory("dstrial-described-") as made:
+        for path in real.iterdir():
+            (made / path.name).symlink_to(path)
+        os.chdir(made)
+        try:
+            yield
+        finally:
+            os.chdir(real)
+
+
+@contextlib.contextmanager
+def _off_cluster(size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]) -> Iterator[None]:
+    """Let Determined's Core API, and ours, answer a script as rank 0 of a trial with these hyperparameters, without a master."""
+    distributed = AloneContext(size)
+    trial = det.TrialInfo(
+        trial_id=0,
+        experiment_id=0,
+        trial_seed=0,
+        hparams=copy.deepcopy(dict(hparams)),
+        config=copy.deepcopy(dict(exp_conf)),
+        steps_completed=0,
+        trial_run_id=0,
+        debug=False,
+        inter_node_network_interface=None,
+    )
+    info = det.ClusterInfo(
+        master_url=_NO_MASTER,
+        cluster_id=_NO_CLUSTER,
+        agent_id="",
+        slot_ids=list(range(size)),
+        task_id="0",
+        allocation_id="0",
+        session_token="",
+        task_type="TRIAL",
+        trial_info=trial,
+        rendezvous_info=det.RendezvousInfo([LOOPBACK_ADDR], 0, [size]),
+    )
+
+    def told() -> Any:
+        return info
+
+    def answer(*_args: Any, **_kwargs: Any) -> Any:
+        return core._dummy_init(distributed=distributed)
+
+    def alone(*_args: Any, **_kwargs: Any) -> Any:
+        return distributed
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(det, "get_cluster_info", told))
+        stack.enter_context(mock.patch.object(det._info, "_info", info))
+        stack.enter_context(mock.patch.object(core, "init", answer))
+        stack.enter_context(mock.patch.object(runtime, "ControlChannel", alone))
+        # Under ``dstrial run`` it would be opened, and written into.
+        stack.enter_context(mock.patch.dict(os.environ))
+        os.environ.pop(RUN_DIR_VARIABLE, None)
+        for name in ("from_deepspeed", "from_torch_distributed", "from_horovod"):
+            stack.enter_context(mock.patch.object(core.DistributedContext, name, alone))
+        yield

@@ -1,0 +1,305 @@
+"""Describe a DeepSpeedTrial without training it.
+
+Its own construction and steps run inside a dry run.
+
+Construction runs for real, so that data may be read as usual, but parameters keep their shapes only and
+``deepspeed.initialize`` answers with a stand-in. The training loader gives its first batches, and the largest of them lends
+its shapes.
+Then the parameters are made again as fake tensors, the real engine is built behind the stand-in, and the trial's own
+``train_batch`` runs. Where code cannot do without values, ``describe`` names its line and has one real batch measured instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from determined import core, pytorch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dstrial.dsat.rank.meta_init import make_fake, shapes_only
+from dstrial.engine.checkpoint_reader.safe_load import load
+from dstrial.engine.deepspeed_internals.engines import load_config_file
+from dstrial.errors import TrialContractError
+from dstrial.launch.trial_import import import_trial
+from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.model_parallel_unit import ModelParallelUnit
+
+_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+
+
+class TrialWorkload:
+    """A DeepSpeedTrial as a dry run's workload; see ``dstrial.engine.dryrun.workload.Workload``.
+
+    Args:
+        trial: ``module:Class``.
+        context_dir: the directory that holds the module.
+        hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
+        exp_conf: experiment config, if the trial asks for it.
+        micro_batch_size: what the context says while the trial and its loader are built.
+        num_batches: of so many first batches of the loader the largest is taken.
+        sample_batch: file with a batch to take instead, by ``torch.save``.
+        trusts_code: whether that file may run code when it is loaded.
+        is_real: build and train with real tensors.
+
+    Raises:
+        TrialContractError: the trial wraps no engine, or a pipeline.
+        DataError: the loader is empty.
+
+    Ranks: this one is the only one that exists.
+    """
+
+    def __init__(
+        self,
+        trial: str,
+        context_dir: str,
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None = None,
+        micro_batch_size: int = 2,
+        num_batches: int = 4,
+        sample_batch: str | None = None,
+        trusts_code: bool = False,
+        is_real: bool = False,
+    ) -> None:
+        self._is_real = is_real
+        self._calls: list[_InitializeCall] = []
+        world_size = torch.distributed.get_world_size()
+        self._context = _OwnContext(world_size, hparams, exp_conf, micro_batch_size)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
+            if not is_real:
+                stack.enter_context(shapes_only())
+            trial_class = import_trial(trial, Path(context_dir))
+            self._trial = trial_class(self._context)
+            if not self._calls:
+                raise TrialContractError(
+                    f"{trial} is built without deepspeed.initialize; expected at least one engine. Call it in __init__."
+                )
+            if sample_batch is not None:
+                self._batch = load(Path(sample_batch), trusts_code=trusts_code)
+                self._num_records = self._trial.get_batch_length(self._batch)
+            else:
+                loader = self._trial.build_training_data_loader()
+                self._batch, self._num_records = _largest_batch(
+                    loader, self._trial.get_batch_length, num_batches
+                )
+
+    def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        """Stand in for ``deepspeed.initialize``."""
+        call = _InitializeCall(_ARGUMENTS.bind(*args, **kwargs).arguments, self._context)
+        self._calls.append(call)
+        return call.stand_in, call.arguments.get("optimizer"), None, call.arguments.get("lr_scheduler")
+
+    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
+        """Return the engines, built as the trial asked for them.
+
+        A trial with one engine gets this config; one with several keeps its own, but for the batch sizes.
+        """
+        self._context.device = device
+        engines = []
+        for call in self._calls:
+            config = deepspeed_config
+            if len(self._calls) > 1:
+                own = load_config_file(call.config) if isinstance(call.config, str) else call.config
+                kept = {key: value for key, value in own.items() if key not in _BATCH_KEYS}
+                config = {
+                    **kept,
+                    **{key: deepspeed_config[key] for key in _BATCH_KEYS if key in deepspeed_config},
+                }
+            engines.append(call.build(copy.deepcopy(dict(config)), as_fake=not self._is_real))
+        self._accumulation = int(deepspeed_config.get("gradient_accumulation_steps") or 1)
+        return engines
+
+    def train_micro_batch(self, micro_batch_size: int) -> Any:
+        """Call the trial's ``train_batch`` on a batch of that many records."""
+        batch = tree_map_only(
+            torch.Tensor, lambda tensor: self._resized(tensor, micro_batch_size), self._batch
+        )
+        drawn = itertools.repeat(batch)
+        self._trial.train_batch(drawn, 0, 0)
+        return batch
+
+    def _resized(self, tensor: torch.Tensor, num_records: int) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == self._num_records:
+            shape[0] = num_records
+        if not self._is_real:
+            return torch.empty(shape, dtype=tensor.dtype)
+        if list(tensor.shape) == shape:
+            return tensor
+        repeats = -(-num_records // len(tensor))
+        return torch.cat([tensor] * repeats)[:num_records]
+
+
+_ARGUMENTS = inspect.signature(deepspeed.initialize)
+
+
+class _StandIn:
+    """What the trial gets for its engine; from ``stand_for`` on everything is the engine's."""
+
+    def __init__(self, module: nn.Module, micro_batch_size: int, config: Mapping[str, Any]) -> None:
+        self._engine: Any = None
+        stage = int((config.get("zero_optimization") or {}).get("stage") or 0)
+        self._early = {
+            "module": module,
+            "train_micro_batch_size_per_gpu": lambda: micro_batch_size,
+            "gradient_accumulation_steps": lambda: 1,
+            "train_batch_size": lambda: micro_batch_size,
+            # What is compiled computes the same; the dry run sees it before anything is fused.
+            "compile": lambda *_, **__: None,
+            # What trials ask in their constructor; by the config that they gave, whichever is described.
+            "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
+            "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
+            "zero_optimization": lambda: stage > 0,
+            "zero_optimization_stage": lambda: stage,
+        }
+
+    def stand_for(self, engine: Any) -> None:
+        """Be this engine."""
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        if self._engine is not None:
+            return getattr(self._engine, name)
+        if name in self._early:
+            return self._early[name]
+        raise AttributeError(f"the engine of a described trial has no {name!r} before its first step")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+
+class _InitializeCall:
+    """One call of ``deepspeed.initialize``, to be made later.
+
+    Attributes:
+        arguments: by name.
+        stand_in: what the trial got.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], context: _OwnContext) -> None:
+        self.arguments = dict(arguments)
+        model = self.arguments["model"]
+        if isinstance(model, deepspeed.PipelineModule):
+            raise TrialContractError(
+                "the trial trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
+            )
+        given = self.arguments.get("model_parameters")
+        if given is not None:
+            self.arguments["model_parameters"] = list(given)
+        given_config = self.config if isinstance(self.config, Mapping) else {}
+        self.stand_in = _StandIn(model, context.get_train_micro_batch_size_per_gpu(), given_config)
+
+    @property
+    def config(self) -> Any:
+        """The config that was given, a dict or a path."""
+        return self.arguments.get("config") or self.arguments.get("config_params")
+
+    def build(self, config: dict[str, Any], *, as_fake: bool) -> Any:
+        """Build the engine with another config and let the stand-in be it."""
+        arguments = {**self.arguments, "config": config}
+        arguments.pop("config_params", None)
+        if as_fake:
+            make_fake(arguments)
+        engine, *_ = deepspeed.initialize(**arguments)
+        self.stand_in.stand_for(engine)
+        return engine
+
+
+def _largest_batch(loader: Any, length: Callable[[Any], int], num_batches: int) -> tuple[Any, int]:
+    """Return the largest of the first batches, by elements, and its records."""
+    drawn = list(itertools.islice(iter(_as_loader(loader)), num_batches))
+    if not drawn:
+        raise TrialContractError(
+            "build_training_data_loader returns an empty loader; expected at least one batch. Give it records."
+        )
+    largest = max(
+        drawn,
+        key=lambda batch: sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)),
+    )
+    return largest, length(largest)
+
+
+def _as_loader(loader: Any) -> Any:
+    """Return something to iterate over; Determined's ``DataLoader`` is a recipe for torch's."""
+    if not isinstance(loader, pytorch.DataLoader):
+        return loader
+    own = copy.copy(loader)
+    own.pin_memory = False  # which would make a CUDA context in a process that forks
+    return own.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
+
+
+class AloneContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
+    """Rank 0 of so many ranks, of which the others never answer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = self.local_size = size
+
+    def allgather(self, stuff: Any) -> list[Any]:
+        """Return what all ranks would say if they said the same."""
+        return [stuff] * self.size
+
+    gather = gather_local = allgather_local = allgather
+
+    def broadcast(self, stuff: Any) -> Any:
+        """Return it."""
+        return stuff
+
+    broadcast_local = broadcast
+
+    def close(self) -> None:
+        """Do nothing; there is no connection."""
+
+
+class _OwnContext(DeepSpeedTrialContext):
+    """A context off any cluster, which takes stand-ins for engines."""
+
+    def __init__(
+        self,
+        world_size: int,
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None,
+        micro_batch_size: int,
+    ) -> None:
+        distributed = AloneContext(world_size)
+        super().__init__(
+            core_context=core._dummy_init(distributed=distributed),
+            trial_seed=0,
+            hparams=copy.deepcopy(dict(hparams)),
+            slots_per_trial=world_size,
+            num_gpus=0,
+            exp_conf=None if exp_conf is None else dict(exp_conf),
+            steps_completed=0,
+            enable_tensorboard_logging=False,
+            device=torch.device("cpu"),
+        )
+        self._described_micro_batch_size = micro_batch_size
+        self._epoch_len, self._current_batch_idx = 1, 0
+        self._mpu = ModelParallelUnit(0, world_size, True, True)
+
+    def wrap_model_engine(self, model: Any) -> Any:
+        """Take an engine's stand-in as it is."""
+        self.models.append(model)
+        return model
+
+    def set_mpu(self, mpu: ModelParallelUnit) -> None:
+        """Take it; nothing is read for other ranks."""
+        self._mpu = mpu
+
+    def get_train_micro_batch_size_per_gpu(self) -> int:
+        """Return the size with which the trial is described."""
+        return self._described_micro_batch_size
+
+    def get_num_micro_batches_per_slot(self) -> int:
+        """Return 1."""
+        return 1

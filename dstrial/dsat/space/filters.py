@@ -1,0 +1,129 @@
+"""What need not be measured: the same again, the illegal, and the hopeless. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from dstrial.dsat.core.candidate import Candidate, value_at
+from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome
+from dstrial.dsat.space.knob_effects import proofs, without_dead
+from dstrial.dsat.space.knobs import KNOBS
+from dstrial.dsat.space.space import Space
+
+_GROWING = {knob.path: knob for knob in KNOBS if knob.grows_memory}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Known:
+    """A candidate that has been measured, or is being measured.
+
+    Attributes:
+        candidate: what.
+        outcome: how it ended; None while it is being measured.
+    """
+
+    candidate: Candidate
+    outcome: Outcome | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a candidate is not measured.
+
+    Attributes:
+        kind: ``again`` (an equal one was measured, or one that differs in a dead knob only), ``open`` (an equal one
+            is being measured), ``illegal`` or ``hopeless`` (one that needs less memory ran out of it, or a
+            prediction says so).
+        reason: one line for a person.
+        outcome: what may be taken for its outcome; None if nothing.
+    """
+
+    kind: Literal["again", "open", "illegal", "hopeless"]
+    reason: str
+    outcome: Outcome | None = None
+
+
+class Gates:
+    """Decides what is measured.
+
+    Args:
+        space: what is searched.
+        is_open: ``--no-gates``: everything is measured.
+        fits: says why a candidate cannot fit into memory, or None; asked only if all else lets it through.
+    """
+
+    def __init__(
+        self, space: Space, *, is_open: bool = False, fits: Callable[[Candidate], str | None] | None = None
+    ) -> None:
+        self._space = space
+        self.is_open = is_open
+        self._fits = fits
+        self._identities: dict[Candidate, str] = {}
+
+    def check(self, candidate: Candidate, known: Sequence[Known]) -> Verdict | None:
+        """Return why a candidate is not measured; None if it is to be.
+
+        Args:
+            candidate: what a method would measure next.
+            known: everything that was measured or is being measured.
+        """
+        if self.is_open:
+            return None
+        reason = self._space.illegal(candidate)
+        if reason is not None:
+            failure = Failure(FailureKind.BAD_CONFIG, reason, "check")
+            return Verdict("illegal", reason, failure)
+        found = proofs(self._space, [(one.candidate, one.outcome) for one in known], self._identity)
+        dead = [proof for proof in found if proof.is_dead]
+        identity = self._identity(without_dead(candidate, dead, self._space))
+        for one in known:
+            if self._identity(without_dead(one.candidate, dead, self._space)) != identity:
+                continue
+            if one.outcome is None:
+                return Verdict("open", "an equal configuration is being measured")
+            if not isinstance(one.outcome, Failure) or one.outcome.kind is not FailureKind.COMMUNICATION:
+                return Verdict("again", "an equal configuration was measured", one.outcome)
+        for one in known:
+            if (
+                isinstance(one.outcome, Failure)
+                and one.outcome.kind.is_out_of_memory
+                and needs_no_less_memory(candidate, one.candidate, self._space)
+            ):
+                reason = f"it needs at least the memory of one that ran out of it ({self._space.describe(one.candidate)})"
+                return Verdict("hopeless", reason, Failure(one.outcome.kind, reason, "predicted"))
+        if self._fits is not None and (reason := self._fits(candidate)) is not None:
+            return Verdict("hopeless", reason, Failure(FailureKind.DEVICE_OOM, reason, "predicted"))
+        return None
+
+    def _identity(self, candidate: Candidate) -> str:
+        if candidate not in self._identities:
+            self._identities[candidate] = self._space.identity(candidate)
+        return self._identities[candidate]
+
+
+def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
+    """Say whether a candidate surely needs at least as much device memory as another one.
+
+    That is so with the same stage, a micro batch that is no smaller, buckets that are no smaller, and nothing
+    else different.
+    """
+    if candidate.stage != other.stage or candidate.batch.micro_batch_size < other.batch.micro_batch_size:
+        return False
+    mine, theirs = dict(candidate.settings), dict(other.settings)
+    for path in mine.keys() | theirs.keys():
+        left, right = (_value(settings, path, space) for settings in (mine, theirs))
+        if left == right:
+            continue
+        if path not in _GROWING or left is None or right is None or left < right:  # type: ignore[operator]  # values of one knob
+            return False
+    return True
+
+
+def _value(settings: dict[str, object], path: str, space: Space) -> object:
+    """The value of a path; that of the user's own config where a candidate does not change it, None if unknown."""
+    if path in settings:
+        return settings[path]
+    found: object = value_at(space.base, path)
+    return found

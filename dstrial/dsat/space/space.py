@@ -1,0 +1,302 @@
+"""What is searched: structures, and how the batch is divided. Pure.
+
+A structure is a ZeRO stage and its live knobs.
+
+Whether a configuration is legal, and whether a key in it does anything, is decided by
+``dstrial.config.check_deepspeed`` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dstrial.config import ParallelDims, check_deepspeed, merge_deepspeed
+from dstrial.dsat.core.candidate import (
+    HYPERPARAMETERS,
+    BatchSplit,
+    Candidate,
+    Ladder,
+    changes_in_words,
+    value_at,
+)
+from dstrial.dsat.space.knobs import ALL_STAGES, ZERO, Knob, legal_stages, live_knobs, useful_values
+from dstrial.dsat.space.live_config import drop_dead_keys, live_zero, refusal, width_of, with_neutral_values
+from dstrial.dsat.space.pipeline import (
+    divided_anew,
+    efficiency,
+    enough_accumulation,
+    first_position,
+    stages_path,
+    uneven,
+    with_stages,
+)
+from dstrial.search.random_state import SearchRandom
+
+_MOST_COMBINATIONS = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Structure:
+    """Everything of a configuration but its batch.
+
+    Attributes:
+        stage: ZeRO stage.
+        settings: (dotted path, value) pairs in the order of their paths.
+    """
+
+    stage: int
+    settings: tuple[tuple[str, Any], ...]
+
+
+class Space:
+    """The configurations that may be measured for one experiment.
+
+    Args:
+        base: the user's DeepSpeed config, merged; not changed.
+        sizes: ranks and their division.
+        stages: ZeRO stages that may be tried.
+        train_batch_size: the global batch to keep; None for the config's own.
+        free_batch: whether the global batch follows the micro batch instead.
+        extra: ``--space``: path -> values, instead of a knob's own or for a new one.
+        hyperparameters: of the experiment, as a trial reads them; what a path of ``--space`` has in the user's own configuration.
+
+    Raises:
+        ConfigError: the config has no solvable batch, or the batch cannot be shared by the replicas.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, Any],
+        sizes: ParallelDims,
+        *,
+        stages: Sequence[int] = (1, 2, 3),
+        train_batch_size: int | None = None,
+        free_batch: bool = False,
+        extra: Mapping[str, Sequence[Any]] | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._hyperparameters = copy.deepcopy(dict(hyperparameters or {}))
+        self.base = {key: value for key, value in copy.deepcopy(dict(base)).items() if key != "autotuning"}
+        if train_batch_size is not None:
+            self.base["train_batch_size"] = train_batch_size
+            self.base.pop("gradient_accumulation_steps", None)
+        self.sizes = sizes
+        self.extra = {path: tuple(values) for path, values in (extra or {}).items()}
+        checked = check_deepspeed(self.base, sizes, auto="warning")
+        checked.raise_if_any()
+        assert checked.batch is not None
+        self._effective = checked.effective
+        self._own_warnings = frozenset(checked.warnings)
+        self._stage: int = checked.effective[ZERO]["stage"] or 0
+        batch = checked.batch
+        self._own_batch = BatchSplit(
+            batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps, batch.train_batch_size
+        )
+        self.ladder = Ladder(
+            None if free_batch else batch.train_batch_size,
+            batch.data_parallel_size,
+            max(batch.gradient_accumulation_steps, enough_accumulation(sizes.pp)),
+        )
+        self.stages_path = stages_path(tuple(self.extra), self._hyperparameters, sizes)
+        self.replicas = batch.data_parallel_size
+        legal = legal_stages(is_pipeline=sizes.has_pipeline_engine)
+        self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
+        self._reasons: dict[str, str | None] = {}
+        self._refusals: dict[tuple[int, str, str], str | None] = {}
+
+    @property
+    def own_stage(self) -> int:
+        """The ZeRO stage of the user's own configuration."""
+        return self._stage
+
+    @property
+    def bytes_per_value(self) -> int:
+        """2 for a model in half precision (fp16 or bf16), else 4."""
+        return width_of(self._effective)
+
+    def own(self) -> Candidate:
+        """Return the user's own configuration."""
+        return Candidate(self._stage, (), self._own_batch, is_own=True)
+
+    def smallest(self) -> Candidate:
+        """Return the user's own structure with the smallest micro batch."""
+        return Candidate(self._stage, (), self.ladder.split(0))
+
+    def knobs(self, stage: int) -> tuple[Knob, ...]:
+        """Return what may be changed in a stage: live knobs with their values, and those of ``--space``."""
+        known = live_knobs(stage, is_pipeline=self.sizes.has_pipeline_engine)
+        everywhere = {knob.path for one in ALL_STAGES for knob in live_knobs(one, is_pipeline=False)}
+        result = [
+            dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
+            if knob.path in self.extra
+            else knob
+            for knob in known
+        ]
+        for path, values in self.extra.items():
+            if path not in everywhere:
+                legal = tuple(value for value in values if self._refusal(stage, path, value) is None)
+                result += [Knob(path, legal)] if legal else []
+        return tuple(sorted(result, key=lambda knob: knob.path))
+
+    def hyperparameter(self, candidate: Candidate, path: str) -> Any:
+        """Return what a trial of a candidate reads at a path that begins with ``hyperparameters.``; None where nothing is."""
+        return dict(candidate.settings).get(
+            path, value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
+        )
+
+    def refused(self, path: str, value: Any) -> str | None:
+        """Say why a value of ``--space`` can be tried in no stage, whatever goes with it; None if it can."""
+        reason = None
+        for stage in self.stages:
+            if self.illegal(self.candidate(self._structure(stage, []), 0)) is not None:
+                continue  # for a reason that is none of the value's
+            reason = self._refusal(stage, path, value)
+            if reason is None:
+                return None
+        return reason
+
+    def _refusal(self, stage: int, path: str, value: Any) -> str | None:
+        """Say why no structure of a stage can have a value; None if one can, alone or with others that may be tried."""
+        key = (stage, path, repr(value))
+        if key not in self._refusals:
+            self._refusals[key] = self._new_refusal(stage, path, value)
+        return self._refusals[key]
+
+    def _new_refusal(self, stage: int, path: str, value: Any) -> str | None:
+        if path.startswith(HYPERPARAMETERS):
+            return None
+        section = path.rpartition(".")[0]
+        beside = {
+            knob.path: knob.values
+            for knob in live_knobs(stage, is_pipeline=False)
+            if "." in section and knob.path.startswith(f"{section}.")
+        } | {other: values for other, values in self.extra.items() if not other.startswith(HYPERPARAMETERS)}
+        beside.pop(path, None)
+        choices = [[None, *((other, one) for one in values)] for other, values in beside.items()]
+        first: str | None = None
+        for chosen in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
+            others = [pair for pair in chosen if pair is not None]
+            reason = self.illegal(self.candidate(self._structure(stage, [*others, (path, value)]), 0))
+            if reason is None:
+                return None
+            first = first or reason
+        return first
+
+    def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
+        """Draw one value of every knob that the random methods draw.
+
+        Args:
+            random: where from.
+            stage: ZeRO stage.
+            num_params: parameters of the model, above which sizes do not differ; None to draw from all values.
+        """
+        settings = []
+        for knob in self.knobs(stage):
+            if knob.is_drawn:
+                values = useful_values(knob, num_params)
+                settings.append((knob.path, values[random.integer_below(len(values))]))
+        return self._structure(stage, settings)
+
+    def describe(self, candidate: Candidate) -> str:
+        """Say in one line what a candidate is: its batch, and what it changes in the user's own configuration."""
+        batch = candidate.batch
+        words = [f"stage {candidate.stage}, micro batch {batch.micro_batch_size} x {batch.accumulation}"]
+        num_stages = self.sizes_of(candidate).pp
+        if num_stages > 1:
+            words.append(
+                f"{num_stages} pipeline stages ({1 - efficiency(batch.accumulation, num_stages):.0%} idle)"
+            )
+        words += changes_in_words(candidate, self._effective, self._hyperparameters)
+        return ", ".join(words)
+
+    def structures(self, stage: int, knobs: Sequence[Knob] | None = None) -> Iterator[Structure]:
+        """Yield every combination of some knobs' values in a stage; legal or not.
+
+        Args:
+            stage: ZeRO stage.
+            knobs: those to combine; all of the stage if None, which may be tens of thousands.
+        """
+        chosen = self.knobs(stage) if knobs is None else tuple(knobs)
+        for values in itertools.product(*(knob.values for knob in chosen)):
+            yield self._structure(stage, list(zip((knob.path for knob in chosen), values, strict=True)))
+
+    def first_position(self, last: int) -> int:
+        """Return where on the ladder a search begins, at most ``last``: pipelines first need enough micro batches in a step."""
+        num_stages = self.sizes.pp
+        if num_stages == 1 or self.ladder.is_free:
+            return last
+        return first_position([self.ladder.split(position) for position in range(last + 1)], num_stages)
+
+    def candidate(self, structure: Structure, position: int) -> Candidate:
+        """Return a structure with the micro batch at a position of the ladder."""
+        batch = self.ladder.split(position)
+        num_stages = self._num_stages(structure.settings)
+        if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
+            # Other numbers of stages have other numbers of replicas, between which the same batch is divided.
+            batch = divided_anew(batch, self.sizes, num_stages, is_free=self.ladder.is_free)
+        return Candidate(structure.stage, structure.settings, batch)
+
+    def sizes_of(self, candidate: Candidate) -> ParallelDims:
+        """Return how a candidate divides the ranks; as the user's own where it cannot."""
+        if self.stages_path is None or self.sizes_problem(candidate.settings) is not None:
+            return self.sizes
+        return with_stages(self.sizes, self._num_stages(candidate.settings))
+
+    def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
+        """Say why ranks or layers cannot be divided as some settings ask; None if they can."""
+        if self.stages_path is None:
+            return None
+        num_stages = self._num_stages(settings)
+        try:
+            with_stages(self.sizes, num_stages)
+        except ValueError as error:
+            return str(error)
+        is_own = num_stages == self.sizes.pp
+        return None if is_own else uneven(num_stages, self._hyperparameters)
+
+    def _num_stages(self, settings: Sequence[tuple[str, Any]]) -> Any:
+        return dict(settings).get(self.stages_path or "", self.sizes.pp)
+
+    def config(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the whole DeepSpeed config of a candidate, without keys that do nothing in it and for autotuning."""
+        merged = merge_deepspeed(self.base, candidate.overwrite())
+        drop_dead_keys(merged, candidate.stage)
+        return merged
+
+    def illegal(self, candidate: Candidate) -> str | None:
+        """Say why DeepSpeed would refuse a candidate, or what in it would have no effect; None if it is legal."""
+        if candidate.is_own:
+            return None
+        key = json.dumps(candidate.to_json(), sort_keys=True)
+        if key not in self._reasons:
+            self._reasons[key] = self._reason(candidate)
+        return self._reasons[key]
+
+    def _reason(self, candidate: Candidate) -> str | None:
+        # Keys of the user's that are dead in another stage are harmless, so they are not looked at.
+        merged = self.config(candidate)
+        problem = self.sizes_problem(candidate.settings)
+        if problem is not None:
+            return problem
+        return refusal(merged, candidate, self.sizes_of(candidate), self._own_warnings)
+
+    def identity(self, candidate: Candidate) -> str:
+        """Return a text that is equal for candidates with which DeepSpeed would do the same."""
+        merged = self.config(candidate)
+        effective = check_deepspeed(merged, self.sizes_of(candidate), auto="warning").effective
+        read = {
+            path: self.hyperparameter(candidate, path)
+            for path in {*self.extra, *(path for path, _ in candidate.settings)}
+            if path.startswith(HYPERPARAMETERS)
+        }
+        return json.dumps(
+            [{**effective, ZERO: live_zero(effective, candidate.stage)}, read], sort_keys=True, default=str
+        )
+
+    def _structure(self, stage: int, settings: list[tuple[str, Any]]) -> Structure:
+        return Structure(stage, with_neutral_values(settings, stage, self.base))

@@ -1,0 +1,141 @@
+"""Keep one rank: start it, hand it orders, pass on answers, end it.
+
+Runs on every slot for as long as a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.dsat.worker.rpc import Line, ready
+from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable_of_generation
+
+_RANK_MODULE = "dstrial.dsat.rank.rank_server"
+
+
+class _Rank:
+    """A rank's process, and the pipe on which it answers."""
+
+    def __init__(self, generation: int, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        self.generation = generation
+        self._unread = b""
+        self._answers, writer = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", _RANK_MODULE, "--answers", str(writer), *words],
+                stdin=subprocess.PIPE,
+                env=dict(variables),
+                pass_fds=(writer,),
+            )
+        finally:
+            os.close(writer)
+
+    def fileno(self) -> int:
+        """Return the descriptor of its answers."""
+        return self._answers
+
+    def order(self, message: Mapping[str, Any]) -> None:
+        """Hand it an order; one that has died is noticed by its closed pipe."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def answers(self) -> list[dict[str, Any]] | None:
+        """Return what it has answered; None if it has ended."""
+        chunk = os.read(self._answers, 1 << 16)
+        if not chunk:
+            return None
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def end(self) -> int:
+        """Kill it, if it lives, and return its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        status = self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        os.close(self._answers)
+        return status
+
+
+def guard(line: Line, words: Sequence[str]) -> None:
+    """Do what the chief says until it says ``end`` or has gone; the rank then ends too.
+
+    Args:
+        line: to the chief.
+        words: arguments of the rank's program.
+    """
+    rank: _Rank | None = None
+    try:
+        while True:
+            for spoke in ready([line] if rank is None else [line, rank], 3600.0):
+                if spoke is rank and rank is not None:
+                    answers = rank.answers()
+                    for answer in answers or []:
+                        line.tell({"said": "answer", "generation": rank.generation, **answer})
+                    if answers is None:
+                        generation, status = rank.generation, _status_of(rank)
+                        rank = None
+                        line.tell({"said": "died", "generation": generation, "status": status})
+                elif spoke is line:
+                    messages = line.heard()
+                    if messages is None:
+                        return
+                    for message in messages:
+                        if message["do"] == "end":
+                            return
+                        if message["do"] == "kill":
+                            generation = message["generation"]
+                            if rank is not None:
+                                rank.end()
+                                rank = None
+                            line.tell({"said": "killed", "generation": generation})
+                        elif message["do"] == "measure":
+                            if rank is not None and rank.generation != message["generation"]:
+                                rank.end()
+                                rank = None
+                            if rank is None:
+                                rank = _Rank(message["generation"], words, _variables(message))
+                            rank.order(message["order"])
+    finally:
+        if rank is not None:
+            rank.end()
+        line.close()
+
+
+def _status_of(rank: _Rank) -> int:
+    """The status of a rank that has closed its pipe; it is given a moment to finish dying by itself."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        rank.process.wait(5.0)
+    return rank.end()
+
+
+def _variables(message: Mapping[str, Any]) -> dict[str, str]:
+    """The environment of a rank: its own rendezvous, and no agent's store, which knows the guardians only."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    meeting = kept.get(STORE_VARIABLE)
+    if meeting:
+        kept[STORE_VARIABLE] = store_variable_of_generation(
+            meeting, port=message["port"], generation=message["generation"]
+        )
+    return {**kept, "MASTER_ADDR": message["addr"], "MASTER_PORT": str(message["port"])}
+
+
+def signal_name(status: int) -> str:
+    """Return ``SIGKILL`` for -9, ``exit code 1`` for 1."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"

@@ -1,0 +1,238 @@
+"""Where a worker reads its orders and leaves its answers.
+
+Files of this machine, or the worker's own experiment on a master, which may be away for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from dstrial.dsat.worker.messages import Answer, OrderBook
+from dstrial.errors import DstrialError
+from dstrial.local.json_files import append_json_line, read_json, read_json_lines, repair_json_lines
+
+_AWAY_STATUS = (502, 503, 504)
+
+logger = logging.getLogger("dstrial.dsat")
+_T = TypeVar("_T")
+GROUP = "dsat"
+"""Metric group of a worker's answers; a row's number of steps is the order's number."""
+ORDERS_NAME = "orders.json"
+ANSWERS_NAME = "answers.jsonl"
+_RETRY_S = 5.0
+_NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
+
+
+def is_away(error: Exception) -> bool:
+    """Say whether an exception of Determined's client means that the master is away, and not that it refuses.
+
+    Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
+    """
+    from determined.common.api import errors
+
+    if isinstance(error, errors.APIException):
+        return error.status_code in _AWAY_STATUS
+    is_lost = type(error) in (errors.BadRequestException, errors.MasterNotFoundException)
+    return is_lost or isinstance(error, OSError)
+
+
+def away_kinds() -> tuple[type[Exception], ...]:
+    """Return what may be raised where the master is away; :func:`is_away` decides."""
+    from determined.common.api import errors
+
+    return (errors.BadRequestException, OSError)
+
+
+class Mailbox(Protocol):
+    """A worker's side."""
+
+    poll_s: float
+
+    def book(self) -> OrderBook:
+        """Return what was last heard of the driver; an empty book if it has said nothing."""
+
+    def answered(self) -> set[int]:
+        """Return the orders that an earlier process of this worker has answered."""
+
+    def answer(self, answer: Answer) -> None:
+        """Leave an answer; it is kept when this returns."""
+
+    def keep(self, results: Mapping[str, str]) -> None:
+        """Keep the search's files with the worker."""
+
+    def should_stop(self) -> bool:
+        """Say whether the worker's slots are wanted back."""
+
+
+class FileMailbox:
+    """Files in a directory of this machine.
+
+    Args:
+        directory: of the worker.
+    """
+
+    poll_s = 0.02
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        repair_json_lines(directory / ANSWERS_NAME)
+
+    def book(self) -> OrderBook:
+        """Return what the driver has written."""
+        fields = read_json(self._directory / ORDERS_NAME)
+        return OrderBook() if fields is None else OrderBook.from_json(fields)
+
+    def answered(self) -> set[int]:
+        """Read the file of answers."""
+        return {int(row["number"]) for row in read_json_lines(self._directory / ANSWERS_NAME)}
+
+    def answer(self, answer: Answer) -> None:
+        """Append a line; while the disk is full, wait."""
+        is_written = False
+        while not is_written:
+            try:
+                append_json_line(self._directory / ANSWERS_NAME, answer.to_json())
+                is_written = True
+            except OSError as error:
+                logger.warning("an answer cannot be written (%s); trying again", error)
+                time.sleep(_RETRY_S)
+
+    def keep(self, results: Mapping[str, str]) -> None:
+        """Do nothing: the driver writes them into the search's directory itself."""
+
+    def should_stop(self) -> bool:
+        """Nobody wants the slots of this machine back."""
+        return False
+
+
+class ExperimentMailbox:
+    """The notes of the worker's own experiment, which the driver writes, and its trial's metrics.
+
+    Both are open to any client of any Determined: nothing of the protocol is new. Waits for a master that is away.
+
+    Args:
+        core_context: entered, of rank 0.
+        experiment_id: the worker's own.
+        trial_id: its trial.
+        trial_run_id: the trial's run, as its environment names it.
+    """
+
+    poll_s = 0.3
+
+    def __init__(self, core_context: Any, experiment_id: int, trial_id: int, trial_run_id: int) -> None:
+        from determined.experimental import Determined
+
+        self._core = core_context
+        client = Determined()
+        self._session = client._session
+        self._experiment = client.get_experiment(experiment_id)
+        self._trial_id, self._trial_run_id = trial_id, trial_run_id
+
+    def book(self) -> OrderBook:
+        """Return what the notes say, or said before the master was away."""
+        try:
+            self._experiment.reload()
+        except away_kinds() as error:
+            logger.warning("the master does not say what to measure (%s); trying again", error)
+        return book_from_notes(self._experiment.notes or "")
+
+    def answered(self) -> set[int]:
+        """Read the trial's metrics, for the master may have taken the slots away and given them back."""
+        return self._insisting(self._rows)
+
+    def _rows(self) -> set[int]:
+        trials = self._experiment.list_trials()
+        return {int(row.steps_completed) for trial in trials for row in trial.iter_metrics(GROUP)}
+
+    def answer(self, answer: Answer) -> None:
+        """Report a row of metrics; one without values carries the failure as text.
+
+        Not through the core context, which returns before the master has the row, and loses it where the master is away.
+        """
+        from determined.common.api import bindings
+
+        fields = answer.to_json()
+        row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
+        metrics = bindings.v1TrialMetrics(
+            metrics=bindings.v1Metrics(avgMetrics=row),
+            stepsCompleted=answer.number,
+            trialId=self._trial_id,
+            trialRunId=self._trial_run_id,
+        )
+        body = bindings.v1ReportTrialMetricsRequest(group=GROUP, metrics=metrics)
+        is_repeated = False
+
+        def report() -> None:
+            nonlocal is_repeated
+            # The master may have taken it and died before it could say so; a row cannot be reported twice.
+            if not (is_repeated and answer.number in self._rows()):
+                is_repeated = True
+                bindings.post_ReportTrialMetrics(self._session, body=body, metrics_trialId=self._trial_id)
+
+        self._insisting(report)
+
+    def keep(self, results: Mapping[str, str]) -> None:
+        """Put the files into a checkpoint."""
+
+        def store() -> None:
+            metadata = {"steps_completed": 0, "dsat": True}
+            with self._core.checkpoint.store_path(metadata) as (path, _uuid):
+                for name, text in results.items():
+                    (Path(path) / name).write_text(text, encoding="utf-8")
+
+        self._insisting(store)
+
+    def should_stop(self) -> bool:
+        """Say whether the master wants the slots for another experiment."""
+        try:
+            return bool(self._core.preempt.should_preempt())
+        except away_kinds() as error:
+            logger.warning("the master does not say whether it wants the slots (%s); trying again", error)
+            return False
+
+    def _insisting(self, call: Callable[[], _T]) -> _T:
+        while True:
+            try:
+                return call()
+            except away_kinds() as error:
+                if not is_away(error):
+                    raise
+                logger.warning("the master is away (%s); trying again", error)
+                time.sleep(_RETRY_S)
+
+
+def answer_from_row(row: Mapping[str, Any]) -> Answer:
+    """Return what :meth:`ExperimentMailbox.answer` has reported."""
+    fields = json.loads(row["answer"])
+    if "failure" not in fields:
+        fields["metrics"] = {
+            name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "answer"
+        }
+    return Answer.from_json(fields)
+
+
+def notes_of(book: OrderBook) -> str:
+    """Return a book as notes of an experiment."""
+    return _NOTES_BEGIN + json.dumps(book.to_json())
+
+
+def book_from_notes(notes: str) -> OrderBook:
+    """Return what :func:`notes_of` was called on; an empty book for other notes.
+
+    Raises:
+        DstrialError: somebody has edited it.
+    """
+    if not notes.startswith(_NOTES_BEGIN):
+        return OrderBook()
+    try:
+        return OrderBook.from_json(json.loads(notes.removeprefix(_NOTES_BEGIN)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DstrialError(
+            f"the notes of the worker's experiment are no orders ({error}); expected those that dsat wrote. "
+            "Kill the experiment; the same command starts another worker."
+        ) from error

@@ -1,0 +1,1 @@
+"""One interface to data-parallel and pipeline engines."""

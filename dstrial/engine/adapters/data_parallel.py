@@ -1,0 +1,140 @@
+"""The adapter for a data-parallel DeepSpeed engine: the user calls forward, backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deepspeed import DeepSpeedEngine, comm
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.adapters.validation_plan import ValidationRound, plan_data_parallel
+from dstrial.engine.parameter_table import collect_layout
+
+
+class DataParallelAdapter:
+    """What the loop asks of one ``DeepSpeedEngine``; see ``EngineAdapter`` for the contract.
+
+    Args:
+        engine: the wrapped engine; it is not changed.
+        data_parallel_rank: replica of this rank; None asks the engine's data-parallel group.
+        data_parallel_world_size: number of replicas; None asks the engine's data-parallel group.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        data_parallel_rank: int | None = None,
+        data_parallel_world_size: int | None = None,
+    ) -> None:
+        self._engine = engine
+        self._micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
+        self._micro_batches_per_batch: int = engine.gradient_accumulation_steps()
+        self._data_parallel_rank: int = (
+            comm.get_rank(group=engine.data_parallel_group)
+            if data_parallel_rank is None
+            else data_parallel_rank
+        )
+        self._data_parallel_world_size: int = (
+            engine.dp_world_size if data_parallel_world_size is None else data_parallel_world_size
+        )
+        self._forward_is_collective: bool = (
+            engine.zero_optimization_partition_weights() or engine.has_moe_layers
+        )
+
+    @property
+    def engine(self) -> DeepSpeedEngine:
+        """The wrapped engine itself."""
+        return self._engine
+
+    @property
+    def topology(self) -> None:
+        """Every rank is a replica."""
+
+    @property
+    def pipeline_stages(self) -> int:
+        """The model is in one piece."""
+        return 1
+
+    @property
+    def train_calls_per_batch(self) -> int:
+        """One call per micro batch."""
+        return self._micro_batches_per_batch
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Records in one forward pass of one replica."""
+        return self._micro_batch_size
+
+    @property
+    def micro_batches_per_batch(self) -> int:
+        """Micro batches of one replica in one optimizer step."""
+        return self._micro_batches_per_batch
+
+    @property
+    def micro_batches_stepped(self) -> int:
+        """DeepSpeed counts the calls of ``step`` (0.19.8 runtime/engine.py:3680)."""
+        return int(self._engine.micro_steps)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to, from 0."""
+        return self._data_parallel_rank
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """Number of replicas."""
+        return self._data_parallel_world_size
+
+    @property
+    def reports_metrics(self) -> bool:
+        """Every rank holds the loss of its micro batch."""
+        return True
+
+    @property
+    def needs_loader(self) -> bool:
+        """Every rank reads records."""
+        return True
+
+    @property
+    def sends_ragged_micro_batches(self) -> bool:
+        """A micro batch may be short: nothing is allocated for its shape."""
+        return True
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """ZeRO 3 gathers parameters in forward and experts exchange tokens, so every replica must run it equally often."""
+        return self._forward_is_collective
+
+    def set_training(self, training: bool) -> None:
+        """Put the module into training or evaluation mode. Ranks: any; no communication."""
+        self._engine.train(training)
+
+    def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
+        """Do nothing: this engine draws no data of its own."""
+
+    @property
+    def micro_batches_per_evaluation(self) -> int:
+        """One micro batch per call."""
+        return 1
+
+    def validation_rounds(
+        self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
+    ) -> tuple[ValidationRound, ...]:
+        """Plan one micro batch per call; see ``plan_data_parallel``. Ranks: any; no communication."""
+        return plan_data_parallel(
+            num_records,
+            records_per_micro_batch,
+            self._data_parallel_rank,
+            self._data_parallel_world_size,
+            forward_is_collective=self._forward_is_collective or all_replicas,
+        )
+
+    def bind_validation_round(
+        self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
+    ) -> None:
+        """Do nothing: this engine has no ``eval_batch``."""
+
+    def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
+        """Describe the engine's state for the manifest. Ranks: all, collectively (one ``allgather``)."""
+        return collect_layout(self._engine, allgather)

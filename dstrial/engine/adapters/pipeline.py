@@ -1,0 +1,369 @@
+"""The adapter for a DeepSpeed pipeline engine, and what it binds on the engine.
+
+DeepSpeed freezes the shapes of activations at the first micro batch, wants an iterator in every call,
+and averages validation replicas without weights. The binding answers all three on the user's own engine
+object, so that ``engine.train_batch()`` and ``engine.eval_batch()`` do what users expect of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from deepspeed import PipelineEngine, comm
+from deepspeed.accelerator import get_accelerator
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.adapters.validation_plan import ValidationRound, plan_pipeline
+from dstrial.engine.deepspeed_internals import engines
+from dstrial.engine.files import describe_rank
+from dstrial.engine.parameter_table import Stages, collect_layout
+from dstrial.engine.state import bind_load_checkpoint
+from dstrial.errors import DataError, TrialContractError
+
+_TRAINING_SHAPE = "training"
+_VALIDATION_SHAPE = "validation"
+
+
+class PipelineAdapter:
+    """What the loop asks of one ``PipelineEngine``; see ``EngineAdapter`` for the contract.
+
+    Args:
+        engine: the wrapped engine; its ``train_batch``, ``eval_batch`` and the reduction of validation
+            outputs are bound on this instance.
+        data_parallel_rank: replica of this rank; None asks the engine's grid.
+        data_parallel_world_size: number of replicas; None asks the engine's grid.
+    """
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        data_parallel_rank: int | None = None,
+        data_parallel_world_size: int | None = None,
+    ) -> None:
+        self._engine = engine
+        self._micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
+        self._micro_batches_per_batch: int = engine.gradient_accumulation_steps()
+        self._data_parallel_rank: int = (
+            engine.grid.get_data_parallel_rank() if data_parallel_rank is None else data_parallel_rank
+        )
+        self._data_parallel_world_size: int = (
+            engine.grid.get_data_parallel_world_size()
+            if data_parallel_world_size is None
+            else data_parallel_world_size
+        )
+        self._reports_metrics: bool = engine.is_last_stage()
+        self._needs_loader: bool = engine.is_first_stage() or engine.is_last_stage()
+        self._binding = _Binding(engine)
+        self._binding.install()
+        bind_load_checkpoint(engine)
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """The wrapped engine itself."""
+        return self._engine
+
+    @property
+    def topology(self) -> Any:
+        """The engine's grid."""
+        return self._engine.mpu
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Stages of the grid."""
+        return int(self._engine.grid.get_pipe_parallel_world_size())
+
+    @property
+    def train_calls_per_batch(self) -> int:
+        """One call runs all micro batches of a batch."""
+        return 1
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Records in one forward pass of one replica."""
+        return self._micro_batch_size
+
+    @property
+    def micro_batches_per_batch(self) -> int:
+        """Micro batches of one replica in one optimizer step."""
+        return self._micro_batches_per_batch
+
+    @property
+    def micro_batches_stepped(self) -> int:
+        """A pipeline steps once per schedule, in which every micro batch of a batch is."""
+        return int(self._engine.global_steps) * self._micro_batches_per_batch
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which pipeline this rank belongs to, from 0."""
+        return self._data_parallel_rank
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """Number of pipelines."""
+        return self._data_parallel_world_size
+
+    @property
+    def reports_metrics(self) -> bool:
+        """Whether this rank is on the last stage, which computes the loss."""
+        return self._reports_metrics
+
+    @property
+    def needs_loader(self) -> bool:
+        """Whether this rank is on the first stage (inputs) or the last one (labels)."""
+        return self._needs_loader
+
+    @property
+    def sends_ragged_micro_batches(self) -> bool:
+        """A training micro batch always has the same shape."""
+        return False
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Stages exchange activations, and every evaluation begins with a barrier of the world."""
+        return True
+
+    def set_training(self, training: bool) -> None:
+        """Put the module into training or evaluation mode. Ranks: any; no communication."""
+        self._engine.train(training)
+
+    def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
+        """Make ``engine.train_batch()`` draw from ``iterator``. Ranks: any; no communication."""
+        self._binding.training_iterator = iterator
+        self._engine.set_dataiterator(iterator)
+
+    @property
+    def micro_batches_per_evaluation(self) -> int:
+        """A full round of the schedule."""
+        return self._micro_batches_per_batch
+
+    def validation_rounds(
+        self,
+        num_records: int,
+        records_per_micro_batch: int,
+        *,
+        all_replicas: bool = False,  # noqa: ARG002  # they always do
+    ) -> tuple[ValidationRound, ...]:
+        """Plan full, remaining and ragged rounds; see ``plan_pipeline``. Ranks: any; no communication."""
+        return plan_pipeline(
+            num_records,
+            records_per_micro_batch,
+            self._micro_batches_per_batch,
+            self._data_parallel_rank,
+            self._data_parallel_world_size,
+        )
+
+    def bind_validation_round(
+        self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
+    ) -> None:
+        """Make ``engine.eval_batch`` serve one round; None ends validation. Ranks: any; no communication."""
+        self._binding.validation_round = validation_round
+        self._binding.validation_iterator = iterator
+        if validation_round is None:
+            self._binding.shape = None
+
+    def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
+        """Describe the engine's state for the manifest. Ranks: all, collectively (one ``allgather``)."""
+        stages = Stages(self.pipeline_stages, int(self._engine.stage_id))
+        return collect_layout(self._engine, allgather, stages)
+
+
+@dataclasses.dataclass(slots=True)
+class _Binding:
+    """What one pipeline engine is bound to; the only mutable state of this module.
+
+    Attributes:
+        engine: the engine whose methods are bound.
+        training_iterator: micro batches of the training loader in use.
+        validation_round: the round that ``eval_batch`` serves; None outside of validation.
+        validation_iterator: micro batches of that round.
+        shape: which shape of activations the stages' buffers hold, as the ranks agree on it; None unknown.
+        weights: while a round is evaluated, real records in each of its micro batches.
+    """
+
+    engine: PipelineEngine
+    training_iterator: Iterator[Any] | None = None
+    validation_round: ValidationRound | None = None
+    validation_iterator: Iterator[Any] | None = None
+    shape: str | None = _TRAINING_SHAPE
+    weights: tuple[int, ...] | None = None
+
+    def install(self) -> None:
+        """Put the bound functions on the engine instance, over the methods of its class."""
+        self.engine.train_batch = self.train_batch
+        self.engine.eval_batch = self.eval_batch
+        engines.bind_output_reduction(self.engine, self.reduce_outputs)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train on one batch, from ``data_iter`` or from the bound training loader.
+
+        Args:
+            data_iter: yields at least ``gradient_accumulation_steps`` micro batches; None draws from the
+                loader that the training loop has bound.
+
+        Returns:
+            Mean loss over the micro batches of all replicas, shape (), on every rank.
+
+        Raises:
+            DataError: the data ran out within the batch.
+
+        Ranks: all, collectively.
+        """
+        iterator = self.training_iterator if data_iter is None else data_iter
+        self._require_data("train_batch", self.engine.data_iterator if iterator is None else iterator)
+        self._hold_shape(_TRAINING_SHAPE)
+        try:
+            loss: torch.Tensor = type(self.engine).train_batch(self.engine, iterator)
+        except StopIteration as ended:
+            raise self._ran_out("train_batch", self.engine.micro_batches) from ended
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: Literal["avg"] | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate the current validation round, or, told so by other arguments, whatever DeepSpeed would.
+
+        Args:
+            data_iter: yields the micro batches; None draws from the loader that the loop has bound.
+            return_logits: DeepSpeed's; given, the call is DeepSpeed's own.
+            compute_loss: DeepSpeed's; given as False, the call is DeepSpeed's own.
+            reduce_output: DeepSpeed's; given as None, the call is DeepSpeed's own.
+            bcast_loss: DeepSpeed's; given as False, the loss stays on the last stage.
+            num_micro_batches: DeepSpeed's; given, the call is DeepSpeed's own.
+
+        Returns:
+            Mean loss over the round's records of all replicas, weighted by records, shape (), on every
+            rank; NaN if the round holds no real record. Or what DeepSpeed returns.
+
+        Raises:
+            DataError: the data ran out within the round.
+            TrialContractError: the loss is not a single number.
+
+        Ranks: all, collectively (a barrier, the pipeline's exchange, one all-reduce, one broadcast).
+        """
+        iterator = self.validation_iterator if data_iter is None else data_iter
+        self._require_data("eval_batch", iterator)
+        is_default = (
+            compute_loss and not return_logits and reduce_output == "avg" and num_micro_batches is None
+        )
+        served = self.validation_round if is_default else None
+        if served is None:
+            self._hold_shape(None)
+        else:
+            num_micro_batches = served.num_micro_batches
+            self.weights = served.micro_batch_records if served.records else (0,) * num_micro_batches
+            self._hold_shape(None if served.is_ragged else _VALIDATION_SHAPE)
+        kept = _Kept.of(self.engine)
+        engines.forget_losses(self.engine)
+        try:
+            output = type(self.engine).eval_batch(
+                self.engine,
+                iterator,
+                return_logits=return_logits,
+                compute_loss=compute_loss,
+                reduce_output=reduce_output,
+                bcast_loss=bcast_loss,
+                num_micro_batches=num_micro_batches,
+            )
+        except StopIteration as ended:
+            raise self._ran_out("eval_batch", num_micro_batches or self.engine.micro_batches) from ended
+        finally:
+            self.weights = None
+        kept.restore(self.engine)
+        return output.reshape(()) if served is not None and isinstance(output, torch.Tensor) else output
+
+    def reduce_outputs(
+        self,
+        outputs: list[Any],
+        reduce: str | None = "avg",
+        reduce_dp: bool = True,
+        micro_batches: int | None = None,
+    ) -> Any:
+        """Reduce the losses of one evaluation on the last stage; weighted by records in a bound round.
+
+        Ranks: the last stage of every replica, collectively (one all-reduce of two numbers).
+        """
+        if self.weights is None:
+            return engines.reduce_outputs(self.engine, outputs, reduce, reduce_dp, micro_batches)
+        for loss in outputs:
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise TrialContractError(
+                    f"eval_batch(): the loss of a micro batch is of shape {shape!r}; expected a single "
+                    "number. Return the mean loss from loss_fn, or call eval_batch with reduce_output=None."
+                )
+        total = torch.zeros(2, dtype=torch.float32, device=self.engine.device)
+        for loss, weight in zip(outputs, self.weights, strict=True):
+            if weight:
+                total[0] += loss.detach().reshape(()).float() * weight
+        total[1] = sum(self.weights)
+        if self.engine.is_data_parallel:
+            comm.all_reduce(total, group=self.engine.mpu.get_data_parallel_group())
+        return total[0] / total[1]
+
+    def _hold_shape(self, shape: str | None) -> None:
+        """Let all stages forget the shapes of activations unless they already hold ``shape``."""
+        if shape is None or shape != self.shape:
+            self.engine.reset_activation_shape()
+        self.shape = shape
+
+    def _require_data(self, call: str, iterator: Iterator[Any] | None) -> None:
+        """Refuse a call without data on a stage that reads records."""
+        if iterator is None and (self.engine.is_first_stage() or self.engine.is_last_stage()):
+            raise TrialContractError(
+                f"{call}() on {describe_rank(self.engine)} has no data; expected to be called while the training "
+                "loop has a loader bound. Call it inside the trial's train_batch or evaluate_batch, or pass an "
+                "iterator of micro batches."
+            )
+
+    def _ran_out(self, call: str, num_micro_batches: int) -> DataError:
+        return DataError(
+            f"{call}() on {describe_rank(self.engine)} ran out of data; expected {num_micro_batches} micro "
+            "batches. Give every rank of the first and last stage equally many."
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kept:
+    """What an evaluation changes and training must find unchanged.
+
+    A ``PipelineModule`` with ``seed_layers`` seeds the global generators from a count of all its forward
+    passes, evaluations included.
+    """
+
+    micro_offset: int
+    generators: tuple[Any, Any, torch.Tensor, torch.Tensor | None] | None
+
+    @classmethod
+    def of(cls, engine: PipelineEngine) -> _Kept:
+        generators = None
+        if engine.module.seed_layers:
+            on_device = engine.device.type != "cpu"
+            generators = (
+                random.getstate(),
+                np.random.get_state(),
+                torch.get_rng_state(),
+                get_accelerator().get_rng_state() if on_device else None,
+            )
+        return cls(micro_offset=engine.module.micro_offset, generators=generators)
+
+    def restore(self, engine: PipelineEngine) -> None:
+        engine.module.micro_offset = self.micro_offset
+        if self.generators is None:
+            return
+        of_python, of_numpy, of_torch, of_device = self.generators
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if of_device is not None:
+            get_accelerator().set_rng_state(of_device)

@@ -1,0 +1,1 @@
+"""A copy of an engine's state, taken while training goes on."""

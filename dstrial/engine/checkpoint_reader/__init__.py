@@ -1,0 +1,1 @@
+"""Engines as checkpoints have them, read without running what a pickle names."""

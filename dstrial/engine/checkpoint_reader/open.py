@@ -1,0 +1,122 @@
+"""Open the engines of a checkpoint for reading, and what a checkpoint says of them besides their weights."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dstrial.checkpoint.file_roles import engine_folder, rank_state_name
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.checkpoint_reader.mapped_file import load_mapped
+from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
+from dstrial.errors import CheckpointError
+
+_TIED_PREFIX = "tied_modules."
+
+
+def open_saved_engine(
+    root: str | pathlib.Path, engine_idx: int, layout: Layout, *, trusts_code: bool = False
+) -> SavedEngine:
+    """Open one engine of a checkpoint that ``DeepSpeedTrial.save``, Accelerate or the Hugging Face Trainer wrote.
+
+    Args:
+        root: the checkpoint's directory.
+        engine_idx: which of the trial's engines, 0-based.
+        layout: that engine's.
+        trusts_code: whether somebody vouches for the files, see ``safe_load.load``.
+
+    Raises:
+        CheckpointLayoutError: its state cannot be read by parameter.
+        CheckpointDamagedError: a file is missing or cannot be read.
+        UntrustedCheckpointError: a file holds classes that are not on the list.
+
+    Ranks: any; no communication.
+    """
+    path = pathlib.Path(root)
+    tied: dict[str, Mapping[str, torch.Tensor]] = {}
+    if any(place.name.startswith(_TIED_PREFIX) for place in layout.parameters):
+        for rank in range(layout.world_size):
+            state = read_rank_state(path, rank, trusts_code=trusts_code)
+            for key, of_layer in state["engines"][engine_idx].get("tied_modules", {}).items():
+                tied.setdefault(key, of_layer)  # ranks of the first stage come first
+    return SavedEngine(
+        path, layout.folder or folder_in(path, engine_idx), layout, tied, trusts_code=trusts_code
+    )
+
+
+def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
+    """Return the folder of an engine in a checkpoint directory, as ``engine_folder`` names it."""
+    path = pathlib.Path(root)
+    return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
+
+
+def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
+    """Return what the trial saved on one rank beside the engines, its tensors mapped from the file.
+
+    Raises:
+        CheckpointDamagedError: the file is missing or cannot be read.
+        UntrustedCheckpointError: it holds classes that are not on the list, and nobody vouches for it.
+        CheckpointError: it holds objects of classes that cannot be imported here.
+    """
+    path = pathlib.Path(root) / rank_state_name(rank)
+    try:
+        return load_mapped(path, holds=f"the state of rank {rank}", trusts_code=trusts_code)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} holds objects of the trial's own classes, which cannot be imported here ({error}); expected the model "
+            "definition on the import path. Set PYTHONPATH to its directory."
+        ) from error
+
+
+def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
+    """Return the optimizer's settings and counters as plain JSON values.
+
+    Returns:
+        ``groups`` (settings of each parameter group), ``steps`` (the different values of the optimizer's step over its
+        parameters, ascending), ``state`` (keys with a value per element), ``global_steps``, ``global_samples``,
+        ``skipped_steps``, ``loss_scale`` (None but for fp16), ``lr_scheduler`` (its plain values).
+
+    Raises:
+        CheckpointDamagedError: a file is missing or cannot be read.
+    """
+    counters = saved.engine_state()
+    scale = saved.loss_scale_state()
+    loss_scale = scale.get("cur_scale")
+    if saved.layout.precision != "fp16":
+        loss_scale = None  # a constant 1 in some wrappers
+    owned = [name for name in saved.places if saved.is_optimized(name)]
+    steps = {float(saved.scalars(name)["step"]) for name in owned if "step" in saved.scalars(name)}
+    scheduler = counters["lr_scheduler"]
+    # Groups of the stages of a pipeline are often the same ones.
+    in_order = sorted(
+        owned, key=lambda name: (saved.place(name).group_idx or 0, saved.place(name).model_part)
+    )
+    groups: list[dict[str, Any]] = []
+    for name in in_order:
+        settings = plain(saved.group_settings(name))
+        if settings is not None and settings not in groups:
+            groups.append(settings)
+    return {
+        "groups": groups,
+        "steps": sorted(int(step) if step.is_integer() else step for step in steps),
+        "state": saved.state_keys(owned[0]) if owned else [],
+        "global_steps": counters["global_steps"],
+        "global_samples": counters["global_samples"],
+        "skipped_steps": counters["skipped_steps"],
+        "loss_scale": None if loss_scale is None else float(loss_scale),
+        "lr_scheduler": plain(scheduler) if isinstance(scheduler, Mapping) else None,
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: small tensors become numbers, what is neither becomes text."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() <= 16 else f"tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

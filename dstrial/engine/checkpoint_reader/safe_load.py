@@ -1,0 +1,285 @@
+"""Loading what torch has written into a checkpoint without running code that lies in it.
+
+Every load of ours, and everything that DeepSpeed, transformers and accelerate load while a checkpoint is restored, goes through
+torch's ``weights_only`` unpickler with the list of ``listed_classes``. Whoever vouches for a checkpoint (its own account, which
+signed it, or a person) has what is not on the list loaded as well, for that checkpoint and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler
+
+from dstrial.checkpoint.pickle_scan import PickleContents, read_pickle
+from dstrial.engine.checkpoint_reader.allowed_classes import LISTED
+from dstrial.errors import UntrustedCheckpointError
+
+_NUMPY_NAMES = frozenset(
+    {
+        "numpy.dtype",
+        "numpy.ndarray",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.dtypes.UInt32DType",
+    }
+)
+"""What transformers and accelerate put on torch's list while they load random states; see ``PickleContents.has_odd_dtype``."""
+
+_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+_PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
+
+_READ_BY_NOBODY = frozenset({"training_args.bin"})
+"""Written by transformers' Trainer for people; neither it nor dstrial reads it back (4.56, 5.23)."""
+
+_OTHER_FORM = "a pickle of another form than torch writes"
+
+_MAX_SHOWN = 5
+
+_ARCHIVE = b"PK\x03\x04"
+"""First bytes of torch's format since 1.6 (``torch.serialization._is_zipfile``)."""
+
+# One at a time: the list is the process's. Recursive, since DeepSpeed loads through our own engine while it is held.
+_lock = threading.RLock()
+_vouched_depth = 0
+
+
+def load(
+    path: pathlib.Path,
+    *,
+    map_location: Any = "cpu",
+    mmap: bool = False,
+    trusts_code: bool = False,
+) -> Any:
+    """Load a file that ``torch.save`` has written.
+
+    Args:
+        path: of the file.
+        map_location: as for ``torch.load``.
+        mmap: whether its tensors are mapped rather than read.
+        trusts_code: whether somebody vouches for the file, so that it may run code where the list does not suffice.
+
+    Raises:
+        UntrustedCheckpointError: it holds what is not on the list; it is named.
+        RuntimeError, EOFError, OSError, pickle.UnpicklingError: it cannot be read.
+
+    Ranks: any; no communication.
+    """
+    is_vouched = trusts_code or _vouched_depth > 0
+    unlisted = unlisted_names(contents_of(path))
+    if not unlisted:
+        try:
+            with _torch_listed():
+                return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+        except pickle.UnpicklingError:
+            # Names on the list, in a form that torch's unpickler does not read: other protocols, the old .tar files.
+            unlisted = (_OTHER_FORM,)
+    if not is_vouched:
+        raise untrusted({str(path): unlisted})
+    return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
+
+
+def untrusted(
+    found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
+) -> UntrustedCheckpointError:
+    """Return the error that names every file and what it holds that is not on the list.
+
+    Args:
+        found: file -> classes and functions.
+        fix: how to load it all the same, a sentence.
+    """
+    files = "; ".join(f"{name} holds {_shown(list(names))}" for name, names in found.items())
+    return UntrustedCheckpointError(
+        f"{files}; expected values, tensors and the classes that DeepSpeed and dstrial write into checkpoints, for anything "
+        f"else could run code when it is loaded. {fix}"
+    )
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_SHOWN]) + (
+        f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    )
+
+
+def contents_of(path: pathlib.Path) -> PickleContents:
+    """Return what a file's pickles name; nothing is imported, run or mapped.
+
+    A file that is no pickle names nothing: an unpickler that breaks off has done no more than what was named before.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    if _head(path) == _ARCHIVE:  # torch tells its two formats by no more
+        try:
+            # torch's own reader, for two readers of one archive may be shown two contents.
+            content = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
+        except RuntimeError:
+            return PickleContents(())
+        return read_pickle(io.BytesIO(content))
+    found = []
+    with path.open("rb") as stream:
+        # torch's old format: a number, a version, a description, the value, the storages' keys; then bytes.
+        for _ in range(5):
+            at = stream.tell()
+            found.append(read_pickle(stream))
+            if stream.tell() == at:
+                break
+    names = sorted({name for one in found for name in one.names})
+    return PickleContents(tuple(names), any(one.has_odd_dtype for one in found))
+
+
+def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
+    """Return what neither torch's list nor ours has.
+
+    Args:
+        contents: of a file.
+        may_hold_arrays: whether whoever loads the file allows NumPy's arrays itself.
+    """
+    known = _weights_only_unpickler._get_allowed_globals()
+    unlisted = [name for name in contents.names if name not in known and name not in LISTED]
+    if may_hold_arrays and not contents.has_odd_dtype:
+        unlisted = [name for name in unlisted if name not in _NUMPY_NAMES]
+    return tuple(unlisted)
+
+
+def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return what files of a checkpoint hold that is not on the list.
+
+    Args:
+        root: its directory.
+        names: of the files to look at, relative to it; those that nobody unpickles are passed over. A trial's own ``load`` may
+            read files of any name, so they are told by their content too.
+
+    Returns:
+        File -> classes and functions; only files that hold any.
+    """
+    found = {}
+    for name in names:
+        if not may_be_unpickled(name):
+            continue
+        with contextlib.suppress(OSError):
+            if pathlib.PurePosixPath(name).suffix not in _PICKLE_SUFFIXES and not _begins_as_pickle(
+                root / name
+            ):
+                continue
+            # Of the files that are not ours to load, every one may be of those with random states.
+            unlisted = unlisted_names(contents_of(root / name), may_hold_arrays=not _is_loaded_by_us(name))
+            if unlisted:
+                found[name] = unlisted
+    return found
+
+
+def may_be_unpickled(name: str) -> bool:
+    """Whether a file of a checkpoint can be one that somebody unpickles when a run goes on from it, by its name."""
+    return pathlib.PurePosixPath(name).name not in _READ_BY_NOBODY and not name.startswith("code/")
+
+
+def _head(path: pathlib.Path) -> bytes:
+    with path.open("rb") as stream:
+        return stream.read(4)
+
+
+def _begins_as_pickle(path: pathlib.Path) -> bool:
+    """Whether a file begins as an archive of torch's or as a pickle of protocol 2 or later.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    head = _head(path)
+    return head == _ARCHIVE or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL)
+
+
+def _is_loaded_by_us(name: str) -> bool:
+    return name.startswith("dstrial_rank")
+
+
+@contextlib.contextmanager
+def restoring(*, trusts_code: bool) -> Iterator[None]:
+    """Restore a checkpoint in the block: whatever torch loads meanwhile, in this process, is loaded by the list.
+
+    Also what libraries load with ``weights_only=False``: torch's own switch in the environment is stronger than their argument.
+    DeepSpeed 0.19.8 does so for experts, for universal checkpoints and for fp32 weights of ZeRO 3, beside its checkpoint engine.
+
+    Args:
+        trusts_code: whether somebody vouches for everything in the checkpoint; then nothing is kept from running.
+
+    Ranks: any; no communication.
+    """
+    global _vouched_depth  # torch's list and its switch are the process's too
+    with _lock:
+        if trusts_code:
+            _vouched_depth += 1
+            try:
+                yield
+            finally:
+                _vouched_depth -= 1
+            return
+        before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+        os.environ[_FORCE] = "1"
+        try:
+            with _torch_listed():
+                yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _torch_listed() -> Iterator[None]:
+    """Have our list beside torch's own while the block lasts; what others have added stays."""
+    with _lock:
+        known: set[Any] = set(torch.serialization.get_safe_globals())
+        added: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+            (used, name) for name, used in LISTED.items() if (used, name) not in known
+        ]
+        with torch.serialization.safe_globals(added):
+            yield
+
+
+def bind_checkpoint_engine(engine: Any) -> None:
+    """Let DeepSpeed's checkpoint engine load through ``load``, whoever asks it to.
+
+    DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced: the class
+    stays, by which DeepSpeed and ``copied_engine`` tell the kinds apart.
+
+    Ranks: any; no communication.
+    """
+    own = engine.checkpoint_engine
+    if own is None:
+        return
+
+    def load_listed(path: str, map_location: Any = None) -> Any:
+        return load(pathlib.Path(path), map_location=map_location)
+
+    own.load = load_listed
+
+
+def make_plain_config(engine: Any) -> None:
+    """Let an engine keep its config as plain dictionaries, for it saves the object that it was given (``ds_config``).
+
+    An ``AttrDict`` would bring its class into every checkpoint. The user's own object stays as it is.
+
+    Ranks: any; no communication.
+    Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
+    """
+    if isinstance(engine.config, Mapping):
+        engine.config = _plain(engine.config)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value

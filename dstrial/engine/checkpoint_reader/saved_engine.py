@@ -1,0 +1,392 @@
+"""Read one engine's state out of a checkpoint, by parameter, whatever layout wrote it.
+
+The files are DeepSpeed's own; they are mapped into memory, so that only what is copied out is read. Neither ranks nor an
+accelerator are needed.
+
+Source: DeepSpeed 0.19.8, ``state_dict`` of ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
+``runtime/bf16_optimizer.py``, ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py`` and
+``DeepSpeedEngine._save_checkpoint``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dstrial.checkpoint.layout import Layout, ParameterPlace
+from dstrial.checkpoint.shards import Piece, Pieces, overlaps, own_piece, positions_in_groups
+from dstrial.engine.checkpoint_reader.equality import is_equal
+from dstrial.engine.checkpoint_reader.mapped_file import load_mapped
+from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
+
+MASTER = "master"
+"""Key of a parameter's weights as the optimizer updates them, beside the keys of the optimizer's own state."""
+
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
+_SCRATCH_NUMEL = 1 << 20
+_BASE_STATES = ("base_optimizer_state", "optimizer_state_dict")
+
+
+class SavedEngine:
+    """The state of one engine of a checkpoint.
+
+    Args:
+        root: the checkpoint's directory.
+        tag: the engine's folder in it.
+        layout: how it was arranged, from the manifest.
+        tied: state of the layers that a pipeline ties, by key and name; DeepSpeed's files do not say which they are.
+        trusts_code: whether somebody vouches for the files, see ``safe_load.load``.
+
+    Raises:
+        CheckpointLayoutError: state of a kind that cannot be read by parameter.
+
+    Ranks: any; no communication.
+    """
+
+    def __init__(
+        self,
+        root: str | pathlib.Path,
+        tag: str,
+        layout: Layout,
+        tied: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+        *,
+        trusts_code: bool = False,
+    ) -> None:
+        self._trusts_code = trusts_code
+        self._tied = {} if tied is None else tied
+        self.layout = layout
+        self._directory = pathlib.Path(root) / tag
+        # Of this object, so that the files are unmapped with it.
+        self._load = functools.cache(self._map)
+        self._positions = functools.cache(self._find_positions)
+        self._order_of_parameters = functools.cache(self._find_order_of_parameters)
+        self._order_of_buffers = functools.cache(self._find_order_of_buffers)
+        self._pieces = Pieces(layout)
+        # Of tied parameters the first is the one that the optimizer owns; copies on later stages should have the same values.
+        self._places: dict[str, ParameterPlace] = {}
+        self._copies: dict[str, list[ParameterPlace]] = {}
+        for place in layout.parameters:
+            self._places.setdefault(place.name, place)
+            self._copies.setdefault(place.name, []).append(place)
+        self._refuse_what_is_not_by_parameter()
+
+    @property
+    def places(self) -> Mapping[str, ParameterPlace]:
+        """Every parameter by name; of copies on several pipeline stages the first."""
+        return self._places
+
+    def place(self, name: str) -> ParameterPlace:
+        """Return where a parameter lies; of a tied one, where the one lies that it is.
+
+        Raises:
+            CheckpointLayoutError: the checkpoint has no such parameter.
+        """
+        if name not in self._places:
+            raise CheckpointLayoutError(
+                f"{self._directory} has no parameter {name!r}; expected the model that wrote it. "
+                "Resume with the model definition of the checkpoint."
+            )
+        place = self._places[name]
+        return place if place.tied_to in (None, name) else self.place(place.tied_to)
+
+    def is_optimized(self, name: str) -> bool:
+        """Whether the optimizer owns a parameter."""
+        return self.place(name).group_idx is not None
+
+    def state_keys(self, name: str) -> list[str]:
+        """Return the keys of the optimizer's state that has a value for every element; none before the first step."""
+        place = self.place(name)
+        if place.group_idx is None:
+            return []
+        entry = self._state_entry(place, 0 if place.buffer_idx is None else self._pieces.of(place)[0].replica)
+        return sorted(key for key, value in entry.items() if self._is_by_element(place, key, value))
+
+    def scalars(self, name: str) -> dict[str, Any]:
+        """Return the optimizer's state that has one value for the whole parameter, ``step`` for example."""
+        place = self.place(name)
+        if place.group_idx is None:
+            return {}
+        entry = self._state_entry(place, 0 if place.buffer_idx is None else self._pieces.of(place)[0].replica)
+        return {key: value for key, value in entry.items() if not self._is_by_element(place, key, value)}
+
+    def dtype(self, name: str, key: str) -> torch.dtype:
+        """Return the type of the elements of ``MASTER`` or of one of ``state_keys``."""
+        place = self.place(name)
+        return self._source(place, key, self._sources(place, key)[0]).dtype
+
+    def copy(self, name: str, key: str, begin: int, out: torch.Tensor) -> None:
+        """Copy elements of a parameter's weights or state.
+
+        Args:
+            name: of the parameter.
+            key: ``MASTER``, or one of ``state_keys``.
+            begin: first element within the flattened parameter.
+            out: flat; receives as many elements as it has, converted to its type and device.
+
+        Raises:
+            CheckpointDamagedError: the files have fewer elements than the manifest says.
+        """
+        self._copy(self.place(name), key, begin, out)
+
+    def unequal_copies(self) -> list[str]:
+        """Return the parameters of tied layers whose copies on the stages of a pipeline hold different values.
+
+        DeepSpeed keeps equal what ``tied_weight_attr`` names, ``weight`` unless told otherwise; the rest of a tied layer, its
+        bias for example, goes its own way on every stage, and cannot become one parameter without loss.
+        """
+        return [
+            places[0].name
+            for places in self._copies.values()
+            if len(places) > 1 and not all(self._has_same_values(places[0], other) for other in places[1:])
+        ]
+
+    def _has_same_values(self, one: ParameterPlace, other: ParameterPlace) -> bool:
+        keys = [] if one.group_idx is None else self.state_keys(one.name)
+        if self.layout.wrapper:
+            keys = [MASTER, *keys]
+        numel = math.prod(one.shape)
+        for key in keys:
+            for begin in range(0, numel, _SCRATCH_NUMEL):
+                first = torch.empty(min(_SCRATCH_NUMEL, numel - begin), dtype=self.dtype(one.name, key))
+                second = torch.empty_like(first)
+                self._copy(one, key, begin, first)
+                self._copy(other, key, begin, second)
+                if not torch.equal(first, second):
+                    return False
+        return True
+
+    def _copy(self, place: ParameterPlace, key: str, begin: int, out: torch.Tensor) -> None:
+        name = place.name
+        copied = 0
+        for piece, inside, at, numel in overlaps(self._sources(place, key), begin, out.numel()):
+            source = self._source(place, key, piece)
+            first = piece.begin + inside
+            if source.numel() < first + numel:
+                raise CheckpointDamagedError(
+                    f"{self._directory}: {key} of {name!r} ends at element {source.numel()} of its partition; expected at "
+                    f"least {first + numel}. Resume from another checkpoint."
+                )
+            out[at : at + numel].copy_(source[first : first + numel])
+            copied += numel
+        if copied != out.numel():
+            raise CheckpointDamagedError(
+                f"{self._directory} holds {copied} of the elements {begin} to {begin + out.numel()} of {key} of {name!r}; "
+                "expected all. Resume from another checkpoint."
+            )
+
+    def full(self, name: str, key: str = MASTER) -> torch.Tensor:
+        """Return all elements of a parameter's weights or state in its shape, a copy."""
+        place = self.place(name)
+        source = self._source(place, key, self._sources(place, key)[0]) if math.prod(place.shape) else None
+        dtype = torch.float32 if source is None else source.dtype
+        out = torch.empty(math.prod(place.shape), dtype=dtype)
+        self.copy(name, key, 0, out)
+        return out.reshape(place.shape)
+
+    def group_settings(self, name: str) -> dict[str, Any] | None:
+        """Return the optimizer's settings of the group of a parameter; None if the optimizer does not own it.
+
+        A pipeline's stages have groups of their own, of which those without parameters are dropped.
+        """
+        place = self.place(name)
+        if place.group_idx is None:
+            return None
+        groups = self._base_state(place.model_part, 0)["param_groups"]
+        if not groups:
+            return None
+        return {key: value for key, value in groups[place.group_idx].items() if key != "params"}
+
+    def has_one_scheduler(self) -> bool:
+        """Whether the learning-rate scheduler stands alike on all stages of a pipeline."""
+        first = self._model_file(0, 0).get("lr_scheduler")
+        stages = range(1, self.layout.pipeline_stages)
+        return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
+
+    def engine_state(self) -> dict[str, Any]:
+        """Return what belongs to the engine as a whole: counters, scheduler; without weights and optimizer."""
+        state = self._model_file(0, 0)
+        kept = (
+            "lr_scheduler",
+            "skipped_steps",
+            "global_steps",
+            "global_samples",
+            "data_sampler",
+            "random_ltd",
+        )
+        return {key: state.get(key) for key in kept}
+
+    def loss_scale_state(self) -> dict[str, Any]:
+        """Return where DeepSpeed's loss scale stands, under the names of its attributes; empty where it has none."""
+        state = self._optimizer_state(0, 0)
+        if state is None:
+            return {}
+        scaler = state.get("loss_scaler")
+        values = (
+            state if scaler is None else {**vars(scaler), "dynamic_loss_scale": state["dynamic_loss_scale"]}
+        )
+        names = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        return {name: values[name] for name in names if name in values}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the module's persistent buffers by name as replica 0 had them, mapped from the files."""
+        found: dict[str, torch.Tensor] = {}
+        for part in range(self.layout.pipeline_stages):
+            for name in self._model_file(part, 0)["buffer_names"]:
+                found[name] = self._module_tensor(name, part)
+        return found
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        """Return the DeepSpeed config with which the engine was made."""
+        config = self._model_file(0, 0).get("ds_config")
+        return dict(config) if isinstance(config, Mapping) else {}
+
+    def _refuse_what_is_not_by_parameter(self) -> None:
+        problems = []
+        if "nvme" in (self.layout.offload_optimizer, self.layout.offload_parameters):
+            problems.append("state offloaded to NVMe is not in the checkpoint's files by parameter")
+        if problems:
+            raise CheckpointLayoutError(
+                f"{self._directory} cannot be read by parameter: {'; '.join(problems)}. Resume it with the layout that wrote it."
+            )
+
+    def _sources(self, place: ParameterPlace, key: str) -> list[Piece]:
+        """Return the pieces in which a parameter lies in the files."""
+        if place.group_idx is None and place.is_cut:
+            replicas = range(self.layout.data_parallel_size)
+            return [piece for piece in (own_piece(place, r) for r in replicas) if piece is not None]
+        if place.group_idx is None or (key == MASTER and place.buffer_idx is None):
+            numel = math.prod(place.shape)
+            return [Piece(0, 0, 0, numel)]
+        return self._pieces.of(place)
+
+    def _source(self, place: ParameterPlace, key: str, piece: Piece) -> torch.Tensor:
+        """Return the flat tensor in a file in which a piece lies."""
+        if place.group_idx is None and place.is_cut:
+            fragments = self._model_file(place.model_part, piece.replica)["frozen_param_fragments"] or {}
+            if place.name not in fragments:
+                raise CheckpointLayoutError(
+                    f"{self._directory} does not hold {place.name!r}, which requires a gradient and which no optimizer owns: "
+                    "DeepSpeed leaves it out in ZeRO stage 3; expected it in a parameter group, or frozen. Give it to the "
+                    "optimizer, or set requires_grad to False."
+                )
+            return _flat(fragments[place.name])
+        if key == MASTER and place.group_idx is not None and self.layout.wrapper == "FP16_UnfusedOptimizer":
+            group_idx, position = self._positions(place.model_part)[place.name]
+            beside = self._optimizer_state(place.model_part, 0)
+            assert beside is not None
+            return _flat(beside["fp32_groups"][group_idx][position])
+        if place.group_idx is None or (key == MASTER and place.buffer_idx is None):
+            return _flat(self._module_tensor(place.name, place.model_part))
+        if key == MASTER:
+            state = self._optimizer_state(place.model_part, piece.replica)
+            assert state is not None
+            assert place.buffer_idx is not None
+            masters = next(state[name] for name in _MASTERS if name in state)
+            return _flat(masters[place.buffer_idx])
+        return _flat(self._state_entry(place, piece.replica)[key])
+
+    def _state_entry(self, place: ParameterPlace, replica: int) -> Mapping[str, Any]:
+        """Return the base optimizer's state of a parameter, or of the flat buffer that it lies in."""
+        base = self._base_state(place.model_part, replica)
+        entry: Mapping[str, Any] = base["state"].get(self._state_idx(place), {})
+        return entry
+
+    def _state_idx(self, place: ParameterPlace) -> int:
+        """Return the number under which torch's ``state_dict`` has a parameter or buffer: by group, then position."""
+        if place.buffer_idx is None:
+            return self._order_of_parameters(place.model_part)[place.name]
+        return self._order_of_buffers(place.model_part)[place.buffer_idx]
+
+    def _find_positions(self, part: int) -> dict[str, tuple[int, int]]:
+        return positions_in_groups(place for place in self.layout.parameters if place.model_part == part)
+
+    def _find_order_of_parameters(self, part: int) -> dict[str, int]:
+        positions = self._positions(part)
+        return {name: idx for idx, name in enumerate(sorted(positions, key=positions.__getitem__))}
+
+    def _find_order_of_buffers(self, part: int) -> dict[int, int]:
+        buffers = [buffer for buffer in self.layout.buffers if buffer.model_part == part]
+        ordered = sorted(buffers, key=lambda buffer: (buffer.group_idx, buffer.index))
+        return {buffer.index: idx for idx, buffer in enumerate(ordered)}
+
+    def _is_by_element(self, place: ParameterPlace, key: str, value: Any) -> bool:
+        if key == "step" or not isinstance(value, torch.Tensor):
+            return False
+        if value.dim() == 0 and (place.buffer_idx is not None or place.shape != ()):
+            return False
+        if place.buffer_idx is None and tuple(value.shape) != place.shape:
+            raise CheckpointLayoutError(
+                f"{self._directory}: the optimizer's {key!r} of {place.name!r} has shape {tuple(value.shape)}; expected "
+                f"{place.shape}, or a scalar. State of another shape cannot be cut; resume with the layout that wrote it."
+            )
+        return True
+
+    def _base_state(self, part: int, replica: int) -> dict[str, Any]:
+        state = self._optimizer_state(part, replica)
+        if state is None:
+            return {"state": {}, "param_groups": []}
+        if "param_groups" in state:
+            return state
+        base = next(state[name] for name in _BASE_STATES if name in state)
+        if not isinstance(base, Mapping):
+            raise CheckpointLayoutError(
+                f"{self._directory}: the optimizer's state was written in DeepSpeed's elastic form; expected the usual one. "
+                "Resume with the layout that wrote it, with zero_optimization.elastic_checkpoint false from then on."
+            )
+        return dict(base)
+
+    def _optimizer_state(self, part: int, replica: int) -> dict[str, Any] | None:
+        """Return the optimizer's state in a file of its own (ZeRO, BF16_Optimizer), else the one beside the weights."""
+        if self.layout.zero_stage or self.layout.wrapper == "BF16_Optimizer":
+            prefix = "bf16_" if self.layout.precision == "bf16" else ""
+            name = f"{prefix}zero_pp_rank_{replica}_mp_rank_{part:02d}_optim_states.pt"
+            state: dict[str, Any] = self._load(name)["optimizer_state_dict"]
+            return state
+        beside: dict[str, Any] | None = self._model_file(part, 0)["optimizer"]
+        return beside
+
+    def _model_file(self, part: int, replica: int) -> dict[str, Any]:
+        prefix = f"zero_pp_rank_{replica}_" if self.layout.zero_stage == 3 else ""
+        return self._load(f"{prefix}mp_rank_{part:02d}_model_states.pt")
+
+    def _module_tensor(self, name: str, part: int) -> torch.Tensor:
+        if self.layout.engine_kind == "pipeline":
+            layer, _, rest = name.partition(".")
+            if layer.isdigit():
+                tensor: torch.Tensor = self._load(self._layer_file(int(layer)))[rest]
+                return tensor
+            key, _, rest = rest.partition(".")
+            if layer != "tied_modules" or key not in self._tied:
+                raise CheckpointLayoutError(
+                    f"{self._directory}: {name!r} is in no layer's file; expected it in one. "
+                    "Resume it with the layout that wrote it."
+                )
+            return self._tied[key][rest]
+        module: Mapping[str, torch.Tensor] = self._model_file(part, 0)["module"]
+        if name not in module:
+            raise CheckpointLayoutError(
+                f"{self._directory}: {name!r} is not in the module's state; expected it there, where only experts of a "
+                "mixture-of-experts layer are not. Resume it with the layout that wrote it."
+            )
+        return module[name]
+
+    def _layer_file(self, layer_idx: int) -> str:
+        """Return the file of a pipeline's layer; with a model-parallel axis its name says which slice it holds."""
+        plain = f"layer_{layer_idx:02d}-model_states.pt"
+        return (
+            plain if (self._directory / plain).exists() else f"layer_{layer_idx:02d}-model_00-model_states.pt"
+        )
+
+    def _map(self, name: str) -> dict[str, Any]:
+        return load_mapped(
+            self._directory / name, holds="a file of the checkpoint", trusts_code=self._trusts_code
+        )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)

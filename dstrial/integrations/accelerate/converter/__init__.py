@@ -1,0 +1,1 @@
+"""What becomes of an Accelerate configuration: an experiment config."""

@@ -1,0 +1,110 @@
+"""What a ``Reporter`` sends: metrics, progress, and the answer whether a validation was the best so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from determined import core, util
+
+from dstrial.errors import TrialContractError
+from dstrial.integrations.accelerate.schedule import Plan
+from dstrial.local.mirror import MirroredTrainContext
+from dstrial.local.train_context import LocalTrainContext
+from dstrial.loop.boundaries import asks_for_checkpoint
+from dstrial.loop.metric_sinks import MetricSinks
+from dstrial.loop.metrics import MetricWindow, combine
+
+
+class Reports:
+    """Reports to a core context and to the sinks of a run.
+
+    Args:
+        core_context: Determined's, or ours on a run directory; entered.
+        sinks: of the run.
+        plan: what the experiment config says.
+    """
+
+    def __init__(self, core_context: core.Context, sinks: MetricSinks, plan: Plan) -> None:
+        self._core = core_context
+        self._sinks = sinks
+        self._plan = plan
+
+    def mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the mean over ranks of every metric, the same on all. Ranks: all, collectively (one ``allgather``).
+
+        Args:
+            metrics: metric name -> value on this rank: number, array or tensor.
+            where: which method was called, for messages.
+        """
+        own = MetricWindow(where)
+        own.add(metrics)
+        return dict(combine(self._core.distributed.allgather(own.totals()), where))
+
+    def training(
+        self,
+        metrics: dict[str, Any],
+        batches_trained: int,
+        num_batches: int = 0,
+        records_per_batch: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        """Report training metrics, with the speed where batches were counted. Ranks: 0.
+
+        Args:
+            metrics: metric name -> value; not changed.
+            batches_trained: since the start of the run.
+            num_batches: since the report before; 0 if speed is not to be reported.
+            records_per_batch: over all ranks.
+            seconds: that they took.
+        """
+        reported = dict(metrics)
+        if num_batches:
+            per_second = num_batches / max(seconds, 1e-9)
+            reported.setdefault("batches_per_second", per_second)
+            reported.setdefault("samples_per_second", per_second * records_per_batch)
+        self._core.train.report_training_metrics(steps_completed=batches_trained, metrics=reported)
+        self._sinks.report("training", batches_trained, reported)
+
+    def progress(self, batches_trained: int, batches_total: int | None) -> None:
+        """Report how far training is, where its length is known. Ranks: 0."""
+        if batches_total is None:
+            return
+        train = self._core.train
+        if isinstance(train, (LocalTrainContext, MirroredTrainContext)):
+            train.report_batches(batches_trained, batches_total)
+        train.report_progress(min(batches_trained / batches_total, 1.0))
+
+    def require_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse validation metrics that the searcher cannot compare.
+
+        Raises:
+            TrialContractError: its metric is not among them, or is no number.
+
+        Ranks: any, with the same metrics; no communication.
+        """
+        searched = self._plan.metric
+        if searched is None or searched in ("batches", "epochs"):
+            return
+        if not util.is_numerical_scalar(metrics.get(searched)):
+            raise TrialContractError(
+                f"the searcher's metric {searched!r} is {metrics.get(searched)!r} in reporter.report_validation; expected one "
+                f"number among {sorted(metrics)}. Report it, or set searcher.metric to one of them."
+            )
+
+    def validation(self, metrics: Mapping[str, Any], batches_trained: int, epochs_trained: int) -> bool:
+        """Report validation metrics. Ranks: 0.
+
+        Returns:
+            Whether the checkpoint policy asks for a checkpoint of the weights that were validated.
+        """
+        plan = self._plan
+        is_best = plan.checkpoint_policy == "best"
+        best_before = self._core.train.get_experiment_best_validation() if is_best else None
+        self._sinks.report("validation", batches_trained, metrics)
+        reported = {"batches": batches_trained, "epochs": epochs_trained, **metrics}
+        self._core.train.report_validation_metrics(steps_completed=batches_trained, metrics=reported)
+        now = reported.get(str(plan.metric))
+        return asks_for_checkpoint(
+            plan.checkpoint_policy, now, best_before, smaller_is_better=plan.smaller_is_better
+        )

@@ -1,0 +1,333 @@
+"""The run behind a ``Reporter``: from the checkpoint it goes on from to the last one that it writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from determined import pytorch
+
+from dstrial.config import overwrite_deepspeed_config
+from dstrial.config.deepspeed_source import MAIN_KEY
+from dstrial.errors import ConfigError
+from dstrial.integrations.accelerate.accelerator_checkpoint import Accelerated, prepared_engines
+from dstrial.integrations.accelerate.loaders import (
+    epoch_length_of,
+    length_of,
+    require_equal_lengths,
+    require_micro_batch,
+    warn_of_unrepeatable_order,
+)
+from dstrial.integrations.accelerate.metric_reports import Reports
+from dstrial.integrations.accelerate.progress_tracker import Course
+from dstrial.integrations.accelerate.schedule import Plan
+from dstrial.local.run_directory import TEST_VARIABLE
+from dstrial.loop.callbacks import Callbacks
+from dstrial.loop.checkpoint_loader import CheckpointLoader
+from dstrial.loop.checkpoint_saver import CheckpointSaver
+from dstrial.loop.metric_sinks import MetricSinks
+from dstrial.loop.metrics import MetricWindow, combine
+from dstrial.loop.run_state import RunState
+from dstrial.loop.sync_point import AgreementPoints, StopReason
+from dstrial.resume.in_rank import trial_id_of
+from dstrial.resume.metadata import RESUME_VARIABLE, given_settings
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+from dstrial.trial.runtime import TrialRuntime
+
+logger = logging.getLogger("dstrial.integrations.accelerate")
+
+
+class Run:
+    """Trains, reports, saves and stops, all ranks together.
+
+    Args:
+        accelerator: the script's, with everything prepared.
+        context: of the trial.
+        info: the cluster's; None off a cluster.
+        course: counters at 0; the checkpoint's after ``start``.
+        length: what the script said itself about how long to train.
+
+    Raises:
+        TrialContractError: nothing is prepared yet, or an engine is not DeepSpeed's.
+        ConfigError: the DeepSpeed config cannot be right for these ranks, or asks for another batch than the run's.
+
+    Ranks: all, collectively.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        context: DeepSpeedTrialContext,
+        info: Any,
+        course: Course,
+        length: pytorch.TrainUnit | None,
+    ) -> None:
+        self._accelerator, self._context, self._info, self._course = accelerator, context, info, course
+        runtime = self._runtime = runtime_of(context)
+        self._core = runtime.core
+        self._is_chief = bool(context.distributed.rank == 0)
+        for engine_idx, engine in enumerate(prepared_engines(accelerator)):
+            context.wrap_model_engine(engine)
+            runtime.given_settings[engine_idx] = settings_as_given(runtime, engine_idx)
+        self._steps = runtime.adapter.micro_batches_per_batch
+        self._records_per_batch = runtime.train_batch_size
+        accelerator.gradient_accumulation_steps = self._steps
+        self._plan = Plan.from_config(
+            runtime.exp_conf or {},
+            global_batch_size=self._records_per_batch,
+            length=length,
+            is_test=os.environ.get(TEST_VARIABLE) == "1",
+        )
+        self._sinks = MetricSinks(context)
+        self._reports = Reports(self._core, self._sinks, self._plan)
+        self._agreements = AgreementPoints(context.distributed, self._wish_to_stop)
+        self._window = MetricWindow("reporter.step")
+        self._window_start = 0
+        self._window_seconds = 0.0
+        self._mark_s = 0.0
+        self._has_pending_random_states = False
+        self._has_batch_to_finish = False
+        trial_id = trial_id_of(info, is_mirrored=runtime.is_mirrored)
+        state = RunState(
+            Accelerated(accelerator), context, Callbacks({}), course.progress, self._window, trial_id
+        )
+        self._loader = CheckpointLoader(state)
+        self._saver = CheckpointSaver(state, in_background=self._plan.saves_in_background)
+
+    # ---- start and end -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Load the checkpoint that the run goes on from, if there is one.
+
+        Raises:
+            CheckpointError: it cannot be loaded.
+            ConfigError: nobody says how long to train.
+
+        Ranks: all, collectively.
+        """
+        checkpoint = checkpoint_to_resume(self._runtime, self._info)
+        self._course.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
+        batches = self._course.batches_trained
+        if self._runtime.kept_reports is not None:
+            self._runtime.kept_reports.rewind_to(batches)
+        self._sinks.open()
+        self._agreements.start(batches)
+        self._mark_s = time.monotonic()
+        self._set_status("training")
+
+    def _load(self, checkpoint: str) -> int | None:
+        """Restore a checkpoint; return the batches of an epoch that it was written with, if it knows them."""
+        context = self._context
+        loop_state, continues = self._loader.restore(checkpoint, None)
+        self._accelerator.step = 0
+        if not continues:
+            return None
+        if not self._accelerator.split_batches:
+            now = self._runtime.adapter.micro_batch_size
+            require_micro_batch(self._accelerator._dataloaders, micro_batch_before(self._runtime), now)
+        self._window_start = int(loop_state.get("window_start", self._course.batches_trained))
+        self._window_seconds = float(loop_state.get("window_seconds", 0.0))
+        self._loader.restore_random_states()
+        self._has_pending_random_states = True
+        if self._is_chief:
+            batches, num_ranks = self._course.batches_trained, context.distributed.size
+            logger.info("resumed from checkpoint %s at batch %d on %d ranks", checkpoint, batches, num_ranks)
+        epoch_length: int | None = loop_state.get("epoch_length")
+        return epoch_length
+
+    def end(self) -> None:
+        """Save what is not saved, wait for the last checkpoint, and say how training ended. Ranks: all, collectively."""
+        course = self._course
+        if course.batches_trained and not course.progress.checkpoint_is_current:
+            self.save()
+        self._saver.finish()
+        self._sinks.upload()
+        if not self._is_chief:
+            return
+        if course.stopped is not None:
+            self._set_status(f"stopped: {course.stopped.value}")
+            if self._info is not None:
+                # To the master, exit code 0 without this means that the trial is complete.
+                self._core.preempt.acknowledge_preemption_signal()
+            return
+        if course.batches_trained:
+            self._reports.progress(course.batches_trained, course.batches_total)
+            self._core.train.report_progress(1.0)
+        self._set_status("completed")
+
+    def close(self) -> None:
+        """Give up a save that is under way, and end the sinks. Ranks: each its own."""
+        self._saver.close()
+        self._sinks.close()
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield micro batches as ``Reporter.batches`` does. Ranks: all, collectively."""
+        course = self._course
+        require_equal_lengths(self._context.distributed.allgather(length_of(loader)))
+        epoch_length = course.epoch_length = epoch_length_of(loader, self._steps)
+        warn_of_unrepeatable_order(loader, is_chief=self._is_chief)
+        while not course.is_over:
+            epoch, done = divmod(course.batches_trained, epoch_length)
+            this_epoch = self._accelerator.skip_first_batches(loader, done * self._steps) if done else loader
+            this_epoch.set_epoch(epoch)
+            num_left = (epoch_length - done) * self._steps
+            for idx, item in enumerate(this_epoch):
+                if idx >= num_left:
+                    continue  # of a batch that is not whole; the loader comes to its own end
+                if self._has_pending_random_states:
+                    # Starting the loader has drawn random numbers that the uninterrupted run did not draw.
+                    self._loader.restore_random_states()
+                    self._has_pending_random_states = False
+                yield item
+                if self._between_batches():
+                    break
+
+    def step(self, metrics: Mapping[str, Any] | None) -> bool:
+        """Count a micro batch as ``Reporter.step`` does. Ranks: all, equally often."""
+        if metrics:
+            self._window.add(metrics)
+        if not self._accelerator.sync_gradients:
+            return False
+        batches = self._course.advance()
+        self._has_batch_to_finish = True
+        is_alone = self._agreements.is_alone and self._agreements.is_wished()
+        if self._course.is_anything_due or batches >= self._agreements.next_batch or is_alone:
+            self._exchange()
+        return True
+
+    def _exchange(self) -> None:
+        """Agree on stopping, and in the same exchange report metrics and hear of the save under way. Ranks: all."""
+        course, batches = self._course, self._course.batches_trained
+        reports = course.is_report_due or (course.is_at_end and batches > self._window_start)
+        share = self._window.totals() if reports and len(self._window) else None
+        self._window_seconds += time.monotonic() - self._mark_s
+        agreement = self._agreements.agree(batches, (share, self._saver.status()))
+        self._saver.settle([status for _, status in agreement.shares])
+        if reports:
+            averages = combine([share for share, _ in agreement.shares], "reporter.step")
+            if self._is_chief:
+                num_batches = batches - self._window_start
+                self._reports.training(
+                    dict(averages), batches, num_batches, self._records_per_batch, self._window_seconds
+                )
+            self._sinks.upload(at_once=False)
+            self._window.reset()
+            self._window_seconds = 0.0
+            self._window_start = batches
+        if self._is_chief:
+            self._reports.progress(batches, course.batches_total)
+        self._mark_s = time.monotonic()
+        if agreement.stop is not None and not course.is_at_end:
+            course.stopped = agreement.stop
+            if self._is_chief:
+                logger.warning(
+                    "stopping after batch %d (%s), with a checkpoint", batches, agreement.stop.value
+                )
+
+    def _between_batches(self) -> bool:
+        """Save what is due once the script has done its part of a batch; says whether training is over. Ranks: all."""
+        if not self._has_batch_to_finish:
+            return False
+        self._has_batch_to_finish = False
+        if self._course.needs_checkpoint:
+            self.save()
+        if self._course.pauses_training:
+            self._agreements.start(self._course.batches_trained)
+            self._mark_s = time.monotonic()
+        return self._course.is_over
+
+    # ---- reports and checkpoints ---------------------------------------------------------------------
+
+    def report_training(self, metrics: Mapping[str, Any]) -> None:
+        """Report training metrics now. Ranks: all, collectively."""
+        averages = self._reports.mean_over_ranks(metrics, "report_training")
+        if self._is_chief:
+            self._reports.training(averages, self._course.batches_trained)
+
+    def report_validation(self, metrics: Mapping[str, Any]) -> None:
+        """Report validation metrics of the weights of now, and save if the policy says so. Ranks: all, collectively."""
+        averages = self._reports.mean_over_ranks(metrics, "report_validation")
+        self._reports.require_searcher_metric(averages)
+        progress = self._course.progress
+        progress.last_validation = progress.batches_trained
+        saves = self._is_chief and self._reports.validation(
+            averages, progress.batches_trained, self._course.epoch_idx
+        )
+        self._sinks.upload()
+        if self._context.distributed.broadcast(saves) and not progress.checkpoint_is_current:
+            self.save()
+        self._mark_s = time.monotonic()
+
+    def save(self) -> str:
+        """Save a checkpoint of now; return its uuid. Ranks: all, collectively."""
+        self._set_status("checkpointing")
+        uuid = self._saver.save(
+            {
+                "window_seconds": self._window_seconds,
+                "window_start": self._window_start,
+                "epoch_length": self._course.epoch_length,
+            }
+        )
+        self._mark_s = time.monotonic()
+        self._set_status("training")
+        return uuid
+
+    def _set_status(self, status: str) -> None:
+        if self._is_chief:
+            self._core.train.set_status(status)
+
+    def _wish_to_stop(self) -> StopReason | None:
+        # Acknowledged at the end, and only if training ends early.
+        if self._info is not None and self._is_chief and self._core.preempt.should_preempt(auto_ack=False):
+            return StopReason.PREEMPTED
+        signals = self._runtime.stop_signals
+        return StopReason.SIGNAL if signals is not None and signals.requested is not None else None
+
+
+def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
+    """Return the checkpoint that a run goes on from; None for a new one.
+
+    Args:
+        runtime: of the trial.
+        info: the cluster's; None off a cluster.
+
+    Raises:
+        CheckpointNotFoundError: the newest one of a run was asked for, and it has none.
+    """
+    asked = os.environ.get(RESUME_VARIABLE)
+    if info is not None:
+        latest: str | None = info.latest_checkpoint
+        return latest or (asked if runtime.is_mirrored else None)
+    return runtime.newest_checkpoint() if asked == "latest" else asked or None
+
+
+def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
+    """Return an engine's settings as the experiment gives them, with which a later resume compares its config.
+
+    What Accelerate was given has all sizes solved for these ranks, or taken from the script.
+    """
+    given = runtime.given_hparams or {}
+    source = given.get(MAIN_KEY)
+    own: dict[str, Any] = runtime.given_settings[engine_idx]
+    if engine_idx or not isinstance(source, (str, Mapping)):
+        return own
+    try:
+        merged = overwrite_deepspeed_config(
+            source if isinstance(source, str) else dict(source),
+            dict(given.get("overwrite_deepspeed_args") or {}),
+        )
+    except ConfigError:
+        return own
+    kinds = {key: value for key, value in own.items() if isinstance(value, str)}
+    return {**kinds, **given_settings(merged)}
+
+
+def micro_batch_before(runtime: TrialRuntime) -> int | None:
+    """Return the micro batch of the checkpoint that this very run goes on from; None for a new run."""
+    resumed = runtime.resumed
+    return None if resumed is None or not resumed.saved.engines else resumed.saved.engines[0].micro_batch_size

@@ -1,0 +1,282 @@
+"""Make a checkpoint of the directory that a Trainer has just written, without writing its files a second time.
+
+Files are linked into the storage where that is the same file system, and copied where it is another one. The Trainer writes into
+files that are there already, so a directory of an earlier attempt gives its links up before it is written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import determined as det
+import torch
+import transformers
+from deepspeed import DeepSpeedEngine
+from determined import core
+
+import dstrial
+from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    Manifest,
+    hash_file,
+    hash_files,
+    share_of,
+    write_manifest,
+)
+from dstrial.engine.files import engine_files
+from dstrial.engine.parameter_table import collect_layout
+from dstrial.errors import CheckpointError
+from dstrial.loop.background_save import together
+from dstrial.resume.metadata import EngineRecord, run_metadata
+
+logger = logging.getLogger("dstrial.integrations.huggingface")
+
+USER_DATA_NAME = "my_data.json"
+"""File of ``DetCallback(user_data=...)`` in a checkpoint, Determined's."""
+
+_CONFIGURATION_NAME = "load_data.json"
+_LATEST_NAME = "latest"
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """What a checkpoint says of its run besides the Trainer's files.
+
+    Attributes:
+        trial_id: number of the trial.
+        exp_conf: the experiment config.
+        hparams: hyperparameters of the trial.
+        user_data: what ``DetCallback`` was given for every checkpoint; None for nothing.
+        given: what ``EngineRecord.given`` is to keep.
+        micro_batch_limit: the micro batch with which the run began.
+    """
+
+    trial_id: int
+    exp_conf: Mapping[str, Any]
+    hparams: Mapping[str, Any]
+    user_data: Mapping[str, Any] | None
+    given: Mapping[str, Any]
+    micro_batch_limit: int
+
+
+class Storing:
+    """Stores checkpoints of one training.
+
+    Args:
+        context: of the trial.
+        kept: what every checkpoint says of the run.
+    """
+
+    def __init__(self, context: core.Context, kept: Kept) -> None:
+        self._checkpoint = context.checkpoint
+        self._distributed = context.distributed
+        self._kept = kept
+        self._stale_steps: frozenset[int] = frozenset()
+
+    def begin(self, output_dir: pathlib.Path, step: int) -> None:
+        """Look for directories of an earlier attempt that training will come to again. Ranks: all, collectively."""
+        found = {
+            int(path.name.removeprefix("checkpoint-"))
+            for path in (output_dir.glob("checkpoint-*") if output_dir.is_dir() else ())
+            if path.name.removeprefix("checkpoint-").isdecimal()
+        }
+        gathered = self._distributed.allgather({one for one in found if one > step})
+        self._stale_steps = frozenset().union(*gathered)
+
+    def is_stale(self, step: int) -> bool:
+        """Whether a directory of a step is known to share its files with a checkpoint, or may. Ranks: all, alike."""
+        return step in self._stale_steps
+
+    def prepare(self, output_dir: pathlib.Path, step: int) -> None:
+        """Give up the links of a directory that is about to be written, whoever made them.
+
+        What they link to stays in its checkpoint. Ranks: all, collectively (one exchange).
+        """
+        self._stale_steps -= {step}
+        directory = output_dir / f"checkpoint-{step}"
+        if self._distributed.local_rank == 0 and directory.is_dir():
+            for path in sorted(directory.rglob("*")):
+                # Another machine, or another trial with the same directory, may be at it too.
+                with contextlib.suppress(FileNotFoundError):
+                    if path.is_file() and path.stat().st_nlink > 1:
+                        path.unlink()
+        self._distributed.allgather(None)
+
+    def store(
+        self,
+        directory: pathlib.Path,
+        step: int,
+        engine: DeepSpeedEngine | None,
+        plain: EngineRecord,
+        *,
+        shares: bool = True,
+    ) -> str:
+        """Make a checkpoint of ``checkpoint-<step>``.
+
+        Args:
+            directory: what the Trainer has written; not changed.
+            step: batches trained.
+            engine: DeepSpeed's, whose layout is described; None for a Trainer without it.
+            plain: what the checkpoint says of the batch in that case.
+            shares: whether the checkpoint may share files with the directory.
+
+        Returns:
+            The checkpoint's uuid.
+
+        Raises:
+            CheckpointError: a rank could not read or write its part; earlier checkpoints stay.
+
+        Ranks: all, collectively.
+        """
+        self._distributed.allgather(None)  # every rank has written its part
+        layout = None if engine is None else self._layout(engine, directory)
+        metadata = self._metadata(step, engine, layout, plain)
+        listings = self._distributed.allgather(self._listing(directory))
+        with self._checkpoint.store_path(metadata, shard=True) as (path, uuid):
+            root = pathlib.Path(path)
+            mine = self._mine(listings)
+
+            def put() -> tuple[dict[str, Any], tuple[str, ...]]:
+                for name in mine:
+                    _link(directory / name, root / directory.name / name, os.link if shares else shutil.copy2)
+                names = [f"{directory.name}/{name}" for name in mine]
+                if self._distributed.rank == 0:
+                    names += self._write_beside(root, directory.name)
+                return hash_files(root, names), self._read_files(engine, layout)
+
+            parts = together(self._distributed, put, lambda error: self._describe(directory, root, error))
+
+            def describe() -> None:
+                if self._distributed.rank == 0:
+                    files = {name: entry for part, _ in parts for name, entry in part.items()}
+                    write_manifest(root, _manifest(step, layout, files, [names for _, names in parts]))
+                    # Read by the store when its block ends; so the master knows which files were written.
+                    metadata[MANIFEST_DIGEST] = hash_file(root / MANIFEST_NAME).sha256
+
+            together(self._distributed, describe, lambda error: self._describe(directory, root, error))
+        if shares:
+            # The Trainer may save the same step again, after its evaluation.
+            self._stale_steps |= {step}
+        return str(uuid)
+
+    def _layout(self, engine: DeepSpeedEngine, directory: pathlib.Path) -> Layout | None:
+        """Return how the engine's state lies in the directory; None where the Trainer saved the model only."""
+        layout = collect_layout(engine, self._distributed.allgather)
+        latest = directory / _LATEST_NAME
+        # DeepSpeed writes it on rank 0 only, maybe where no other machine sees it.
+        has_it = self._distributed.rank == 0 and latest.is_file()
+        tag: str | None = latest.read_text(encoding="utf-8").strip() if has_it else None
+        tag = self._distributed.broadcast(tag)
+        if tag is None:
+            return None
+        return dataclasses.replace(layout, folder=f"{directory.name}/{tag}")
+
+    def _metadata(
+        self, step: int, engine: DeepSpeedEngine | None, layout: Layout | None, plain: EngineRecord
+    ) -> dict[str, Any]:
+        record = plain
+        if layout is not None and engine is not None:
+            more = {
+                "has_experts": bool(engine.has_moe_layers),
+                "given": dict(self._kept.given),
+                "micro_batch_limit": self._kept.micro_batch_limit,
+            }
+            record = EngineRecord.from_layout(layout.to_json(), more)
+        return {
+            "steps_completed": step,
+            "determined_version": det.__version__,
+            "dstrial_version": dstrial.__version__,
+            "framework": f"torch-{torch.__version__}",
+            "transformers_version": transformers.__version__,
+            **run_metadata([record], self._kept.trial_id),
+        }
+
+    def _listing(self, directory: pathlib.Path) -> list[tuple[str, int]]:
+        """Return the files that this rank sees, on the first rank of each machine."""
+        if self._distributed.local_rank != 0 or not directory.is_dir():
+            return []
+        return sorted(
+            (path.relative_to(directory).as_posix(), path.stat().st_size)
+            for path in directory.rglob("*")
+            if path.is_file()
+        )
+
+    def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
+        """Return the files that this rank puts into the checkpoint: its share of those that its machine is the first to see."""
+        here = self._distributed.rank - self._distributed.local_rank
+        owners: dict[str, int] = {}
+        for rank, listing in enumerate(listings):
+            for name, _ in listing:
+                owners.setdefault(name, rank)
+        of_machine = [name for name, _ in listings[here] if owners[name] == here]
+        return share_of(of_machine, self._distributed.local_rank, self._distributed.local_size)
+
+    def _write_beside(self, root: pathlib.Path, directory_name: str) -> list[str]:
+        kept = self._kept
+        configuration = {
+            "trial_type": "transformers.Trainer",
+            "experiment_config": dict(kept.exp_conf),
+            "hparams": dict(kept.hparams),
+        }
+        (root / _CONFIGURATION_NAME).write_text(json.dumps(configuration, default=str), encoding="utf-8")
+        names = [_CONFIGURATION_NAME]
+        if kept.user_data is not None:
+            name = f"{directory_name}/{USER_DATA_NAME}"
+            (root / directory_name).mkdir(exist_ok=True)
+            (root / name).write_text(json.dumps(dict(kept.user_data)), encoding="utf-8")
+            names.append(name)
+        return names
+
+    def _read_files(self, engine: DeepSpeedEngine | None, layout: Layout | None) -> tuple[str, ...]:
+        if engine is None or layout is None:
+            return ()
+        return engine_files(engine, layout.folder).read
+
+    def _describe(self, directory: pathlib.Path, root: pathlib.Path, error: Exception) -> str:
+        if isinstance(error, CheckpointError):
+            return str(error)
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f" ({shutil.disk_usage(root).free:,} bytes free)"
+        return (
+            f"{directory} cannot be put into checkpoint {root} by rank {self._distributed.rank}: {error}{free}; expected a "
+            "writable directory with enough room. Make room, then resume: the checkpoints before it are complete."
+        )
+
+
+def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:
+    """Give a file a second name, or copy it where it cannot have one.
+
+    Raises:
+        OSError: neither is possible.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copy2(source, target)
+
+
+def _manifest(
+    step: int, layout: Layout | None, files: Mapping[str, Any], read_by_rank: Sequence[Sequence[str]]
+) -> Manifest:
+    readers: dict[str, list[int]] = {}
+    for rank, names in enumerate(read_by_rank):
+        for name in names:
+            readers.setdefault(name, []).append(rank)
+    layouts = [] if layout is None else [layout.to_json()]
+    return Manifest.build(steps_completed=step, layouts=layouts, files=files, readers=readers)

@@ -1,0 +1,1 @@
+"""What the DeepSpeed config of a search makes of a Trainer's arguments."""

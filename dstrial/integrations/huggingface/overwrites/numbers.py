@@ -1,0 +1,227 @@
+"""Numbers that a Trainer and DeepSpeed both know. Pure.
+
+Clipping, learning rate, the optimizer's, warm-up, length.
+
+One rule: a number in the DeepSpeed config, with its overwrites, wins over the argument, ``"auto"`` lets the argument win, and a
+key that is missing is added as ``"auto"`` where DeepSpeed would otherwise take its own default instead of a given argument.
+
+Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py``, ``trainer_config_process`` and ``trainer_config_finalize``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from dstrial.config.batch import AUTO
+from dstrial.config.deepspeed_schema import deepspeed_rules
+from dstrial.config.diagnostics import render
+from dstrial.integrations.huggingface.overwrites.draft import Draft, Outcome, as_text, auto_hint
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NumberPair:
+    """An argument of the Trainer and the keys of DeepSpeed that the Trainer wants to have its value.
+
+    Attributes:
+        argument: field of ``TrainingArguments``.
+        keys: dotted keys; of two numbers that differ, and neither of them overwritten, the first one's counts.
+        also_removed: arguments that say the same in another way, and go where the key's number wins.
+        minimum: lowest number that DeepSpeed takes.
+        is_whole: whether it is a whole number.
+    """
+
+    argument: str
+    keys: tuple[str, ...]
+    also_removed: tuple[str, ...] = ()
+    minimum: float | None = None
+    is_whole: bool = False
+
+
+LEARNING_RATE = NumberPair(
+    # DeepSpeed's WarmupLR and its like set the optimizer's learning rate from the first step on.
+    "learning_rate",
+    ("scheduler.params.warmup_max_lr", "optimizer.params.lr"),
+)
+BETAS = ("adam_beta1", "adam_beta2")
+BETAS_KEY = "optimizer.params.betas"
+LENGTH = NumberPair("max_steps", ("scheduler.params.total_num_steps",), is_whole=True)
+PAIRS = (
+    NumberPair("max_grad_norm", ("gradient_clipping",), minimum=0),
+    LEARNING_RATE,
+    NumberPair("adam_epsilon", ("optimizer.params.eps",)),
+    NumberPair("weight_decay", ("optimizer.params.weight_decay",)),
+    NumberPair(
+        "warmup_steps",
+        ("scheduler.params.warmup_num_steps",),
+        also_removed=("warmup_ratio",),
+        minimum=1,
+        is_whole=True,
+    ),
+)
+ARGUMENTS = (
+    *(name for pair in PAIRS for name in (pair.argument, *pair.also_removed)),
+    *BETAS,
+    LENGTH.argument,
+)
+
+
+def reconcile_numbers(draft: Draft) -> None:
+    """Bring every pair together. Changes the draft."""
+    for pair in PAIRS:
+        _reconcile(draft, pair)
+    _reconcile_betas(draft)
+    _reconcile_length(draft)
+
+
+def _reconcile(draft: Draft, pair: NumberPair) -> None:
+    numbers = {
+        key: number
+        for key in pair.keys
+        if (number := draft.number_of_key(key, minimum=pair.minimum, is_whole=pair.is_whole)) is not None
+    }
+    if not numbers:
+        _let_argument_win(draft, pair)
+        return
+    winner = next((key for key in numbers if draft.is_overwritten(key)), next(iter(numbers)))
+    value = numbers[winner]
+    for key, other in numbers.items():
+        if other != value:
+            draft.set_key(key, value)
+            draft.decide(
+                pair.argument,
+                key,
+                Outcome.KEY_CHANGED,
+                f"{draft.place(key)} is {as_text(other)} and {draft.place(winner)} is {as_text(value)}, and the Trainer has one "
+                f"--{pair.argument} for both: {winner} wins, {key} becomes {as_text(value)}. Set both to the same number.",
+            )
+    _set_argument(draft, pair.argument, winner, value)
+    for name in pair.also_removed:
+        if draft.is_given(name):
+            draft.remove_flag(name)
+            draft.decide(
+                name,
+                winner,
+                Outcome.ARGUMENT_REMOVED,
+                f"{draft.place(winner)} is {as_text(value)} and --{name} is given: {winner} wins, --{name} is removed. "
+                f"{auto_hint(winner)}",
+            )
+
+
+def _set_argument(draft: Draft, argument: str, key: str, value: float) -> None:
+    asked = draft.number_of_flag(argument)
+    if asked == value:
+        draft.decide(argument, key, Outcome.EQUAL, f"--{argument} and {key} are both {as_text(value)}")
+        return
+    draft.set_flag(argument, as_text(value))
+    if not draft.is_given(argument):
+        draft.decide(
+            argument,
+            key,
+            Outcome.ARGUMENT_SET,
+            f"--{argument} {as_text(value)} is added, as {draft.place(key)} has it",
+        )
+    elif asked is not None:
+        draft.decide(
+            argument,
+            key,
+            Outcome.ARGUMENT_CHANGED,
+            f"{draft.place(key)} is {as_text(value)} and --{argument} is {as_text(asked)}: {key} wins, --{argument} becomes "
+            f"{as_text(value)}. {auto_hint(key)}",
+        )
+
+
+def _let_argument_win(draft: Draft, pair: NumberPair) -> None:
+    names = (pair.argument, *pair.also_removed)
+    given = next((name for name in names if draft.is_given(name)), None)
+    for key in pair.keys:
+        if draft.key_value(key) == AUTO:
+            who = f"--{given}" if given else f"the default of --{pair.argument}"
+            draft.decide(
+                given or pair.argument, key, Outcome.TRAINER, f'{key} is "auto": the Trainer fills in {who}'
+            )
+        elif draft.key_value(key) is None and given is not None and _is_read(draft, key):
+            draft.set_key(key, AUTO)
+            draft.decide(
+                given,
+                key,
+                Outcome.KEY_SET,
+                f'{key} is missing, and DeepSpeed would take its own default: it becomes "auto", so that --{given} has an effect',
+            )
+
+
+def _reconcile_betas(draft: Draft) -> None:
+    value = draft.key_value(BETAS_KEY)
+    given = next((name for name in BETAS if draft.is_given(name)), None)
+    if value is None or value == AUTO:
+        if value == AUTO:
+            who = f"--{given}" if given else f"the defaults of --{' and --'.join(BETAS)}"
+            draft.decide(
+                given or BETAS[0],
+                BETAS_KEY,
+                Outcome.TRAINER,
+                f'{BETAS_KEY} is "auto": the Trainer fills in {who}',
+            )
+        elif given is not None and _is_read(draft, BETAS_KEY):
+            draft.set_key(BETAS_KEY, AUTO)
+            draft.decide(
+                given,
+                BETAS_KEY,
+                Outcome.KEY_SET,
+                f'{BETAS_KEY} is missing: it becomes "auto", so that --{given} has an effect',
+            )
+        return
+    is_pair = isinstance(value, list) and len(value) == len(BETAS)
+    if not is_pair or any(isinstance(beta, bool) or not isinstance(beta, (int, float)) for beta in value):
+        fix = "Write [0.9, 0.999], for example."
+        draft.findings.problem(BETAS_KEY, render(value), f'a list of two numbers, or "{AUTO}"', fix)
+        return
+    for name, beta in zip(BETAS, value, strict=True):
+        _set_argument(draft, name, BETAS_KEY, beta)
+
+
+def _reconcile_length(draft: Draft) -> None:
+    """Let the length of training win over the schedule's: it is the experiment's, and the Trainer knows it before it trains."""
+    (key,) = LENGTH.keys
+    number = draft.number_of_key(key, minimum=1, is_whole=True)
+    asked = draft.number_of_flag(LENGTH.argument, is_whole=True)
+    if number is None:
+        if draft.key_value(key) == AUTO:
+            text = f'{key} is "auto": the Trainer fills in the number of steps that it is going to train'
+            draft.decide(LENGTH.argument, key, Outcome.TRAINER, text)
+        return
+    if asked == number:
+        draft.decide(
+            LENGTH.argument, key, Outcome.EQUAL, f"--{LENGTH.argument} and {key} are both {as_text(number)}"
+        )
+        return
+    draft.set_key(key, AUTO)
+    length = (
+        f"--{LENGTH.argument} is {as_text(asked)}"
+        if asked is not None and asked > 0
+        else "the Trainer counts its steps itself"
+    )
+    draft.decide(
+        LENGTH.argument,
+        key,
+        Outcome.KEY_CHANGED,
+        f'{draft.place(key)} is {as_text(number)} and {length}: the length of training wins, {key} becomes "auto". For the key '
+        f"to win, pass --{LENGTH.argument} {as_text(number)}.",
+    )
+
+
+def _is_read(draft: Draft, key: str) -> bool:
+    """Say whether DeepSpeed would read a key that is missing: its section is there, and its type takes the parameter."""
+    section, _, parameter = key.rpartition(".params.")
+    if not section:
+        return True
+    kind = draft.key_value(f"{section}.type")
+    rules = deepspeed_rules()
+    table: Mapping[str, Mapping[str, object]] = (
+        rules.optimizers if section == "optimizer" else rules.schedulers
+    )
+    if not isinstance(kind, str):
+        return False
+    rule = table.get(kind) or table.get(kind.lower())
+    known = None if rule is None else rule.get("params")
+    return isinstance(known, list) and parameter in known

@@ -1,0 +1,188 @@
+"""When a Trainer saves, and which of its saves become checkpoints of the trial."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from dstrial.errors import RankError
+from dstrial.integrations.huggingface import arguments
+from dstrial.integrations.huggingface.checkpoint_uploader import Storing
+from dstrial.integrations.huggingface.trainer_handle import AttachedTrainer
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+
+class Saving:
+    """Stores what the Trainer saves, once for each step.
+
+    Args:
+        storing: makes the checkpoints.
+
+    Attributes:
+        last_step: of the newest checkpoint; -1 before the first one.
+    """
+
+    def __init__(self, storing: Storing) -> None:
+        self._storing = storing
+        self._finder: EngineFinder | None = None
+        self._shares = True
+        self.last_step = -1
+
+    def begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Learn where training begins, and with which model. Ranks: all, collectively."""
+        if model is not None and self._finder is None:
+            self._finder = EngineFinder(model)
+        self._storing.begin(arguments.output_dir(args), state.global_step)
+
+    def prepare(self, args: TrainingArguments, step: int) -> None:
+        """Let the Trainer write its directory of a step. Ranks: all, collectively (one exchange)."""
+        self._storing.prepare(arguments.output_dir(args), step)
+
+    def is_stale(self, step: int) -> bool:
+        """Whether the Trainer's directory of a step may share files with a checkpoint. Ranks: all, alike."""
+        return self._storing.is_stale(step)
+
+    def now(
+        self,
+        trainer: Any,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        tells_again: bool = True,
+    ) -> None:
+        """Have the Trainer save at once, in place of later.
+
+        Args:
+            trainer: the Trainer.
+            args: its arguments.
+            state: its state.
+            control: its control.
+            tells_again: whether ``prepare`` comes before it writes the directory of this step once more; if not, the checkpoint
+                is a copy that shares no file with it.
+
+        Ranks: all, collectively.
+        """
+        self.prepare(args, state.global_step)
+        trainer._save_checkpoint(trainer.model_wrapped, None)
+        self._shares = tells_again
+        try:
+            trainer.callback_handler.on_save(args, state, control)
+        finally:
+            self._shares = True
+        if not args.load_best_model_at_end:
+            control.should_save = False
+
+    def rewrite(
+        self,
+        attached: AttachedTrainer,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        checkpoint_path: str,
+    ) -> None:
+        """Save what was loaded, before the first batch.
+
+        Args:
+            attached: the Trainer.
+            args: its arguments.
+            state: its state.
+            control: its control.
+            checkpoint_path: from which it was loaded.
+
+        Raises:
+            CheckpointError: the script calls ``trainer.train()``, which cannot be left.
+
+        Ranks: all, collectively.
+        """
+        attached.require(
+            "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first batch"
+        )
+        attached.trainer._load_rng_state(checkpoint_path)
+        self.now(attached.trainer, args, state, control)
+
+    def store(
+        self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
+    ) -> bool:
+        """Make a checkpoint of what the Trainer has just written; say whether there was none of this step.
+
+        Args:
+            trainer: None where it is not known.
+            args: the Trainer's.
+            state: the Trainer's.
+            train_batch_size: records of one batch over all ranks.
+
+        Ranks: all, collectively.
+        """
+        step = state.global_step
+        if step == self.last_step:
+            return False
+        directory = arguments.output_dir(args) / f"checkpoint-{step}"
+        plain = arguments.plain_record(args, train_batch_size)
+        self._storing.store(directory, step, self._engine(trainer, args), plain, shares=self._shares)
+        self.last_step = step
+        return True
+
+    def close(self) -> None:
+        """Look for no engine any more; safe to call again."""
+        if self._finder is not None:
+            self._finder.close()
+
+    def _engine(self, trainer: Any, args: TrainingArguments) -> DeepSpeedEngine | None:
+        """Return the engine that trains; None for a Trainer without DeepSpeed.
+
+        Raises:
+            RankError: there is one, and it has not been seen.
+        """
+        if not arguments.is_deepspeed(args):
+            return None
+        wrapped = getattr(trainer, "model_wrapped", None)
+        if isinstance(wrapped, DeepSpeedEngine):
+            return wrapped
+        engine = None if self._finder is None else self._finder.engine
+        if engine is None:
+            raise RankError(
+                "the Trainer was given a DeepSpeed config and has made no forward pass through a DeepSpeed engine; expected "
+                "one before its first checkpoint. Do not wrap the model yourself."
+            )
+        return engine
+
+
+class EngineFinder:
+    """Waits for the first forward pass of an engine around a model.
+
+    An engine is a torch module whose ``module`` is the Trainer's model; torch tells of every module that is called, and is asked
+    to do so only until the engine has been seen.
+
+    Args:
+        model: the Trainer's, not wrapped.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._engine: DeepSpeedEngine | None = None
+        self._hook: Any = torch.nn.modules.module.register_module_forward_pre_hook(self._on_forward)
+
+    @property
+    def engine(self) -> DeepSpeedEngine | None:
+        """The engine; None before its first forward pass, and for a Trainer without DeepSpeed."""
+        return self._engine
+
+    def close(self) -> None:
+        """Wait no more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _on_forward(self, module: torch.nn.Module, _args: Any) -> None:
+        if isinstance(module, DeepSpeedEngine):
+            # Others, such as a teacher's in distillation, may be called before it.
+            if module.module is self._model:
+                self._engine = module
+                self.close()
+        elif module is self._model:
+            self.close()

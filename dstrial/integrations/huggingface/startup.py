@@ -1,0 +1,133 @@
+"""What a Trainer's trial begins with: who it is, arguments that fit, and the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed import DeepSpeedEngine
+from determined import core
+
+from dstrial.errors import CheckpointError, ConfigError
+from dstrial.integrations.huggingface import arguments
+from dstrial.integrations.huggingface.checkpoint_uploader import Kept
+from dstrial.integrations.huggingface.context import TrialFacts, saved_run_of
+from dstrial.integrations.huggingface.resume import OpenedCheckpoint, directory_for, load_engine, opened
+
+if TYPE_CHECKING:
+    from transformers import TrainerState, TrainingArguments
+
+logger = logging.getLogger("dstrial.integrations.huggingface")
+
+_MODEL_ONLY = "args.save_only_model is True: checkpoints hold no optimizer, and a trial that is paused cannot go on from them"
+
+
+class Beginning:
+    """Looks at the arguments and opens the checkpoint, if there is one.
+
+    Args:
+        context: of the trial.
+        args: of the Trainer; not changed.
+
+    Attributes:
+        facts: of the trial.
+        opened: the checkpoint that it begins with; None without one.
+
+    Raises:
+        ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; all contradictions at once.
+        CheckpointError: the checkpoint to go on from cannot be read.
+
+    Ranks: all, collectively.
+    """
+
+    def __init__(self, context: core.Context, args: TrainingArguments) -> None:
+        self._distributed = context.distributed
+        self.facts = TrialFacts.of(context)
+        saved = saved_run_of(context)
+        problems = arguments.problems_of(args, self.facts.searcher, saved, self._distributed.size)
+        if problems:
+            raise ConfigError(problems)
+        if getattr(args, "save_only_model", False) and self._distributed.rank == 0:
+            logger.warning(_MODEL_ONLY)
+        self._given, self._limit = arguments.given_of(args), arguments.sizes_of(args).micro_batch_size
+        if saved is not None and saved.engines and saved.engines[0].given:
+            self._given, self._limit = dict(saved.engines[0].given), saved.engines[0].micro_batch_limit
+        self._stack = contextlib.ExitStack()
+        self.opened: OpenedCheckpoint | None = None
+        if self.facts.latest_checkpoint is not None:
+            self.opened = self._stack.enter_context(
+                opened(context, self.facts.latest_checkpoint, self.facts.trial_id, self.facts.exp_conf)
+            )
+            self._resumed_from = self._stack.enter_context(
+                directory_for(self.opened, int(args.train_batch_size))
+            )
+
+    @property
+    def checkpoint_path(self) -> str | None:
+        """The directory from which the Trainer goes on; None for a trial that starts anew."""
+        if self.opened is None or not self.opened.continues:
+            return None
+        return str(self._resumed_from)
+
+    def kept(self, user_data: Mapping[str, Any] | None) -> Kept:
+        """Return what every checkpoint of the trial says of it."""
+        facts = self.facts
+        return Kept(facts.trial_id, facts.exp_conf, facts.hparams, user_data, self._given, self._limit)
+
+    def load_engine(self, engine: DeepSpeedEngine) -> None:
+        """Load the checkpoint into an engine that was just made. Ranks: all, collectively."""
+        assert self.opened is not None, "there is a checkpoint to load"
+        load_engine(engine, self.opened, self._distributed)
+
+    def require_resumed(self, step: int, *, is_attached: bool) -> None:
+        """Make sure that training begins where the checkpoint stands.
+
+        Args:
+            step: at which the Trainer begins.
+            is_attached: whether ``train`` of this package started it.
+
+        Raises:
+            CheckpointError: it begins afresh, or elsewhere; tells the line to write.
+        """
+        found = self.opened
+        if found is None or (is_attached and not found.continues):
+            return
+        if not found.continues:
+            raise CheckpointError(
+                f"trainer.train() starts without the weights of checkpoint {found.uuid}, which is another trial's; expected "
+                "this trial to begin with them. Write dstrial.integrations.huggingface.train(trainer, callback) in place "
+                "of trainer.train()."
+            )
+        if step != found.step:
+            raise CheckpointError(
+                f"trainer.train() starts at step {step}; expected step {found.step} of checkpoint {found.uuid}, from which this "
+                "trial goes on. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train(), "
+                "or trainer.train(resume_from_checkpoint=callback.checkpoint_path)."
+            )
+
+    def settle_best_model(self, state: TrainerState) -> None:
+        """Forget where the best model lies if that directory was an earlier attempt's and is gone, which the Trainer expects.
+
+        Ranks: all, collectively (one exchange, only where there is a checkpoint to go on from).
+        """
+        best = state.best_model_checkpoint
+        if self.checkpoint_path is None:
+            return
+        # transformers 5 has forgotten it already on the ranks that do not see it.
+        found = self._distributed.allgather(None if best is None else pathlib.Path(best).is_dir())
+        if all(found) or all(one is None for one in found):
+            return
+        if self._distributed.rank == 0:
+            logger.warning(
+                "the best model so far%s was an earlier attempt's file and is only among the stored checkpoints: it is not "
+                "loaded at the end unless a better one comes",
+                "" if best is None else f", {pathlib.Path(best).name},",
+            )
+        state.best_model_checkpoint = None
+
+    def close(self) -> None:
+        """Give up the opened checkpoint; safe to call again."""
+        self._stack.close()

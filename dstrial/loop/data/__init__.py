@@ -1,0 +1,1 @@
+"""What a trial trains and validates on: order, position, records."""

@@ -1,0 +1,117 @@
+"""Reading records as a user's loader would, with random states and positions that we decide.
+
+A ``determined.pytorch.DataLoader`` is taken apart: its data set, sampler and worker settings are used, its
+own way of dealing batches to ranks is not, because that depends on the number of ranks. Any other loader
+belongs to the user, who must have said so with ``context.disable_dataset_reproducibility_checks()``.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from determined import pytorch
+from torch.utils import data
+
+from dstrial.loop.data.order import record_seed, seed_all
+from dstrial.ranks.control_channel import timeout_from_environ
+from dstrial.trial.determined_errors import ForeignLoaderError
+
+
+class SeededRecords(data.Dataset[Any]):
+    """A data set read by ``(epoch_idx, record)``, under random states of (seed, epoch, record).
+
+    Used in loader workers only: they share no random state with training.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+        if hasattr(dataset, "__getitems__") and not isinstance(dataset, data.Subset):
+            self.__getitems__ = self._read_together
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, Any]) -> Any:
+        epoch_idx, record = key
+        seed_all(record_seed(self._seed, epoch_idx, _record_number(record)))
+        return self.dataset[record]
+
+    def _read_together(self, keys: Sequence[tuple[int, Any]]) -> Any:
+        epoch_idx, record = keys[0]
+        seed_all(record_seed(self._seed, epoch_idx, _record_number(record)))
+        return self.dataset.__getitems__([record for _, record in keys])
+
+
+def _record_number(record: Any) -> int:
+    """Return a number that is the record's own; samplers yield ints, NumPy ints, tensors, or keys of any kind."""
+    try:
+        return operator.index(record)
+    except TypeError:
+        return zlib.crc32(repr(record).encode())
+
+
+class _WorkerStart:
+    """Starts a loader worker: user code there sees its own data set, as without us."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_idx: int) -> None:
+        info: Any = data.get_worker_info()
+        if isinstance(info.dataset, SeededRecords):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # its own attributes are read-only
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker_idx)
+
+
+def torch_loader(
+    loader: pytorch.DataLoader, dataset: Any, batch_sampler: Any, seed: int, *, is_sample: bool = False
+) -> data.DataLoader[Any]:
+    """Build the torch loader that reads ``batch_sampler``'s records as ``loader`` would.
+
+    It gets a generator of its own, because a loader without one draws from the training's random state
+    every time it is started; and where the user gave no ``timeout``, workers that answer nothing are waited for
+    as long as ranks wait for each other, not for ever. A sample of a few micro batches has at most one worker, which
+    ends with it.
+    """
+    return data.DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=min(loader.num_workers, 1) if is_sample else loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout or (timeout_from_environ() if loader.num_workers else 0),
+        worker_init_fn=_WorkerStart(loader.worker_init_fn) if loader.num_workers else None,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator().manual_seed(seed),
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers and not is_sample,
+    )
+
+
+def require_determined_loader(loader: Any, method: str, checks_disabled: bool) -> None:
+    """Refuse a loader of the user's own, unless that was allowed.
+
+    Raises:
+        TrialContractError: it was not.
+    """
+    if loader is not None and not checks_disabled:
+        raise ForeignLoaderError(
+            f"{method} returned a {type(loader).__module__}.{type(loader).__name__}; expected dstrial.DataLoader, whose "
+            "order is reproducible and resumable. Return one, or call context.disable_dataset_reproducibility_checks() "
+            "in __init__ and take care of order, sharding and resuming yourself."
+        )
+
+
+def loader_length(loader: Any) -> int | None:
+    """Return the micro batches in one pass over any loader; None if it does not say."""
+    inner = loader.loader if type(loader).__name__ == "RepeatingLoader" else loader
+    try:
+        return len(inner)
+    except TypeError:
+        return None

@@ -1,0 +1,253 @@
+"""The training records of a rank: without end, from any position."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from determined import pytorch
+from torch.utils import data
+
+from dstrial.engine.adapters.base import EngineAdapter
+from dstrial.errors import DataError
+from dstrial.loop.data.order import BatchGeometry, GlobalBatches, ReplicaSampler, epoch_order
+from dstrial.loop.data.records import SeededRecords, loader_length, require_determined_loader, torch_loader
+
+logger = logging.getLogger("dstrial.loop")
+
+
+class CountingIterator:
+    """An endless iterator over micro batches that knows how many were drawn.
+
+    Args:
+        items: the micro batches.
+        drawn: how many of this replica came before the first one.
+        rank: this rank, for the message when the loader ends.
+        per_batch: micro batches of this replica in a batch, likewise.
+    """
+
+    def __init__(self, items: Iterator[Any], drawn: int, rank: int, per_batch: int) -> None:
+        self._items = items
+        self._rank = rank
+        self._per_batch = per_batch
+        self.drawn = drawn
+
+    def __iter__(self) -> CountingIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            item = next(self._items)
+        except StopIteration:
+            raise DataError(
+                f"the training loader of rank {self._rank} ended in batch {self.drawn // self._per_batch}, after "
+                f"{self.drawn} micro batches; expected records until the end of training. Give it a __len__ so that it is "
+                "repeated, or make it repeat without end."
+            ) from None
+        except RuntimeError as error:
+            if "DataLoader timed out" not in str(error):
+                raise
+            raise DataError(
+                f"a training loader worker of rank {self._rank} has answered nothing in batch "
+                f"{self.drawn // self._per_batch} ({error}); expected records. Look at what the data set waits for, or set the "
+                "loader's timeout or DSTRIAL_TIMEOUT_S (seconds)."
+            ) from error
+        self.drawn += 1
+        return item
+
+
+class TrainingStream:
+    """The training records of this rank.
+
+    Args:
+        loader: what ``build_training_data_loader`` returned on this rank; None on ranks that read no records.
+        adapter: the adapter of the first wrapped engine.
+        rank: this rank.
+        seed: the trial's data seed.
+        checks_disabled: whether any kind of loader is allowed.
+
+    Raises:
+        DataError: the loader holds too few records.
+        TrialContractError: it is not a ``DataLoader`` and that was not allowed.
+    """
+
+    def __init__(
+        self, loader: Any, adapter: EngineAdapter, rank: int, seed: int, checks_disabled: bool
+    ) -> None:
+        self._loader = loader
+        self._rank = rank
+        self._seed = seed
+        self._replica = adapter.data_parallel_rank
+        self._micro_batches_per_batch = adapter.micro_batches_per_batch
+        self._full_batch_records = (
+            adapter.micro_batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_world_size
+        )
+        self._batches: GlobalBatches | None = None
+        self.epoch_length: int | None = None
+        self.notes: list[str] = []
+        if isinstance(loader, pytorch.DataLoader):
+            self._take_apart(loader, adapter)
+        elif loader is not None:
+            require_determined_loader(loader, "build_training_data_loader", checks_disabled)
+            length = loader_length(loader)
+            if length is not None:
+                self.epoch_length = length // adapter.micro_batches_per_batch
+                if self.epoch_length == 0:
+                    raise DataError(
+                        f"the training loader of rank {rank} has {length} micro batches; expected at least "
+                        f"{adapter.micro_batches_per_batch}, the micro batches of one batch. Use more records or "
+                        "fewer gradient_accumulation_steps."
+                    )
+                rest = length % adapter.micro_batches_per_batch
+                if rest:
+                    self.notes.append(
+                        f"{rest} micro batches at the end of every pass do not fill a batch and are not trained"
+                    )
+
+    def _take_apart(self, loader: pytorch.DataLoader, adapter: EngineAdapter) -> None:
+        if loader.batch_size is None:
+            order = epoch_order(loader.batch_sampler, -1, self._seed)
+            geometry = BatchGeometry(1, adapter.micro_batches_per_batch, adapter.data_parallel_world_size)
+            self._batches = GlobalBatches(order, len(loader.batch_sampler), geometry, keep_tail=False)
+        else:
+            num_records = len(loader.sampler)
+            order = epoch_order(loader.sampler, num_records, self._seed)
+            geometry = BatchGeometry(
+                loader.batch_size, adapter.micro_batches_per_batch, adapter.data_parallel_world_size
+            )
+            keep_tail = not loader.drop_last and adapter.sends_ragged_micro_batches
+            self._batches = GlobalBatches(order, num_records, geometry, keep_tail)
+            if loader.batch_size != adapter.micro_batch_size:
+                self.notes.append(
+                    f"the training loader reads {loader.batch_size} records per micro batch, but the engine's "
+                    f"train_micro_batch_size_per_gpu is {adapter.micro_batch_size}; the loader's number is used"
+                )
+        self._note_tail(loader)
+        self.epoch_length = self._batches.epoch_length
+
+    def _note_tail(self, loader: pytorch.DataLoader) -> None:
+        assert self._batches is not None
+        tail, size = self._batches.num_tail_records, self._batches.geometry.train_batch_size
+        if not tail:
+            return
+        unit = "batches of the batch sampler" if loader.batch_size is None else "records"
+        if self._batches.keeps_tail:
+            self.notes.append(f"the last batch of every epoch holds {tail} of {size} records")
+            num_slices = self._batches.geometry.num_slices
+            if tail < num_slices:
+                self.notes.append(
+                    f"to give each of its {num_slices} micro batches a record, that batch repeats {num_slices - tail}"
+                )
+        else:
+            self.notes.append(
+                f"{tail} {unit} at the end of every epoch do not fill a batch of {size} and are not trained"
+            )
+
+    @property
+    def records_per_batch(self) -> int | None:
+        """Records that all replicas read for a full batch; None where a loader of the user's own decides."""
+        if self._batches is None or self._loader.batch_size is None:
+            return None
+        return self._batches.geometry.train_batch_size
+
+    def count_records(self, first_batch: int, end_batch: int) -> int:
+        """Return the records of a stretch of global batches; for loaders of the user's own, if all are full."""
+        if self._batches is not None and self._loader.batch_size is not None:
+            return self._batches.num_records(first_batch, end_batch)
+        return (end_batch - first_batch) * self._full_batch_records
+
+    def open(self, drawn: int) -> CountingIterator | None:
+        """Start reading.
+
+        Args:
+            drawn: how many micro batches of this replica were drawn before.
+
+        Returns:
+            The iterator, or None on ranks that read no records.
+        """
+        if self._loader is None:
+            return None
+        if self._batches is None:
+            return CountingIterator(self._skip(drawn), drawn, self._rank, self._micro_batches_per_batch)
+        loader = self._loader
+        in_workers = loader.num_workers > 0
+        sampler: data.Sampler[Any] = ReplicaSampler(self._batches, self._replica, drawn, in_workers)
+        if loader.batch_size is None:
+            sampler = _Flattened(sampler, in_workers)
+        dataset = SeededRecords(loader.dataset, self._seed) if in_workers else loader.dataset
+        return CountingIterator(
+            iter(torch_loader(loader, dataset, sampler, self._seed)),
+            drawn,
+            self._rank,
+            self._micro_batches_per_batch,
+        )
+
+    def _skip(self, drawn: int) -> Iterator[Any]:
+        if drawn:
+            per_pass = (self.epoch_length or 0) * self._micro_batches_per_batch
+            to_skip = drawn % per_pass if per_pass else drawn
+            logger.warning(
+                "the training loader is not dstrial.DataLoader: it is resumed by reading and dropping %d micro batches, "
+                "and its order is as reproducible as the loader itself",
+                to_skip,
+            )
+            items = self._repeat()
+            for _ in range(to_skip):
+                next(items)
+            return items
+        return self._repeat()
+
+    def _repeat(self) -> Iterator[Any]:
+        if self.epoch_length is None or type(self._loader).__name__ == "RepeatingLoader":
+            return iter(self._loader)
+        per_pass = self.epoch_length * self._micro_batches_per_batch
+        return (
+            item for loader in itertools.repeat(self._loader) for item in itertools.islice(loader, per_pass)
+        )
+
+
+class _Flattened(data.Sampler[Any]):
+    """Micro batches of a user's batch sampler: each ``[batch]`` that a replica is dealt, as the batch itself."""
+
+    def __init__(self, sampler: data.Sampler[Any], with_epoch: bool) -> None:
+        self._sampler = sampler
+        self._with_epoch = with_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for (dealt,) in self._sampler:
+            if self._with_epoch:
+                epoch_idx, batch = dealt
+                yield [(epoch_idx, record) for record in batch]
+            else:
+                yield dealt
+
+
+def agreed_epoch_length(gathered: Sequence[tuple[bool, bool, int | None, str | None]]) -> int | None:
+    """Return the batches per epoch that all ranks with a loader have.
+
+    Args:
+        gathered: by rank: whether it has to read records, whether it has a loader, the batches per epoch of that
+            loader (None if it does not say), and what is wrong with it (None if nothing is).
+
+    Raises:
+        DataError: a loader is missing, too short, or lengths differ; the same on every rank.
+    """
+    errors = [(rank, error) for rank, (_, _, _, error) in enumerate(gathered) if error]
+    if errors:
+        raise DataError(f"rank {errors[0][0]}: {errors[0][1]}")
+    readers = {rank: length for rank, (_, has_loader, length, _) in enumerate(gathered) if has_loader}
+    without = [
+        rank for rank, (must_read, has_loader, _, _) in enumerate(gathered) if must_read and not has_loader
+    ]
+    if not readers or without:
+        where = f"on rank {without[0]}" if readers else "on every rank that reads records"
+        raise DataError(f"build_training_data_loader returned None {where}; expected a loader. Return one.")
+    if len(set(readers.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {length}" for rank, length in readers.items())
+        raise DataError(
+            f"training loaders differ in length: batches per epoch are {listed}; expected the same on all ranks. Build the "
+            "same loader on every rank, or shard evenly."
+        )
+    return next(iter(readers.values()))

@@ -1,0 +1,221 @@
+"""The validation records of a rank, in rounds; one round is one call of ``evaluate_batch``."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from determined import pytorch
+from torch.utils import data
+
+from dstrial.engine.adapters.base import EngineAdapter
+from dstrial.engine.adapters.validation_plan import ValidationRound
+from dstrial.errors import DataError
+from dstrial.loop.data.order import epoch_order
+from dstrial.loop.data.records import loader_length, require_determined_loader, torch_loader
+
+
+def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
+    """Return the round of micro batches whose sizes are known only now.
+
+    Args:
+        sizes: records of each micro batch.
+        is_ragged: whether the shape may differ from other rounds'.
+    """
+    stops = list(itertools.accumulate(sizes))
+    ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
+    return ValidationRound(record_ranges=ranges, records=stops[-1], is_ragged=is_ragged)
+
+
+def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, bool]]:
+    """Return the micro batches of each round over a loader whose sizes are not known, and whether it may be ragged.
+
+    The last micro batch gets a round of its own, because it may hold fewer records.
+
+    Args:
+        num_micro_batches: micro batches of each replica, at least 1.
+        per_round: micro batches per call of ``evaluate_batch``.
+    """
+    full_rounds, rest = divmod(num_micro_batches - 1, per_round)
+    sizes = [per_round] * full_rounds + ([rest] if rest else [])
+    return [(size, False) for size in sizes] + [(1, True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """The size of a validation set: by records where a plan can be made, else by micro batches of this replica.
+
+    Attributes:
+        num_records: records of the whole set; None if they are known only when they are read.
+        records_per_micro_batch: the loader's batch size, with ``num_records``.
+        num_micro_batches: micro batches of this replica, without ``num_records``.
+    """
+
+    num_records: int | None = None
+    records_per_micro_batch: int | None = None
+    num_micro_batches: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to validate with."""
+        return not self.num_records and not self.num_micro_batches
+
+
+class ValidationStream:
+    """The validation records of this rank.
+
+    Args:
+        loader: what ``build_validation_data_loader`` returned on this rank; None on ranks that read no records.
+        adapter: the adapter of the first wrapped engine.
+        all_replicas: whether a forward pass of any engine needs every replica.
+        seed: the trial's data seed.
+        checks_disabled: whether any kind of loader is allowed.
+        count_records: returns the number of records in one item of the loader.
+
+    Raises:
+        TrialContractError: the loader is not a ``DataLoader`` and that was not allowed.
+        DataError: it does not say how long it is.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        adapter: EngineAdapter,
+        all_replicas: bool,
+        seed: int,
+        checks_disabled: bool,
+        count_records: Callable[[Any], int],
+    ) -> None:
+        self._loader = loader
+        self._adapter = adapter
+        self._all_replicas = all_replicas
+        self._seed = seed
+        self._count_records = count_records
+        self._kept: Any = None
+        self.extent: Extent | None = None
+        if isinstance(loader, pytorch.DataLoader) and loader.batch_size is not None:
+            num_records = len(loader.sampler)
+            if loader.drop_last:
+                num_records -= num_records % loader.batch_size
+            self.extent = Extent(num_records=num_records, records_per_micro_batch=loader.batch_size)
+        elif isinstance(loader, pytorch.DataLoader):
+            self.extent = Extent(num_micro_batches=len(self._dealt_batches()))
+        elif loader is not None:
+            require_determined_loader(loader, "build_validation_data_loader", checks_disabled)
+            length = loader_length(loader)
+            if length is None:
+                raise DataError(
+                    "the validation loader has no __len__; expected to know where validation ends. Give it one."
+                )
+            self.extent = Extent(num_micro_batches=length)
+
+    def full_loader(self) -> Any:
+        """Return a loader over every validation record, for ``evaluate_full_dataset`` on the chief."""
+        loader = self._loader
+        if isinstance(loader, pytorch.DataLoader):
+            return torch_loader(loader, loader.dataset, loader.batch_sampler, self._seed)
+        return loader
+
+    def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
+        """Yield each round of this replica with an iterator over its micro batches. Ranks: any; no communication.
+
+        Args:
+            agreed: the extent that the ranks agreed on; a rank with a loader of unplanned length uses its own.
+        """
+        if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
+            yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
+        else:
+            own = self.extent if self.extent is not None else agreed
+            assert own.num_micro_batches is not None
+            yield from self._unplanned(own.num_micro_batches)
+
+    @property
+    def can_be_sampled(self) -> bool:
+        """Whether reading a first round leaves nothing behind that cannot be put back, on this rank.
+
+        A loader of the user's own and a sampler that keeps a state of its own would go on from another place afterwards.
+        """
+        loader = self._loader
+        if loader is None:
+            return True
+        if not isinstance(loader, pytorch.DataLoader) or loader.batch_size is None:
+            return False
+        sampler = loader.sampler
+        is_plain = type(sampler) is data.SequentialSampler
+        return is_plain or (type(sampler) is data.RandomSampler and sampler.generator is None)
+
+    @property
+    def dataset(self) -> Any:
+        """The validation records; None on ranks that read none."""
+        return getattr(self._loader, "dataset", None)
+
+    def first_round(self, agreed: Extent) -> tuple[ValidationRound, Iterator[Any] | None]:
+        """Return the first round with an iterator over its micro batches, apart from those of ``rounds``.
+
+        Args:
+            agreed: the extent that the ranks agreed on, by records.
+
+        Ranks: any, where ``can_be_sampled`` on all of them; no communication.
+        """
+        assert agreed.num_records is not None
+        assert agreed.records_per_micro_batch is not None
+        first = self._adapter.validation_rounds(
+            agreed.num_records, agreed.records_per_micro_batch, all_replicas=self._all_replicas
+        )[0]
+        if self._loader is None:
+            return first, None
+        order = epoch_order(self._loader.sampler, len(self._loader.sampler), self._seed)(0)
+        micro_batches = [
+            [order[position] for position in range(start, stop)] for start, stop in first.record_ranges
+        ]
+        # In a worker where the user has workers: what a data set opens when it is first read may not be open in the
+        # process that they are forked from.
+        return first, iter(
+            torch_loader(self._loader, self._loader.dataset, micro_batches, self._seed, is_sample=True)
+        )
+
+    def _planned(
+        self, num_records: int, records_per_micro_batch: int
+    ) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
+        rounds = self._adapter.validation_rounds(
+            num_records, records_per_micro_batch, all_replicas=self._all_replicas
+        )
+        items = None
+        if self._loader is not None:
+            order = epoch_order(self._loader.sampler, len(self._loader.sampler), self._seed)(0)
+            items = self._read(
+                [
+                    [order[position] for position in range(start, stop)]
+                    for validation_round in rounds
+                    for start, stop in validation_round.record_ranges
+                ]
+            )
+        for validation_round in rounds:
+            yield validation_round, items
+
+    def _unplanned(self, num_micro_batches: int) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
+        """Yield rounds whose sizes are known only when they are read."""
+        items = None
+        if isinstance(self._loader, pytorch.DataLoader):
+            items = self._read(self._dealt_batches())
+        elif self._loader is not None:
+            items = iter(self._loader)
+        for size, is_ragged in unplanned_sizes(num_micro_batches, self._adapter.micro_batches_per_evaluation):
+            held = list(itertools.islice(items, size)) if items is not None else []
+            sizes = tuple(self._count_records(item) for item in held) or (1,) * size
+            yield round_of(sizes, is_ragged=is_ragged), iter(held) if items is not None else None
+
+    def _dealt_batches(self) -> list[Any]:
+        batches = epoch_order(self._loader.batch_sampler, -1, self._seed)(0)
+        return list(batches)[self._adapter.data_parallel_rank :: self._adapter.data_parallel_world_size]
+
+    def _read(self, micro_batches: list[Any]) -> Iterator[Any]:
+        """Read micro batches, by the same workers every time if they are persistent."""
+        if self._kept is not None:
+            return iter(self._kept)
+        loader = torch_loader(self._loader, self._loader.dataset, micro_batches, self._seed)
+        if self._loader.persistent_workers:
+            self._kept = loader
+        return iter(loader)

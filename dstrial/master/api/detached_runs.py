@@ -1,0 +1,182 @@
+"""Detached runs: what a script says that uses ``determined.experimental.core_v2`` outside of the master's trials.
+
+Source: Determined 0.38.1, ``determined/experimental/core_v2`` and ``determined/core/_log_shipper.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from determined.common.api import bindings
+
+from dstrial.errors import RequestError
+from dstrial.master.api.experiments import create_detached
+from dstrial.master.clock import now_us
+from dstrial.master.http.fields import Fields, shown
+from dstrial.master.http.messages import message
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
+from dstrial.master.http.serializers import trial_json
+from dstrial.master.lifecycle import detached_runs
+from dstrial.master.services import Services
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import listings, logs, tasks
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.webhooks import events
+
+_MAX_EXTERNAL_ID = 1024
+_RANK = re.compile(r"[0-9]{1,9}")
+
+
+def _external_id(text: str | None) -> str:
+    if not text or len(text) > _MAX_EXTERNAL_ID:
+        raise RequestError(
+            400,
+            f"the external id is empty or longer than {_MAX_EXTERNAL_ID} characters; expected a name. Choose another.",
+        )
+    return text
+
+
+async def put_experiment(request: ApiRequest) -> dict[str, Any]:
+    """``PUT experiments/by-external-id/{id}``: find an experiment of detached runs, or create it."""
+    body = request.body()
+    inner = body.fields("createExperimentRequest") or body
+    return await create_detached(request, inner, _external_id(request.path_params["external_id"]))
+
+
+async def create_trial(request: ApiRequest) -> dict[str, Any]:
+    """``POST trials``: another trial of an experiment of detached runs."""
+    return message(bindings.v1CreateTrialResponse, trial=await _created(request, request.body(), None))
+
+
+async def put_trial(request: ApiRequest) -> dict[str, Any]:
+    """``PUT trials``: find a trial of an experiment of detached runs, or create it."""
+    body = request.body()
+    inner = body.fields("createTrialRequest")
+    if inner is None:
+        raise body.wrong("createTrialRequest", "an object")
+    external_id = _external_id(body.text("externalTrialId"))
+    return message(bindings.v1PutTrialResponse, trial=await _created(request, inner, external_id))
+
+
+async def find_trial(request: ApiRequest) -> dict[str, Any]:
+    """``GET trials/by-external-id/{experiment}/{trial}``."""
+    of_experiment, of_trial = (request.path_params[name] for name in ("external_id", "external_trial_id"))
+
+    def read(connection: Connection) -> int:
+        experiment = experiment_rows.by_external_id(connection, of_experiment)
+        trial = None if experiment is None else trial_rows.by_external_id(connection, experiment.id, of_trial)
+        if trial is None:
+            raise RequestError(
+                404,
+                f"trial {shown(of_trial)} of experiment {shown(of_experiment)} is not found; expected external ids that a "
+                "script has used. Check both.",
+            )
+        return int(trial.id)
+
+    trial_id = await request.services.read(read)
+    return message(bindings.v1GetTrialByExternalIDResponse, trial=await _shown(request.services, trial_id))
+
+
+async def _created(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
+    experiment_id, hparams = body.required_integer("experimentId"), body.mapping("hparams")
+    trial_id = await request.services.write(
+        lambda tx: detached_runs.create_trial(tx, experiment_id, hparams, external_id)
+    )
+    return await _shown(request.services, trial_id)
+
+
+async def _shown(services: Services, trial_id: int) -> dict[str, Any]:
+    rows = await services.read(listings.list_trials, now_us=now_us(), trial_id=trial_id)
+    return trial_json(rows[0], services.secret_names)
+
+
+async def start_trial(request: ApiRequest) -> dict[str, Any]:
+    """``POST trials/{id}/start``: another run of a detached trial begins; it learns where."""
+    trial_id = request.path_params["trial_id"]
+    resumes = request.body().flag("resume") is not False
+    point = await request.services.write(lambda tx: detached_runs.start(tx, trial_id, resumes=resumes))
+    return message(
+        bindings.v1StartTrialResponse,
+        trialRunId=point.run_id,
+        latestCheckpoint=point.checkpoint_uuid,
+        stepsCompleted=point.steps,
+    )
+
+
+async def patch_trial(request: ApiRequest) -> dict[str, Any]:
+    """``PATCH trials/{id}``: a heartbeat of a detached run, or how it has ended."""
+    trial_id = request.path_params["trial_id"]
+    state = request.body().choice("state", bindings.trialv1State)
+    stored = None if state is None else state.removeprefix("STATE_")
+    await request.services.write(lambda tx: detached_runs.set_state(tx, trial_id, stored))
+    return message(bindings.v1PatchTrialResponse, trial=await _shown(request.services, trial_id))
+
+
+async def add_logs(request: ApiRequest) -> dict[str, Any]:
+    """``POST //task-logs``: lines that a detached run has printed, a list.
+
+    Each line counts from when it comes: the client dates all of them with the start of the script.
+    """
+    records = request.json() or []
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise RequestError(
+            400,
+            "the request's body is not a list of lines; expected objects with task_id and log. Send these.",
+        )
+    by_task: dict[str, list[logs.LogLine]] = {}
+    for record in records:
+        fields = Fields(record, "lines[]")
+        by_task.setdefault(fields.required_text("taskId"), []).append(_line(fields))
+    for task_id in by_task:
+        request.require_task(task_id)
+
+    find = request.services.log_triggers.find
+    told = await request.services.run(
+        lambda: {task_id: find(line.text for line in lines) for task_id, lines in by_task.items()}
+    )
+
+    def perform(tx: Transaction) -> None:
+        for task_id, lines in by_task.items():
+            trial = _trial_of(tx.connection, task_id)
+            logs.add_task_logs(tx, task_id, trial.id, None, lines)
+            events.tell_lines(tx, task_id, told[task_id])
+            detached_runs.hear(tx, trial)
+
+    await request.services.write(perform)
+    return {}
+
+
+def _trial_of(connection: Connection, task_id: str) -> trial_rows.Trial:
+    row = tasks.get(connection, task_id)
+    if row is None or row.trial_id is None:
+        raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task. Name another.")
+    return trial_rows.require(connection, row.trial_id)
+
+
+def _line(fields: Fields) -> logs.LogLine:
+    rank = fields.text("rank") or ""
+    text = fields.text("log") or ""
+    level, colon, rest = text.partition(": ")
+    if not colon or level not in logs.LEVELS:
+        level, rest = "", text
+    return logs.LogLine(
+        now_us(),
+        fields.text("stdtype"),
+        level or None,
+        int(rank) if _RANK.fullmatch(rank) else None,
+        rest if rest.endswith("\n") else f"{rest}\n",
+    )
+
+
+_ONE = "/trials/{trial_id:int}"
+routes = [
+    route("PUT", "/experiments/by-external-id/{external_id}", put_experiment, access=USER),
+    route("GET", "/trials/by-external-id/{external_id}/{external_trial_id}", find_trial, access=USER),
+    route("POST", "/trials", create_trial, access=USER),
+    route("PUT", "/trials", put_trial, access=USER),
+    route("POST", f"{_ONE}/start", start_trial, access=USER),
+    route("PATCH", _ONE, patch_trial, access=USER),
+    route("POST", "//task-logs", add_logs, access=TRIAL),
+]

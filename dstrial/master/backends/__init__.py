@@ -1,0 +1,36 @@
+"""Processes of trials and commands: the directory and environment of an allocation, its supervisor, its output, its end."""
+
+from dstrial.master.backends.devices import Slot, find_slots
+from dstrial.master.backends.local import (
+    AllocationExit,
+    SupervisorHandle,
+    find,
+    is_alive,
+    kill,
+    poll_exit,
+    prepare,
+    remove,
+    resident_bytes,
+    start,
+    terminate,
+)
+from dstrial.master.backends.ports import choose_ports
+from dstrial.master.backends.request import AllocationRequest
+
+__all__ = [
+    "AllocationExit",
+    "AllocationRequest",
+    "Slot",
+    "SupervisorHandle",
+    "choose_ports",
+    "find",
+    "find_slots",
+    "is_alive",
+    "kill",
+    "poll_exit",
+    "prepare",
+    "remove",
+    "resident_bytes",
+    "start",
+    "terminate",
+]

@@ -1,0 +1,241 @@
+"""What processes of trials and commands see: environment variables and cluster-info files, as in Determined's containers.
+
+Source of names and meanings: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dstrial import determined_imports
+from dstrial.master.backends.request import TRIAL, AllocationRequest
+from dstrial.ranks.devices import SHARE_VARIABLE
+from dstrial.scratch import compile_cache
+
+ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
+TRACEBACKS_DIR_VARIABLE = (
+    "DSTRIAL_TRACEBACKS_DIR"  # as in dstrial.launch.failures, which the master never imports
+)
+MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
+BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
+
+# One environment string may have 128 KiB; the cluster-info files have no such limit.
+_MAX_VALUE_BYTES = 100_000
+# A trial's reports wait about a second between tries for as long as the master is away.
+_RETRIES = {
+    "total": 1_000_000,
+    "backoff_factor": 0.25,
+    "backoff_max": 1.0,
+    "allowed_methods": None,
+    "status_forcelist": [502, 503, 504],
+}
+_OWN_FILES = Path(__file__).parent
+# What HIP looks at. A second one, set by the user for the master, would count within the devices of the first.
+_ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+
+
+def trial_config(request: AllocationRequest) -> dict[str, Any]:
+    """Return the experiment config as the trial reads it: its storage is a directory, since nothing is mounted."""
+    config = copy.deepcopy(request.config)
+    storage = config.get("checkpoint_storage") or {}
+    if storage.get("type") == "shared_fs":
+        host_path = PurePosixPath(storage["host_path"])
+        path = host_path / storage["storage_path"] if storage.get("storage_path") else host_path
+        kept = {key: value for key, value in storage.items() if key.startswith("save_")}
+        config["checkpoint_storage"] = {"type": "directory", "container_path": str(path), **kept}
+    return config
+
+
+def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
+    """Return the content of each file of ``info/``, which ``determined.get_cluster_info()`` reads."""
+    files: dict[str, dict[str, Any]] = {
+        "cluster.json": {
+            "master_url": request.master_url,
+            "cluster_id": request.cluster_id,
+            "agent_id": request.agent_id,
+            "slot_ids": [slot.id for slot in request.slots],
+            "task_id": request.task_id,
+            "allocation_id": request.allocation_id,
+            "session_token": request.session_token,
+            "task_type": request.task_type,
+            "master_cert_name": None,
+            "master_cert_file": None,
+            "latest_checkpoint": request.latest_checkpoint,
+        },
+        "trial.json": {
+            "trial_id": request.trial_id,
+            "experiment_id": request.experiment_id,
+            "trial_seed": request.trial_seed,
+            "hparams": request.hparams,
+            "config": trial_config(request),
+            "steps_completed": request.steps_completed,
+            "trial_run_id": request.run_id,
+            "debug": bool(request.config.get("debug")),
+            "inter_node_network_interface": None,
+        },
+        "resources.json": {"gpu_uuids": [slot.uuid for slot in request.slots if slot.kind != "cpu"]},
+        "rendezvous.json": {
+            "container_addrs": ["127.0.0.1"],
+            "container_rank": 0,
+            "container_slot_counts": [len(request.slots)],
+        },
+    }
+    if request.task_type != TRIAL:
+        del files["trial.json"]
+    return files
+
+
+def trial_environment(
+    request: AllocationRequest,
+    *,
+    marker: str,
+    temporary_directory: Path,
+    base: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the environment of the entrypoint.
+
+    Args:
+        request: the allocation.
+        marker: a value that no other process has, by which its processes are found if its supervisor is lost.
+        temporary_directory: its ``TMPDIR``; short, because sockets lie there.
+        base: what the rest comes from; the master's own environment if left out.
+    """
+    outer = os.environ if base is None else base
+    env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
+    # TMPDIR goes with the allocation, and what torch has compiled is wanted by the next one.
+    env.update(compile_cache())
+    env.update(_user_variables(request))
+    bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
+    env["PATH"] = os.pathsep.join([*bin_dirs, env.get("PATH", os.defpath)])
+    # Puts the directory of our sitecustomize first, too.
+    env.update(determined_imports.variables(env, request.config))
+    env["PYTHONUNBUFFERED"] = env.get("PYTHONUNBUFFERED", "1")
+    env["TMPDIR"] = str(temporary_directory)
+    env.update(_protocol_variables(request))
+    env.update({name: str(port) for name, port in request.ports.items()})
+    if any(slot.kind == "rocm" for slot in request.slots):
+        env = {name: value for name, value in env.items() if name not in _ROCM_VISIBILITY}
+    env.update(_device_variables(request, env))
+    env[ALLOCATION_DIR_VARIABLE] = str(request.directory)
+    env[MARKER_VARIABLE] = marker
+    if request.task_type == TRIAL:
+        directory = tracebacks_directory(request.directory, request.trial_id) / f"run_{request.run_id}"
+        env[TRACEBACKS_DIR_VARIABLE] = str(directory)
+    env[BASE_PYTHON_VARIABLE] = request.interpreter or sys.executable
+    return env
+
+
+def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:
+    """Return where the ranks of a trial leave whole tracebacks, which outlive the allocation and go with the experiment."""
+    return allocation_directory.parent.parent / "tracebacks" / f"trial_{trial_id}"
+
+
+def _protocol_variables(request: AllocationRequest) -> dict[str, str]:
+    host, _, port = request.master_url.rpartition("://")[2].partition(":")
+    values = {
+        "DET_MASTER": request.master_url,
+        "DET_MASTER_HOST": host,
+        "DET_MASTER_ADDR": host,
+        "DET_MASTER_PORT": port or "80",
+        "DET_MASTER_ID": request.master_id,
+        "DET_CLUSTER_ID": request.cluster_id,
+        "DET_USE_TLS": "false",
+        "DET_SEGMENT_ENABLED": "false",
+        "DET_SEGMENT_API_KEY": "",
+        "DET_AGENT_ID": request.agent_id,
+        "DET_SLOT_IDS": json.dumps([slot.id for slot in request.slots]),
+        "DET_TASK_ID": request.task_id,
+        "DET_ALLOCATION_ID": request.allocation_id,
+        "DET_SESSION_TOKEN": request.session_token,
+        "DET_USER": request.username,
+        "DET_USER_TOKEN": request.user_token,
+        "DET_TASK_TYPE": request.task_type,
+        "DET_RESOURCES_ID": request.resources_id,
+        "DET_RESOURCES_TYPE": "docker-container",
+        "DET_CONTAINER_ID": request.resources_id,
+        "DET_TASK_LOGGING_METADATA": json.dumps(
+            {"allocation_id": request.allocation_id, "task_id": request.task_id}
+        ),
+        "DET_PYTHON_EXECUTABLE": request.interpreter or sys.executable,
+        "DET_RUN_DIR": str(request.directory),
+        "DET_WORKDIR": str(request.directory / "workdir"),
+        "DET_RETRY_CONFIG": json.dumps(_RETRIES),
+        **(_trial_variables(request) if request.task_type == TRIAL else {}),
+    }
+    return {name: value for name, value in values.items() if len(value.encode()) <= _MAX_VALUE_BYTES}
+
+
+def _trial_variables(request: AllocationRequest) -> dict[str, str]:
+    values = {
+        "DET_TRIAL_ID": str(request.trial_id),
+        "DET_EXPERIMENT_ID": str(request.experiment_id),
+        "DET_TRIAL_SEED": str(request.trial_seed),
+        "DET_TRIAL_RUN_ID": str(request.run_id),
+        "DET_STEPS_COMPLETED": str(request.steps_completed),
+        "DET_HPARAMS": json.dumps(request.hparams),
+        "DET_EXPERIMENT_CONFIG": json.dumps(trial_config(request)),
+    }
+    if request.latest_checkpoint is not None:
+        values["DET_LATEST_CHECKPOINT"] = request.latest_checkpoint
+    return values
+
+
+def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dict[str, str]:
+    kinds = {slot.kind for slot in request.slots}
+    # Slots that share a device name it once: CUDA sees nothing behind a device that is named again.
+    names = dict.fromkeys(slot.uuid for slot in request.slots)
+    uuids = ",".join(names)
+    if "cuda" in kinds:
+        shared = {SHARE_VARIABLE: "1"} if len(names) < len(request.slots) else {}
+        # DeepSpeed takes them for integers (0.19.8 cuda_accelerator.py:188) and counts them as NVML does, in the order of the PCI
+        # bus, which is CUDA's only if asked for. A MIG instance has a UUID only; CUDA takes indices or UUIDs, not both.
+        indices = dict.fromkeys(slot.visible_as for slot in request.slots)
+        visible = ",".join(indices) if all(index.isdecimal() for index in indices) else uuids
+        return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **shared}
+    if "rocm" in kinds:
+        # Not ROCR_VISIBLE_DEVICES as well: HIP counts within what that leaves.
+        return {"HIP_VISIBLE_DEVICES": uuids}
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": env.get("DS_ACCELERATOR", "cpu"),
+        # A CPU slot is a core. Trials side by side that each use all cores wait for each other at every operation.
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"),
+        # How Determined's launcher for deepspeed learns the number of ranks where there are no devices to count.
+        "LOCAL_SIZE": str(max(len(request.slots), 1)),
+    }
+
+
+def _user_variables(request: AllocationRequest) -> dict[str, str]:
+    given = (request.config.get("environment") or {}).get("environment_variables") or []
+    if isinstance(given, Mapping):
+        kind = request.slots[0].kind if request.slots else "cpu"
+        given = given.get(kind) or []
+    values: dict[str, str] = {}
+    for assignment in given:
+        name, _, value = str(assignment).partition("=")
+        values[name] = value
+    return values
+
+
+_TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def command_for(entrypoint: str | Sequence[str]) -> list[str]:
+    """Return the command line of an entrypoint.
+
+    A list is run as it is, a string by ``sh -c``, and ``module:Class`` by ``python3 -m dstrial.launch --trial``, which
+    hands Determined's own trial classes to Determined's harness.
+    """
+    if not isinstance(entrypoint, str):
+        return list(entrypoint)
+    if _TRIAL_FORM.fullmatch(entrypoint.strip()):
+        return ["python3", "-m", "dstrial.launch", "--trial", entrypoint.strip()]
+    return ["sh", "-c", entrypoint]

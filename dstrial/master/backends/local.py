@@ -1,0 +1,348 @@
+"""Start, find, watch and end the supervisors of allocations.
+
+Everything that a restarted master needs is in the allocation's directory: ``supervisor.json`` names the process by pid and
+start time, ``output.log`` has what was printed, and ``exit.json`` is there once everything has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
+from dstrial.errors import MasterError
+from dstrial.master import file_limit
+from dstrial.master.backends import supervisor
+from dstrial.master.backends.environment import (
+    MARKER_VARIABLE,
+    cluster_info_files,
+    command_for,
+    trial_environment,
+)
+from dstrial.master.backends.failures import explain_exit
+from dstrial.master.backends.overlay.start import BOOT
+from dstrial.master.backends.request import AllocationRequest
+
+logger = logging.getLogger(__name__)
+
+_STARTUP_HOOK = "startup-hook.sh"
+_KILL_TRIES = 50
+_KILL_PERIOD_S = 0.1
+# For how many tries those are left alive who delete what the killed ones have in /dev/shm.
+_TRACKER_TRIES = 20
+trial_umask: int | None = None
+"""Umask of entrypoints, for a master whose own keeps everything private; None for that of this process."""
+# Supervisors that are children of this process, so that they can be reaped.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SupervisorHandle:
+    """A supervisor, by what no other process shares with it.
+
+    Attributes:
+        pid: its process id.
+        start_time: when it started, as the kernel tells, with the boot it belongs to.
+    """
+
+    pid: int
+    start_time: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocationExit:
+    """How an allocation ended.
+
+    Attributes:
+        exit_code: of the entrypoint, as a shell sees it.
+        signal: that ended it, None if none did.
+        time_us: when.
+        explanation: what the exit code means, None for 0.
+        was_lost: the supervisor died without leaving a record; the entrypoint died with it.
+    """
+
+    exit_code: int
+    signal: int | None
+    time_us: int
+    explanation: str | None
+    was_lost: bool
+
+
+def prepare(request: AllocationRequest) -> None:
+    """Make the allocation's directory with everything that its supervisor needs; does not start it.
+
+    Raises:
+        MasterError: the directory cannot be made.
+        RequestError: the model definition cannot be unpacked.
+    """
+    from dstrial.master.backends.model_definition import unpack
+
+    directory = request.directory
+    try:
+        if directory.exists():
+            remove(directory)
+        directory.mkdir(mode=0o700, parents=True)
+        workdir = directory / "workdir"
+        workdir.mkdir(mode=0o700)
+        if request.model_definition:
+            unpack(request.model_definition, workdir)
+        events = directory / "events"
+        for name, target in request.links.items():
+            events.mkdir(mode=0o700, exist_ok=True)
+            (events / name).symlink_to(target)
+        info = directory / "info"
+        info.mkdir(mode=0o700)
+        for name, content in cluster_info_files(request).items():
+            _write_private(info / name, content)
+        marker = secrets.token_hex(16)
+        temporary = Path(tempfile.gettempdir()) / f"dstrial-{marker[:10]}"
+        _write_private(
+            directory / "spec.json",
+            {
+                "command": _with_hooks(request, directory),
+                "working_directory": request.working_directory or str(workdir),
+                "temporary_directory": str(temporary),
+                "marker": marker,
+                "umask": trial_umask,
+                "environment": trial_environment(request, marker=marker, temporary_directory=temporary),
+            },
+        )
+        # Last: whoever ends this allocation, or finds it half made, deletes what the file above names.
+        temporary.mkdir(mode=0o700)
+    except OSError as error:
+        raise MasterError(
+            f"{directory} cannot be made ({error.strerror}); expected a directory for the trial's files. "
+            "Free some space, or start the master with another --state-dir."
+        ) from error
+
+
+def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
+    """Return the entrypoint's command; behind the making of an environment and a shell with the hooks, if there are any.
+
+    What installs packages gets an environment of its own, so that the master's stays as it is.
+    """
+    command = command_for(request.entrypoint)
+    files = directory / "workdir"
+    hooks = []
+    if request.startup_hook:
+        hook = directory / _STARTUP_HOOK
+        hook.write_text(request.startup_hook, encoding="utf-8")
+        hook.chmod(0o600)
+        hooks.append(str(hook))
+    has_own_hook = (files / _STARTUP_HOOK).is_file()
+    if has_own_hook:
+        hooks.append(str(files / _STARTUP_HOOK))
+    requirements = requirements_of(request.config)
+    is_installing = may_install(shlex.join(command))
+    shell = shutil.which("bash") or "sh"
+    if not (has_own_hook or requirements or is_installing or may_install(request.startup_hook)):
+        if not hooks:
+            return command
+        steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
+        return [shell, "-c", "; ".join(steps), "startup-hook", *command]
+    specification = directory / "overlay.json"
+    _write_private(
+        specification,
+        {
+            "root": str(request.overlays_path),
+            "task": request.task_name,
+            "hooks": hooks,
+            "requirements": requirements,
+            "files": str(files),
+            "is_installing": is_installing,
+            "install_timeout_s": install_timeout_s(request.config),
+            "shell": shell,
+            "command": command,
+        },
+    )
+    python = request.interpreter or sys.executable
+    return [python, "-I", "-c", BOOT, str(Path(__file__).parent), str(specification)]
+
+
+def start(directory: Path) -> SupervisorHandle:
+    """Start the supervisor of a prepared directory.
+
+    Raises:
+        MasterError: it could not be started.
+    """
+    with (directory / "supervisor.log").open("ab") as log:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor.__file__, str(directory)],
+                # A master that starts before the supervisor has left its record finds it by this, too.
+                env={
+                    **os.environ,
+                    MARKER_VARIABLE: str((_read_json(directory / "spec.json") or {}).get("marker")),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                close_fds=True,
+            )
+        except OSError as error:
+            raise MasterError(
+                f"{sys.executable} could not be started ({error.strerror}); expected a Python that runs. "
+                "Install dstrial again."
+            ) from error
+    for pid, child in list(_children.items()):
+        # One that was still ending when its record was read.
+        if child.poll() is not None:
+            _children.pop(pid, None)
+    _children[process.pid] = process
+    # Before it starts anything itself, which takes a Python's start.
+    with contextlib.suppress(ProcessLookupError):
+        file_limit.restore_limit(process.pid)
+    started = supervisor.start_time(process.pid)
+    return SupervisorHandle(process.pid, started or "ended")
+
+
+def find(directory: Path) -> SupervisorHandle | None:
+    """Return the supervisor that works in a directory, None if none does (any more)."""
+    record = _read_json(directory / "supervisor.json")
+    if record is None:
+        return None
+    handle = SupervisorHandle(int(record["pid"]), str(record["start_time"]))
+    return handle if is_alive(handle) else None
+
+
+def is_alive(handle: SupervisorHandle) -> bool:
+    """Say whether this very process lives."""
+    child = _children.get(handle.pid)
+    if child is not None and child.poll() is not None:
+        _children.pop(handle.pid, None)
+    return supervisor.start_time(handle.pid) == handle.start_time
+
+
+def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
+    """Return how the allocation ended, None while it runs.
+
+    Without a record and without its supervisor it is lost; what is left of it is then to be ended by :func:`kill`.
+    """
+    if not (directory / "exit.json").exists() and handle is not None and is_alive(handle):
+        return None
+    record = _read_json(directory / "exit.json")
+    if record is None:
+        return AllocationExit(
+            128 + signal.SIGKILL, signal.SIGKILL, time.time_ns() // 1000, "its supervisor was killed", True
+        )
+    if handle is not None:
+        is_alive(handle)
+    code, number = int(record["exit_code"]), record["signal"]
+    return AllocationExit(code, number, int(record["time_us"]), explain_exit(code, number), False)
+
+
+def terminate(handle: SupervisorHandle) -> None:
+    """Send SIGTERM to the entrypoint's process group; what is left when that has ended is killed."""
+    _signal(handle, signal.SIGTERM)
+
+
+def kill(handle: SupervisorHandle | None, directory: Path) -> None:
+    """Kill every process of an allocation.
+
+    With a living supervisor it does so and leaves its record. Otherwise processes that carry the allocation's marker in
+    their environment are killed here, until there is none.
+    """
+    if handle is not None and is_alive(handle):
+        _signal(handle, signal.SIGUSR1)
+        return
+    spec = _read_json(directory / "spec.json")
+    if spec is None:
+        return
+    for kill_try in range(_KILL_TRIES):
+        left = _marked(f"{MARKER_VARIABLE}={spec['marker']}")
+        if not left:
+            return
+        for pid in left:
+            if kill_try < _TRACKER_TRIES and supervisor.is_tracker(pid):
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_KILL_PERIOD_S)
+    logger.warning("processes %s of %s do not end after SIGKILL", sorted(left), directory.name)
+
+
+def resident_bytes(handle: SupervisorHandle) -> int:
+    """Return how much memory the processes of an allocation have in use; what they share counts for each."""
+    page, total = os.sysconf("SC_PAGE_SIZE"), 0
+    for pid in supervisor.descendants(handle.pid):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            total += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
+    return total
+
+
+def remove(directory: Path) -> None:
+    """Delete the directory of an allocation that has ended, with its temporary directory."""
+    spec = _read_json(directory / "spec.json")
+    if spec is not None:
+        _delete(Path(spec["temporary_directory"]))
+    _delete(directory)
+
+
+def _delete(directory: Path) -> None:
+    """Delete a directory, also what its trial has made read-only."""
+
+    def make_writable(_function: object, path: str, _error: object) -> None:
+        with contextlib.suppress(OSError):
+            for one in (Path(path).parent, Path(path)):
+                if not one.is_symlink() and one.is_dir():
+                    one.chmod(0o700)
+
+    if directory.is_dir():
+        shutil.rmtree(directory, onerror=make_writable)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
+    """Signal this very process: a descriptor of it is opened before it is looked at again."""
+    try:
+        descriptor = os.pidfd_open(handle.pid)
+    except (ProcessLookupError, AttributeError, OSError):
+        if is_alive(handle):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(handle.pid, number)
+        return
+    try:
+        if is_alive(handle):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, number)
+    finally:
+        os.close(descriptor)
+
+
+def _marked(assignment: str) -> set[int]:
+    wanted = assignment.encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+    return found
+
+
+def _write_private(path: Path, content: dict[str, Any]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,94 @@
+"""What the master knows of an allocation when it starts one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.master.backends.devices import Slot
+
+TRIAL = "TRIAL"
+"""``task_type`` of a trial."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocationRequest:
+    """One run of a trial, or of a command, on this machine.
+
+    Without a trial its fields are 0, empty or None.
+
+    Attributes:
+        allocation_id: ``{task_id}.{run_id}``.
+        task_id: the trial's task.
+        trial_id: the trial.
+        experiment_id: its experiment.
+        run_id: how many allocations the trial has had, with this one.
+        directory: where its files go, absolute; made with mode 0700.
+        slots: the devices it may use.
+        ports: free port by environment variable.
+        config: the experiment config with defaults.
+        hparams: concrete hyperparameters.
+        trial_seed: seed of the trial.
+        steps_completed: batches completed by ``latest_checkpoint``; 0 without one and for a warm start.
+        latest_checkpoint: uuid of the checkpoint to start from, if any.
+        session_token: opens this trial only; ends with the allocation.
+        user_token: the submitting user's; ends with the allocation.
+        username: the submitting user.
+        master_url: where the trial reports to.
+        cluster_id: the cluster's id.
+        master_id: the master's id.
+        agent_id: the agent's id.
+        resources_id: a UUID; also the container id.
+        model_definition: gzip tar of the context directory; empty for none.
+        entrypoint: as in the config.
+        interpreter: Python of the trial, absolute; None for the master's.
+        startup_hook: shell lines of the master's settings that run first; may be empty.
+        task_type: ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``.
+        working_directory: where it runs, absolute; None for the directory with its model definition.
+        links: name in ``events/`` of its directory -> the directory that is seen there.
+    """
+
+    allocation_id: str
+    task_id: str
+    trial_id: int
+    experiment_id: int
+    run_id: int
+    directory: Path
+    slots: tuple[Slot, ...]
+    ports: dict[str, int]
+    config: dict[str, Any]
+    hparams: dict[str, Any]
+    trial_seed: int
+    steps_completed: int
+    latest_checkpoint: str | None
+    session_token: str
+    user_token: str
+    username: str
+    master_url: str
+    cluster_id: str
+    master_id: str
+    agent_id: str
+    resources_id: str
+    model_definition: bytes
+    entrypoint: str | list[str]
+    interpreter: str | None = None
+    startup_hook: str = ""
+    task_type: str = TRIAL
+    working_directory: str | None = None
+    links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+
+    @property
+    def overlays_path(self) -> Path:
+        """Where the environments of tasks lie, beside the directory of all allocations."""
+        return self.directory.parent.with_name("overlays")
+
+    @property
+    def task_name(self) -> str:
+        """What other tasks are told of this one."""
+        return (
+            f"trial {self.trial_id}"
+            if self.task_type == TRIAL
+            else f"{self.task_type.lower()} {self.task_id}"
+        )

@@ -1,1 +1,0 @@
-"""Processes that belong to no trial: what ``det`` calls commands, TensorBoards and generic tasks."""

@@ -1,0 +1,132 @@
+"""Who is asking: host and origin of a request, its token, and what an allocation may touch."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+
+from dstrial.errors import RequestError
+from dstrial.master.http.fields import shown
+from dstrial.master.store import checkpoints
+from dstrial.master.store.database import Connection
+from dstrial.master.store.tokens import AllocationIdentity, Identity, User
+
+if TYPE_CHECKING:
+    from dstrial.master.services import Services
+
+_LOOPBACK = r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
+_HOST = re.compile(_LOOPBACK)
+_ORIGIN = re.compile(r"https?://" + _LOOPBACK)
+_MAX_TOKEN = 512
+
+COOKIE = "auth"
+"""Name of the cookie that holds a user's token, as Determined's web page has it."""
+
+ALLOCATION_HEADER = "grpc-metadata-x-allocation-token"
+"""Header of requests from inside a trial."""
+
+UNAUTHENTICATED = "the token of the request is missing or not valid (any more); log in with `det user login`"
+
+
+def check_host_and_origin(headers: Headers) -> None:
+    """Refuse a request that did not come by a loopback name, or from a page that did not (DNS rebinding).
+
+    Raises:
+        RequestError: 403.
+    """
+    hosts = headers.getlist("host")
+    if len(hosts) != 1 or not _HOST.fullmatch(hosts[0].lower()):
+        raise RequestError(
+            403,
+            f"the Host of the request is {shown(', '.join(hosts) or None)}; expected localhost, 127.0.0.1 or [::1]. From "
+            "another machine, forward a port with `ssh -L 8080:localhost:8080 THIS_MACHINE` and use http://localhost:8080.",
+        )
+    origin = headers.get("origin")
+    if origin is not None and not _ORIGIN.fullmatch(origin.lower()):
+        raise RequestError(
+            403,
+            f"the Origin of the request is {shown(origin)}; expected a page of this machine. Open the master's own page.",
+        )
+
+
+async def identify(services: Services, headers: Headers, method: str) -> Identity:
+    """Return whose token a request carries.
+
+    A user's header comes before an allocation's, and that before the cookie. A cookie, which browsers send by
+    themselves, changes nothing unless the master's own page sends it.
+
+    Raises:
+        RequestError: 401 without a valid token, 403 for a user who is not active or a page that is not ours.
+
+    Source: Determined 0.38.1, order of the headers.
+    """
+    token = _bearer(headers.get("x-user-token")) or _bearer(headers.get("authorization"))
+    is_cookie = False
+    if token is None:
+        token = _bearer(headers.get(ALLOCATION_HEADER))
+    if token is None:
+        token = _cookie(headers.get("cookie", ""))
+        is_cookie = token is not None
+    identity = await services.tokens.find(token) if token is not None and len(token) <= _MAX_TOKEN else None
+    if identity is None:
+        raise RequestError(401, UNAUTHENTICATED)
+    if identity.allocation is None and not identity.user.active:
+        raise RequestError(403, "user is not active")
+    if is_cookie and method != "GET":
+        origin = headers.get("origin", "").lower()
+        if origin != f"http://{headers['host'].lower()}":
+            raise RequestError(
+                403,
+                f"the Origin of the request is {shown(origin or None)}; expected the master's own page, as a cookie "
+                "alone changes nothing. Send the token as `Authorization: Bearer`.",
+            )
+    return identity
+
+
+def require_owner(user: User, owner_id: int, what: str) -> None:
+    """Refuse (403) whoever is neither the owner of a thing nor an administrator.
+
+    Args:
+        user: who asks.
+        owner_id: whose it is.
+        what: how the error calls it, ``experiment 3`` for example.
+    """
+    if not user.admin and user.id != owner_id:
+        raise RequestError(
+            403, f"{what} is another user's; expected your own, or an administrator. Ask with `det -u admin`."
+        )
+
+
+def may_use_checkpoint(
+    connection: Connection,
+    allocation: AllocationIdentity,
+    checkpoint_uuid: str,
+    *,
+    is_change: bool = False,
+) -> bool:
+    """Whether an allocation may read or, for ``is_change``, change a checkpoint; yes for one that does not exist."""
+    experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
+    if experiment_id is None or experiment_id == allocation.experiment_id:
+        return True
+    return not is_change and checkpoints.is_start_of(
+        connection, checkpoint_uuid, allocation.trial_id, allocation.id
+    )
+
+
+def _bearer(value: str | None) -> str | None:
+    if not value:
+        return None
+    scheme, _, rest = value.strip().partition(" ")
+    if not rest:
+        return scheme
+    return rest.strip() if scheme.lower() == "bearer" else None
+
+
+def _cookie(text: str) -> str | None:
+    for part in text.split(";"):
+        name, _, value = part.strip().partition("=")
+        if name == COOKIE and value:
+            return value
+    return None

@@ -1,0 +1,102 @@
+"""What a client is told when its request cannot be answered: one JSON shape, a status, and never a traceback."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from starlette.responses import Response
+
+from dstrial.errors import DstrialError, MasterError, RequestError
+from dstrial.master.advice import text_of
+from dstrial.master.http.responses import to_json
+from dstrial.master.store.database import OperationalError
+from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError, StoreError
+
+_RETRY_AFTER_S = 1
+
+_SQL_ERROR = 1
+"""SQLite's code of a wrong statement, which sending the request again would not mend."""
+
+_STATUSES: dict[type[StoreError], int] = {NotFoundError: 404, ConflictError: 409, InvalidError: 400}
+
+# HTTP status -> gRPC code and name, as Determined's gateway pairs them.
+_CODES = {
+    400: (3, "InvalidArgument"),
+    401: (16, "Unauthenticated"),
+    403: (7, "PermissionDenied"),
+    404: (5, "NotFound"),
+    405: (12, "Unimplemented"),
+    408: (4, "DeadlineExceeded"),
+    409: (6, "AlreadyExists"),
+    413: (8, "ResourceExhausted"),
+    429: (8, "ResourceExhausted"),
+    431: (8, "ResourceExhausted"),
+    500: (13, "Internal"),
+    501: (12, "Unimplemented"),
+    503: (14, "Unavailable"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a request is not answered.
+
+    Attributes:
+        status: HTTP status.
+        code: gRPC code.
+        reason: the gRPC code's name.
+        text: for the person who sent the request.
+    """
+
+    status: int
+    code: int
+    reason: str
+    text: str
+
+
+def status_and_text(error: BaseException) -> Problem:
+    """Say how an exception is answered.
+
+    A master that cannot write now answers 503, which in-trial sessions send again; what the request itself is to
+    blame for answers 4xx; everything else is our defect, 500, whose cause stays in the master's log.
+    """
+    if isinstance(error, RequestError):
+        return problem(error.status, str(error))
+    if isinstance(error, StoreError):
+        return problem(_STATUSES[type(error)], text_of(error))
+    if isinstance(error, MasterError) or (isinstance(error, OperationalError) and _is_passing(error)):
+        return problem(
+            503, f"the master cannot answer now ({error}); expected it to. Send the request again."
+        )
+    if isinstance(error, DstrialError):
+        return problem(400, str(error))
+    if isinstance(error, OverflowError):
+        return problem(
+            400,
+            "a number in the request is larger than the master can store; expected 64 bits. Send a smaller one.",
+        )
+    return problem(
+        500, "the master has failed to answer this request; expected an answer. See why with `dstrial logs`."
+    )
+
+
+def _is_passing(error: OperationalError) -> bool:
+    """Whether it is the disk's or a lock's fault; Python before 3.11 does not tell and counts as such."""
+    return getattr(error, "sqlite_errorcode", None) != _SQL_ERROR
+
+
+def problem(status: int, text: str) -> Problem:
+    """Return the problem of a status."""
+    code, reason = _CODES.get(status, (2, "Unknown"))
+    return Problem(status, code, reason, text)
+
+
+def error_response(refusal: Problem) -> Response:
+    """Return the answer: ``{"error": {"code", "reason", "error"}}``, what Determined's client reads."""
+    body = {"error": {"code": refusal.code, "reason": refusal.reason, "error": refusal.text}}
+    headers = {}
+    if refusal.status in (429, 503):
+        headers["Retry-After"] = str(_RETRY_AFTER_S)
+    if refusal.status == 413:
+        headers["Connection"] = "close"
+    return Response(to_json(body), status_code=refusal.status, media_type="application/json", headers=headers)

@@ -1,0 +1,577 @@
+"""Carries requests to handlers: routes, who may call them, size limits, and one error shape for all of them.
+
+The rules of access are here and nowhere else; a handler that takes ids from a body asks the request for them
+(``require_trial`` and its like).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from urllib.parse import parse_qsl, unquote
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from dstrial.errors import RequestError
+from dstrial.master.http import access as guard
+from dstrial.master.http import unsupported
+from dstrial.master.http.errors import error_response, status_and_text
+from dstrial.master.http.fields import Fields, camel, shown
+from dstrial.master.http.peers import Peer, peer_of_scope
+from dstrial.master.http.responses import to_json
+from dstrial.master.store.tokens import AllocationIdentity, Identity, User
+
+if TYPE_CHECKING:
+    from dstrial.master.services import Services
+
+logger = logging.getLogger(__name__)
+
+API_PREFIX = "/api/v1"
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Largest request body, bytes; a route may allow more."""
+
+_MAX_DEPTH = 100
+"""Deepest nesting of a body's lists and objects; answers would not be written beyond 254."""
+
+_MAX_VALUES = 500_000
+"""Most values in a body; a batch of metrics or logs has some thousands."""
+
+_MAX_ID = 2**31 - 1
+
+
+class Access(enum.Enum):
+    """Who may call a route."""
+
+    PUBLIC = enum.auto()
+    """Everybody on this machine."""
+    USER = enum.auto()
+    """A user's token; that of an allocation is refused."""
+    ADMIN = enum.auto()
+    """The token of an administrator."""
+    TRIAL = enum.auto()
+    """A user's token, or that of an allocation for its own trial, task, allocation, for reading its experiment, and for
+    checkpoints of its experiment or the one it started from. Told by the names of the path's parameters."""
+
+    OWNER = enum.auto()
+    """Whoever has come by the UNIX socket of the state directory, without a token."""
+
+
+PUBLIC, USER, ADMIN, TRIAL, OWNER = Access.PUBLIC, Access.USER, Access.ADMIN, Access.TRIAL, Access.OWNER
+T = TypeVar("T")
+
+Answer: TypeAlias = "Mapping[str, Any] | Response"
+Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """One request that the master answers.
+
+    Attributes:
+        method: ``GET``, ``POST``, ``PATCH``, ``PUT`` or ``DELETE``.
+        path: absolute, with parameters in braces; ``{trial_id:int}`` takes whole numbers of 32 bits.
+        handler: gives the JSON object of the answer, or a response.
+        access: who may call it.
+        max_body_bytes: largest body.
+        unauthenticated: answers instead of the 401 error where there is no valid token, for pages.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access
+    max_body_bytes: int = MAX_BODY_BYTES
+    unauthenticated: Handler | None = None
+
+
+def route(
+    method: str,
+    path: str,
+    handler: Handler,
+    *,
+    access: Access,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    unauthenticated: Handler | None = None,
+) -> Route:
+    """Return a route.
+
+    Args:
+        method: the HTTP method.
+        path: below ``/api/v1``; one that begins with two slashes is the master's root's, ``//info`` for example.
+        handler: see ``Route``.
+        access: see ``Route``.
+        max_body_bytes: see ``Route``.
+        unauthenticated: see ``Route``.
+    """
+    absolute = path[1:] if path.startswith("//") else API_PREFIX + path
+    return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
+
+
+class ApiRequest:
+    """One request, with the sender known and the path's parameters read.
+
+    Attributes:
+        services: what handlers work with.
+        route: the route that was found.
+        headers: the request's.
+        path_params: parameter -> str, or int where the route says so.
+        identity: whose token came with it; None on public routes without one.
+        content: the body, bytes.
+    """
+
+    __slots__ = (
+        "_query",
+        "_receive",
+        "content",
+        "headers",
+        "identity",
+        "path_params",
+        "route",
+        "scope",
+        "services",
+    )
+
+    def __init__(
+        self,
+        services: Services,
+        route: Route,
+        scope: Scope,
+        headers: Headers,
+        path_params: dict[str, Any],
+        receive: Receive,
+    ) -> None:
+        self.services = services
+        self.route = route
+        self.scope = scope
+        self.headers = headers
+        self.path_params = path_params
+        self.identity: Identity | None = None
+        self.content = b""
+        self._query: dict[str, list[str]] | None = None
+        self._receive = receive
+
+    @property
+    def peer(self) -> Peer:
+        """Who has connected, as far as the kernel tells."""
+        return peer_of_scope(self.scope)
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """Return what comes of some work, which is cancelled when the client leaves meanwhile."""
+
+        async def leave() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _GoneError
+            return working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    @property
+    def user(self) -> User:
+        """The user who asks, or on whose behalf the allocation runs."""
+        if self.identity is None:
+            raise RequestError(401, guard.UNAUTHENTICATED)
+        return self.identity.user
+
+    @property
+    def allocation(self) -> AllocationIdentity | None:
+        """The allocation whose token came; None for a user."""
+        return None if self.identity is None else self.identity.allocation
+
+    def body(self) -> Fields:
+        """Return the JSON object of the body; an empty body is an empty object, whatever its Content-Type.
+
+        Raises:
+            RequestError: it is no JSON object.
+        """
+        value = self.json()
+        if not isinstance(value, dict):
+            raise RequestError(
+                400,
+                f"the request's body is {shown(value)}; expected a JSON object. Send it as the protocol has it.",
+            )
+        return Fields(value)
+
+    def json(self) -> Any:
+        """Return the body as JSON, ``{}`` if it is empty.
+
+        Raises:
+            RequestError: it is not JSON, or nested too deeply.
+        """
+        if not self.content.strip():
+            return {}
+        _check_num_values(self.content)
+        try:
+            value = orjson.loads(self.content)
+        except orjson.JSONDecodeError as error:
+            raise RequestError(
+                400, f"the request's body is not JSON ({error}); expected a JSON object. Send valid JSON."
+            ) from error
+        if self.content.count(b"{") + self.content.count(b"[") > _MAX_DEPTH and _is_deep(value):
+            raise RequestError(
+                400,
+                f"the request's body is nested more than {_MAX_DEPTH} levels deep; expected less. Send a flatter one.",
+            )
+        return value
+
+    def queries(self, name: str) -> list[str]:
+        """Return every value of a query parameter, in order; its name in camelCase."""
+        if self._query is None:
+            self._query = {}
+            text = self.scope.get("query_string", b"").decode("latin-1")
+            for key, value in parse_qsl(text, keep_blank_values=True):
+                self._query.setdefault(camel(key), []).append(value)
+        return self._query.get(name, [])
+
+    def query(self, name: str) -> str | None:
+        """Return a query parameter, the last one if it is repeated."""
+        values = self.queries(name)
+        return values[-1] if values else None
+
+    def query_int(self, name: str) -> int | None:
+        """Return a query parameter that is a whole number of 32 bits.
+
+        Raises:
+            RequestError: it is something else.
+        """
+        text = self.query(name)
+        if text is None or text == "":
+            return None
+        if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID:
+            raise self.wrong_query(name, "a whole number of 32 bits")
+        return int(text)
+
+    def query_ints(self, name: str) -> list[int]:
+        """Return every value of a query parameter, whole numbers of 32 bits.
+
+        Raises:
+            RequestError: one of them is something else.
+        """
+        values = self.queries(name)
+        if any(not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID for text in values):
+            raise self.wrong_query(name, "whole numbers of 32 bits")
+        return [int(text) for text in values]
+
+    def query_flag(self, name: str) -> bool | None:
+        """Return a query parameter that is ``true`` or ``false``.
+
+        Raises:
+            RequestError: it is something else.
+        """
+        text = self.query(name)
+        if text is None or text == "":
+            return None
+        value = {"true": True, "false": False, "1": True, "0": False}.get(text.lower())
+        if value is None:
+            raise self.wrong_query(name, "true or false")
+        return value
+
+    def query_choices(self, name: str, choices: type[enum.Enum]) -> list[str]:
+        """Return every value of a query parameter that names members of an enumeration of the protocol.
+
+        Raises:
+            RequestError: one of them does not exist.
+        """
+        allowed = [str(member.value) for member in choices]
+        values = self.queries(name)
+        if any(value not in allowed for value in values):
+            raise self.wrong_query(name, "one of " + ", ".join(allowed))
+        return values
+
+    def query_choice(self, name: str, choices: type[enum.Enum]) -> str | None:
+        """Return one value of ``query_choices``, the last one if it is repeated."""
+        values = self.query_choices(name, choices)
+        return values[-1] if values else None
+
+    def wrong_query(self, name: str, expected: str) -> RequestError:
+        """Return the error for a query parameter that is not what it must be."""
+        return RequestError(
+            400,
+            f"query parameter {name} is {shown(self.query(name))}; expected {expected}. Send it as the protocol has it.",
+        )
+
+    def require_trial(self, trial_id: int) -> None:
+        """Refuse (403) an allocation that asks for another trial than its own."""
+        self._require("trial", trial_id, "trial_id")
+
+    def require_experiment(self, experiment_id: int) -> None:
+        """Refuse (403) an allocation that asks for another experiment than its own, or would change it."""
+        self._require("experiment", experiment_id, "experiment_id")
+        if self.allocation is not None and self.route.method != "GET":
+            raise RequestError(403, "an allocation's token may only read its experiment; use a user's token")
+
+    def require_task(self, task_id: str) -> None:
+        """Refuse (403) an allocation that asks for another task than its own."""
+        self._require("task", task_id, "task_id")
+
+    def require_allocation(self, allocation_id: str) -> None:
+        """Refuse (403) an allocation that asks for another one."""
+        self._require("allocation", allocation_id, "id")
+
+    async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
+        """Refuse (403) an allocation a checkpoint that is neither of its experiment nor, to read, what it started from."""
+        if self.allocation is not None and not await self.services.read(
+            guard.may_use_checkpoint, self.allocation, checkpoint_uuid, is_change=is_change
+        ):
+            raise _not_own("checkpoint", checkpoint_uuid)
+
+    def _require(self, noun: str, asked: int | str, field: str) -> None:
+        if self.allocation is not None and asked != getattr(self.allocation, field):
+            raise _not_own(noun, asked)
+
+    async def _require_own_path(self) -> None:
+        """Refuse an allocation's token for anything in the path that is not its own."""
+        checks: dict[str, Callable[[Any], None]] = {
+            "trial_id": self.require_trial,
+            "run_id": self.require_trial,
+            "experiment_id": self.require_experiment,
+            "task_id": self.require_task,
+            "allocation_id": self.require_allocation,
+        }
+        for name, value in self.path_params.items():
+            if name in checks:
+                checks[name](value)
+            elif name == "checkpoint_uuid":
+                await self.require_checkpoint(value)
+
+
+def _not_own(noun: str, asked: int | str) -> RequestError:
+    return RequestError(
+        403,
+        f"{noun} {asked} is not that of this token's allocation; expected its own. Use a user's token for others.",
+    )
+
+
+def _check_num_values(content: bytes) -> None:
+    """Refuse a body of more values than would be read in a moment; those of 16 MiB may take a GiB.
+
+    Raises:
+        RequestError: there are more than ``_MAX_VALUES``.
+    """
+    if _num_separators(content) <= _MAX_VALUES:
+        return
+    # Perhaps they stand in strings, as in a batch of logs. Backslashes and escaped quotes first, so that the other quotes
+    # are those at the ends of strings.
+    parts = content.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', 2 * _MAX_VALUES + 1)
+    if len(parts) > 2 * _MAX_VALUES or sum(_num_separators(part) for part in parts[::2]) > _MAX_VALUES:
+        raise RequestError(
+            400,
+            f"the request's body holds more than {_MAX_VALUES} values; expected at most that. Send less at a time.",
+        )
+
+
+def _num_separators(content: bytes) -> int:
+    return content.count(b",") + content.count(b"[") + content.count(b"{")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+@dataclasses.dataclass(slots=True)
+class _Node:
+    """One segment of the paths: what may follow, and which methods end here."""
+
+    words: dict[str, _Node] = dataclasses.field(default_factory=dict)
+    parameter: _Node | None = None
+    routes: dict[str, tuple[Route, list[tuple[str, str]]]] = dataclasses.field(default_factory=dict)
+
+
+class Api:
+    """The ASGI application: finds the route, lets the right ones in, and answers.
+
+    Args:
+        services: handed to every handler.
+        routes: no two for the same method and path.
+
+    Raises:
+        ValueError: two routes are for the same request.
+    """
+
+    def __init__(self, services: Services, routes: Sequence[Route]) -> None:
+        self.routes = tuple(routes)
+        self._services = services
+        self._root = _Node()
+        for one in routes:
+            self._add(one)
+
+    def _add(self, added: Route) -> None:
+        node = self._root
+        parameters: list[tuple[str, str]] = []
+        for segment in added.path.split("/")[1:]:
+            if segment.startswith("{"):
+                name, _, kind = segment.strip("{}").partition(":")
+                parameters.append((name, kind))
+                node.parameter = node.parameter or _Node()
+                node = node.parameter
+            else:
+                node = node.words.setdefault(segment, _Node())
+        if added.method in node.routes:
+            raise ValueError(f"{added.method} {added.path} has two handlers; expected one. Remove one route.")
+        node.routes[added.method] = (added, parameters)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        # The boundary of a request: what went wrong is told to the log, and to the client only if it is to blame.
+        try:
+            response = await self._answer(scope, receive)
+        except _GoneError:
+            return
+        except Exception as error:
+            problem = status_and_text(error)
+            if problem.status >= 500 and problem.status != 501:
+                logger.exception("%s %s is answered %d", scope["method"], scope["path"], problem.status)
+            response = error_response(problem)
+        await response(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Response:
+        headers = Headers(scope=scope)
+        guard.check_host_and_origin(headers)
+        found, values = self._find(scope)
+        request = ApiRequest(self._services, found, scope, headers, {}, receive)
+        if found.access is Access.OWNER:
+            if not request.peer.is_at_owner_socket:
+                raise RequestError(
+                    403,
+                    f"{found.path} is for the owner of the state directory only; expected to be asked at its socket. Use "
+                    "`dstrial login`.",
+                )
+        elif found.access is not Access.PUBLIC:
+            try:
+                request.identity = await guard.identify(self._services, headers, found.method)
+            except RequestError as error:
+                if error.status == 401 and found.unauthenticated is not None:
+                    return _response(await found.unauthenticated(request))
+                raise
+        request.path_params = {
+            name: _number(name, value) if kind == "int" else value for (name, kind), value in values
+        }
+        await _check_access(request)
+        if found.method != "GET":
+            request.content = await _read_body(headers, receive, found.max_body_bytes)
+        return _response(await found.handler(request))
+
+    def _find(self, scope: Scope) -> tuple[Route, list[tuple[tuple[str, str], str]]]:
+        """The route, and each parameter's name and kind with its text."""
+        # The raw path, so that an encoded slash stays part of its segment.
+        raw = scope.get("raw_path") or scope["path"].encode()
+        path = raw.split(b"?", 1)[0].decode("latin-1")
+        node: _Node | None = self._root
+        values: list[str] = []
+        for segment in path.split("/")[1:]:
+            assert node is not None
+            below = node.words.get(segment)
+            if below is None and node.parameter is not None and segment:
+                below = node.parameter
+                values.append(unquote(segment))
+            node = below
+            if node is None:
+                break
+        method = scope["method"]
+        if node is None or method not in node.routes:
+            raise _unanswered(method, path, sorted(node.routes) if node is not None else [])
+        found, parameters = node.routes[method]
+        if unsupported.is_word(method, path) and path != found.path:
+            raise unsupported.refusal(method, path)
+        return found, list(zip(parameters, values, strict=True))
+
+
+async def _check_access(request: ApiRequest) -> None:
+    """Refuse (403) what the sender may not ask for."""
+    access = request.route.access
+    if request.allocation is not None:
+        if access is not Access.TRIAL:
+            raise RequestError(
+                403,
+                f"{request.route.method} {request.route.path} is not open to an allocation's token; expected a user's. "
+                "Use DET_USER_TOKEN inside a trial.",
+            )
+        await request._require_own_path()
+    elif access is Access.ADMIN and not request.user.admin:
+        raise RequestError(
+            403,
+            f"user {request.user.username!r} is no administrator; expected one. Ask with `det -u admin`, "
+            "or as another administrator.",
+        )
+
+
+def _unanswered(method: str, path: str, methods: list[str]) -> RequestError:
+    error = unsupported.refusal(method, path)
+    if not methods or error.status != 404:
+        return error
+    return RequestError(
+        405, f"the method of {path} is {method}; expected {' or '.join(methods)}. Send one of these."
+    )
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID:
+        raise RequestError(
+            400,
+            f"{name} is {shown(text)}; expected a whole number of 32 bits. Give the number that a list shows.",
+        )
+    return int(text)
+
+
+def _response(answer: Answer) -> Response:
+    if isinstance(answer, Response):
+        return answer
+    return Response(to_json(answer), media_type="application/json")
+
+
+class _GoneError(Exception):
+    """The client left before its request was whole."""
+
+
+async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    is_more = True
+    while is_more:
+        event: Message = await receive()
+        if event["type"] == "http.disconnect":
+            raise _GoneError
+        chunk = event.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        is_more = event.get("more_body", False)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        413, f"the request's body is larger than {limit} bytes; expected at most that. Send less at a time."
+    )

@@ -1,0 +1,197 @@
+"""Experiments, trials and checkpoints as the protocol has them, from their rows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+from determined.common.api import bindings
+
+from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
+from dstrial.master.clock import format_us
+from dstrial.master.http.messages import message
+from dstrial.master.services import Services
+from dstrial.master.store.checkpoints import CheckpointInfo
+from dstrial.master.store.listings import ListedExperiment, ListedTrial
+from dstrial.master.store.runs import Run
+
+_ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
+
+
+def stored(text: str | None) -> Any:
+    """Return stored JSON as it is to be sent, without reading it."""
+    return None if text is None else orjson.Fragment(text)
+
+
+def as_data(value: Any) -> Any:
+    """Return what is the user's own so that it is sent as it is, control characters included (see ``rendering``)."""
+    return orjson.Fragment(orjson.dumps(value))
+
+
+def shown_config(text: str | None, names: SecretNames) -> Any:
+    """Return a config, or a part of one, that is stored as JSON as it is to be sent: its secrets masked."""
+    return None if text is None else orjson.Fragment(masked_json(text, names))
+
+
+def time_or_none(us: int | None) -> str | None:
+    """Return a time as text, None for None."""
+    return None if us is None else format_us(us)
+
+
+def shown_state(row: ListedExperiment | ListedTrial | Run) -> str:
+    """Return the state of an experiment or trial as clients see it, from ``state`` and ``advance`` of a listing."""
+    return f"STATE_{_ADVANCE[row.advance] if row.state == 'ACTIVE' else row.state}"
+
+
+def experiment_json(services: Services, row: ListedExperiment) -> dict[str, Any]:
+    """Return a row of ``listings.list_experiments`` as a ``v1Experiment``."""
+    end, names = row.end_us, services.secret_names
+    return message(
+        bindings.v1Experiment,
+        archived=bool(row.archived),
+        config=shown_config(row.config, names),
+        id=row.id,
+        jobId=row.job_id,
+        name=row.name,
+        numTrials=row.num_trials,
+        originalConfig=as_data(masked_yaml(row.original_config, names)),
+        projectId=row.project_id,
+        projectOwnerId=row.project_owner_id,
+        searcherType=row.searcher_type,
+        startTime=format_us(row.start_us),
+        state=shown_state(row),
+        username=row.username,
+        bestTrialId=row.best_trial_id,
+        bestTrialSearcherMetric=row.best_metric,
+        checkpointCount=row.checkpoint_count,
+        checkpointSize=str(row.checkpoint_size),
+        description=row.description,
+        displayName=row.display_name or row.username,
+        duration=None if end is None else (end - row.start_us) // 1_000_000,
+        endTime=time_or_none(end),
+        externalExperimentId=row.external_id,
+        forkedFrom=row.parent_id,
+        labels=orjson.loads(row.labels),
+        notes=row.notes,
+        parentArchived=bool(row.is_parent_archived),
+        progress=row.progress,
+        projectName=row.project_name,
+        resourcePool=services.settings.pool_name,
+        searcherMetric=row.searcher_metric,
+        unmanaged=bool(row.unmanaged),
+        userId=row.owner_id,
+        workspaceId=row.workspace_id,
+        workspaceName=row.workspace_name,
+    )
+
+
+def trial_json(row: ListedTrial, names: SecretNames) -> dict[str, Any]:
+    """Return a row of ``listings.list_trials`` as a ``trialv1Trial``."""
+    return message(
+        bindings.trialv1Trial,
+        experimentId=row.experiment_id,
+        hparams=shown_config(row.hparams, names),
+        id=row.id,
+        restarts=row.restarts,
+        startTime=format_us(row.start_us),
+        state=shown_state(row),
+        totalBatchesProcessed=row.total_batches,
+        bestCheckpoint=_best_checkpoint(row, names),
+        bestValidation=_validation(row.best_metrics, row.best_steps, row.best_us),
+        checkpointCount=row.checkpoint_count,
+        endTime=time_or_none(row.end_us),
+        latestValidation=_validation(row.latest_metrics, row.latest_steps, row.latest_us),
+        logPolicyMatched=row.log_policy_matched,
+        logRetentionDays=row.log_retention_days,
+        metadata=stored(row.metadata),
+        runnerState=f"STATE_{row.runner_state}",
+        searcherMetricValue=row.searcher_metric_value,
+        summaryMetrics=stored(row.summary_metrics),
+        taskId=row.task_id,
+        taskIds=stored(row.task_ids),
+        totalCheckpointSize=str(row.checkpoint_size),
+        wallClockTime=row.run_us / 1e6,
+        warmStartCheckpointUuid=row.warm_start_uuid,
+    )
+
+
+def _validation(metrics: str | None, steps: int | None, end_us: int | None) -> dict[str, Any] | None:
+    if metrics is None or steps is None or end_us is None:
+        return None
+    return metrics_workload(metrics, steps, end_us)
+
+
+def metrics_workload(metrics: str, steps: int, end_us: int, per_batch: str | None = None) -> dict[str, Any]:
+    """Return a report as a ``v1MetricsWorkload``; ``metrics`` and ``per_batch`` are stored JSON."""
+    values = message(bindings.v1Metrics, avgMetrics=stored(metrics), batchMetrics=stored(per_batch or "[]"))
+    return message(
+        bindings.v1MetricsWorkload, metrics=values, numInputs=0, totalBatches=steps, endTime=format_us(end_us)
+    )
+
+
+def checkpoint_workload(
+    *, uuid: str, state: str, steps: int, report_us: int, resources: str, metadata: str, names: SecretNames
+) -> dict[str, Any]:
+    """Return a checkpoint as a ``v1CheckpointWorkload``."""
+    return message(
+        bindings.v1CheckpointWorkload,
+        state=f"STATE_{state}",
+        totalBatches=steps,
+        endTime=format_us(report_us),
+        metadata=shown_config(metadata, names),
+        resources=sizes_as_texts(resources),
+        uuid=uuid,
+    )
+
+
+def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | None:
+    if row.checkpoint_steps is None:
+        return None
+    # Columns of the same row of checkpoints, none of which is null there.
+    assert row.best_checkpoint_uuid is not None
+    assert row.checkpoint_state is not None
+    assert row.checkpoint_us is not None
+    assert row.checkpoint_resources is not None
+    assert row.checkpoint_metadata is not None
+    return checkpoint_workload(
+        uuid=row.best_checkpoint_uuid,
+        state=row.checkpoint_state,
+        steps=row.checkpoint_steps,
+        report_us=row.checkpoint_us,
+        resources=row.checkpoint_resources,
+        metadata=row.checkpoint_metadata,
+        names=names,
+    )
+
+
+def sizes_as_texts(resources: str) -> dict[str, str]:
+    """Return stored resources with their sizes as the texts that the protocol has for 64 bits."""
+    return {path: str(size) for path, size in json.loads(resources).items()}
+
+
+def checkpoint_json(row: CheckpointInfo, names: SecretNames) -> dict[str, Any]:
+    """Return a row of ``store.checkpoints`` as a ``v1Checkpoint``."""
+    validation: dict[str, Any] = json.loads(row.validation) if row.validation else {}
+    training = message(
+        bindings.v1CheckpointTrainingMetadata,
+        experimentConfig=shown_config(row.experiment_config, names),
+        experimentId=row.experiment_id,
+        hparams=shown_config(row.trial_hparams, names),
+        searcherMetric=validation.get(row.searcher_metric),
+        trainingMetrics=message(bindings.v1Metrics, avgMetrics={}, batchMetrics=[]),
+        trialId=row.trial_id,
+        validationMetrics=message(bindings.v1Metrics, avgMetrics=validation, batchMetrics=[]),
+    )
+    return message(
+        bindings.v1Checkpoint,
+        metadata=shown_config(row.metadata, names),
+        resources=sizes_as_texts(row.resources),
+        state=f"STATE_{row.state}",
+        training=training,
+        uuid=row.uuid,
+        allocationId=row.allocation_id,
+        reportTime=format_us(row.report_us),
+        storageId=row.storage_id,
+        taskId=row.task_id,
+    )

@@ -1,0 +1,107 @@
+"""Answers that are streams: one JSON object per line, and nothing else, until the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dstrial.errors import DstrialError, RequestError
+from dstrial.master.http.errors import status_and_text
+from dstrial.master.http.responses import to_json
+from dstrial.master.store.database import SqlError
+from dstrial.master.store.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
+
+
+def ndjson(items: AsyncIterator[Item]) -> NdjsonResponse:
+    """Return a stream of ``{"result": item}`` lines.
+
+    Args:
+        items: one message, or several that are sent together, at a time. What can be refused is refused before the
+            stream begins; a ``DstrialError`` later becomes the protocol's error line.
+    """
+    return NdjsonResponse(items)
+
+
+class NdjsonResponse(Response):
+    """Sends lines as they come, and ends at once when the client has gone.
+
+    Args:
+        items: as for ``ndjson``.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, items: AsyncIterator[Item]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._items = items
+        self.init_headers()
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """Set the headers; a stream has no length."""
+        self.raw_headers = [
+            (b"content-type", b"application/json"),
+            *((key.encode(), value.encode()) for key, value in (headers or {}).items()),
+        ]
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                if not task.done():
+                    task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await leaving
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await sending
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for item in self._items:
+                messages = [item] if isinstance(item, Mapping) else item
+                body = b"".join(to_json({"result": one}) + b"\n" for one in messages)
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        except (DstrialError, SqlError) as error:
+            if not isinstance(error, (RequestError, StoreError)):
+                logger.exception("a stream ends early")
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": to_json(_error_line(error)) + b"\n",
+                    "more_body": True,
+                }
+            )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error_line(error: Exception) -> dict[str, Any]:
+    problem = status_and_text(error)
+    return {
+        "error": {
+            "grpcCode": problem.code,
+            "httpCode": problem.status,
+            "message": problem.text,
+            "httpStatus": problem.reason,
+        }
+    }

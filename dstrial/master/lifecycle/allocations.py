@@ -1,0 +1,285 @@
+"""The life of an allocation: assigned, started, ready, asked to stop, ended; and what its end means for its trial."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dstrial.master.backends import AllocationExit, SupervisorHandle
+from dstrial.master.backends.failures import fingerprint
+from dstrial.master.lifecycle import endings
+from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import metrics as metric_rows
+from dstrial.master.store import projects, tokens
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.logs import add_master_line
+from dstrial.search import ExitReason
+
+_MAX_LOSSES = 3
+
+# Records and weights of a restart are the same: so is where its losses stop being finite.
+_ENDS_FOR_GOOD = "NonFiniteError"
+
+
+def assign(
+    tx: Transaction,
+    trial_id: int,
+    *,
+    slots: list[int],
+    ports: dict[str, int],
+    resources_id: str,
+    directory: str,
+    token_hashes: dict[str, str],
+) -> allocation_rows.Allocation | None:
+    """Give a trial slots: a new run of it begins.
+
+    Args:
+        tx: the write.
+        trial_id: the trial.
+        slots: slot ids.
+        ports: port by environment variable.
+        resources_id: a UUID.
+        directory: parent of the allocation's directory.
+        token_hashes: SHA-256 of the tokens by kind, "allocation" and "user".
+
+    Returns:
+        The allocation; None if the trial does not want one any more.
+    """
+    trial = trial_rows.require(tx.connection, trial_id)
+    experiment = experiment_rows.require(tx.connection, trial.experiment_id)
+    if trial.state != "ACTIVE" or experiment.state != "ACTIVE":
+        return None
+    if allocation_rows.live(tx.connection, trial_id) is not None:
+        return None
+    run_id = trial.run_id + 1
+    uuid, steps = _start_point(tx, trial)
+    trial_rows.update(tx, trial_id, run_id=run_id, runner_state="UNSPECIFIED")
+    allocation_id = allocation_rows.insert(
+        tx,
+        task_id=trial.task_id,
+        run_id=run_id,
+        slots=slots,
+        ports=ports,
+        resources_id=resources_id,
+        directory=directory,
+        workspace_name=projects.require(tx.connection, experiment.project_id).workspace_name,
+        trial_id=trial_id,
+        experiment_id=trial.experiment_id,
+        steps_at_start=steps,
+        checkpoint_uuid=uuid,
+    )
+    tokens.keep_allocation_tokens(tx, allocation_id, experiment.owner_id, token_hashes)
+    name = f"Trial {trial_id} (Experiment {trial.experiment_id})"
+    for text in (f"Scheduling {name} (id: {allocation_id})", f"{name} was assigned to an agent"):
+        add_master_line(tx, trial.task_id, trial_id, text, allocation_id=allocation_id)
+    tx.publish(f"trial:{trial_id}", f"experiment:{trial.experiment_id}", f"allocation:{allocation_id}")
+    return allocation_rows.get(tx.connection, allocation_id)
+
+
+def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, int]:
+    """Return the checkpoint to start from and the batches that are completed then."""
+    latest = checkpoint_rows.latest_completed(tx.connection, trial.id)
+    if latest is not None:
+        return str(latest.uuid), int(latest.steps)
+    return trial.warm_start_uuid, 0
+
+
+def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
+    """Record the supervisor of an allocation."""
+    row = allocation_rows.require(tx.connection, allocation_id)
+    if row.state != "TERMINATED":
+        allocation_rows.update(
+            tx, allocation_id, state="RUNNING", supervisor_pid=handle.pid, supervisor_start=handle.start_time
+        )
+    name = f"Trial {row.trial_id} (Experiment {row.experiment_id})"
+    add_master_line(
+        tx, row.task_id, row.trial_id, f"Resources for {name} have started", allocation_id=allocation_id
+    )
+    tx.publish(f"allocation:{allocation_id}", f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
+
+
+def mark_ready(tx: Transaction, allocation_id: str) -> None:
+    """Record that the trial's own code has called, so that it can be asked to stop from now on."""
+    row = allocation_rows.require(tx.connection, allocation_id)
+    if not row.is_ready:
+        allocation_rows.update(tx, allocation_id, is_ready=True)
+        tx.publish(f"allocation:{allocation_id}", f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
+
+
+def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
+    """Record that the trial has seen that it should stop.
+
+    Raises:
+        StoreError: unknown.
+    """
+    allocation_rows.require(tx.connection, allocation_id)
+    allocation_rows.update(tx, allocation_id, preempt_acked=True)
+
+
+def allocation_exited(
+    tx: Transaction, allocation_id: str, exit_: AllocationExit, traceback: str | None = None
+) -> None:
+    """End an allocation, all of whose lines are taken in, and decide what becomes of its trial.
+
+    Args:
+        tx: the write.
+        allocation_id: the allocation; nothing happens if it has ended.
+        exit_: how it ended.
+        traceback: of the rank that failed first, None if its output has none.
+    """
+    row = allocation_rows.require(tx.connection, allocation_id)
+    if row.state == "TERMINATED":
+        return
+    reason = _describe(row, exit_)
+    allocation_rows.update(
+        tx,
+        allocation_id,
+        state="TERMINATED",
+        end_us=exit_.time_us,
+        exit_code=exit_.exit_code,
+        exit_reason=reason,
+    )
+    tokens.end_allocation_tokens(tx, allocation_id)
+    trial = trial_rows.require(tx.connection, row.trial_id)
+    tx.publish(
+        "scheduler",
+        f"allocation:{allocation_id}",
+        f"trial:{trial.id}",
+        f"experiment:{row.experiment_id}",
+    )
+    name = f"Trial {trial.id} (Experiment {row.experiment_id})"
+    is_failure = exit_.exit_code != 0 and row.kill_us is None and not row.preempt_acked
+    if exit_.exit_code == 0:
+        text = f"{name} was terminated: resources exited successfully with a zero exit code"
+    elif is_failure:
+        text = f"{name} crashed: resources failed with non-zero exit code: {reason}"
+    else:
+        text = f"{name} was terminated: {reason}"
+    level = "ERROR" if is_failure else "INFO"
+    add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=allocation_id)
+    _judge(tx, row, trial, exit_, reason, traceback if is_failure else None)
+
+
+def _describe(row: allocation_rows.Allocation, exit_: AllocationExit) -> str:
+    if row.kill_us is not None:
+        return f"allocation killed: {row.kill_reason}"
+    if exit_.was_lost:
+        return "allocation lost: its supervisor was killed"
+    text = f"container failed with non-zero exit code: {exit_.exit_code} (exit code {exit_.exit_code})"
+    if exit_.exit_code == 0:
+        return "exited with code 0"
+    return f"{text}: {exit_.explanation}" if exit_.explanation else text
+
+
+def _judge(
+    tx: Transaction,
+    row: allocation_rows.Allocation,
+    trial: trial_rows.Trial,
+    exit_: AllocationExit,
+    reason: str,
+    traceback: str | None,
+) -> None:
+    state, trial_id = trial.state, trial.id
+    if state in TERMINAL:
+        return
+    was_asked = row.kill_us is not None or row.preempt_acked
+    is_stop = state == "STOPPING_COMPLETED" and trial.early_exit is None and row.kill_us is None
+    is_stop = is_stop and exit_.exit_code != 0
+    has_end = is_stop and _has_last_checkpoint(tx, trial_id)
+    if is_stop and not has_end and _may_save_later(tx, row, exit_):
+        experiment = experiment_rows.require(tx.connection, row.experiment_id)
+        trial_rows.update(tx, trial_id, state=experiment.state)
+        if not exit_.was_lost:
+            _failed(tx, row, trial, reason, traceback)
+    elif state in STOPPING:
+        is_clean = exit_.exit_code == 0 or was_asked or exit_.was_lost or has_end
+        endings.close_trial(
+            tx, trial_id, END_OF[state] if is_clean else "ERROR", why=None if is_clean else reason
+        )
+    elif trial.early_exit is not None:
+        endings.close_trial(tx, trial_id, "COMPLETED", ExitReason.INVALID_HP)
+    elif was_asked or (exit_.was_lost and _losses(tx, trial_id, row.run_id) < _MAX_LOSSES):
+        return
+    elif exit_.exit_code == 0:
+        endings.close_trial(tx, trial_id, "COMPLETED")
+    else:
+        _failed(tx, row, trial, reason, traceback)
+
+
+def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
+    """Say whether a trial has saved a checkpoint at or behind its last validation."""
+    checkpoint = checkpoint_rows.latest_completed(tx.connection, trial_id)
+    return checkpoint is not None and checkpoint.steps >= metric_rows.last_validation(tx.connection, trial_id)
+
+
+def _may_save_later(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
+    """Say whether a trial that failed while the searcher's stop was on its way is to come to that point again.
+
+    It goes on from its latest checkpoint, and its next validation there stops it again.
+    """
+    experiment = experiment_rows.require(tx.connection, row.experiment_id)
+    if experiment.state not in ("ACTIVE", "PAUSED"):
+        return False
+    if row.preempt_acked and checkpoint_rows.latest_completed(tx.connection, row.trial_id) is None:
+        # One that ends with an error whenever it is asked to stop, and never saves.
+        return False
+    return not exit_.was_lost or _losses(tx, row.trial_id, row.run_id) < _MAX_LOSSES
+
+
+def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
+    """Return how many runs in a row were lost without a report, with this one."""
+    count = 0
+    for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
+        if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):
+            break
+        count += 1
+    return count
+
+
+def _kind_of_error(traceback: str) -> str:
+    """The class in the last line, which a launcher shortens to its name where it is dstrial's."""
+    return traceback.rpartition("\n")[2].partition(":")[0].rpartition(".")[2]
+
+
+def _failed(
+    tx: Transaction,
+    row: allocation_rows.Allocation,
+    trial: trial_rows.Trial,
+    reason: str,
+    traceback: str | None,
+) -> None:
+    experiment = experiment_rows.require(tx.connection, row.experiment_id)
+    config: dict[str, Any] = json.loads(experiment.config)
+    restarts, limit = trial.restarts + 1, int(config["max_restarts"])
+    is_before_first_batch = row.num_reports == 0 and row.steps_at_start == 0
+    mark = fingerprint(traceback) if is_before_first_batch and traceback is not None else None
+    verdict = None
+    if trial.retry_cancelled:
+        verdict = "trial failed and matched logs to a don't retry policy"
+    elif restarts > limit:
+        verdict = f"failed {restarts} times; max_restarts is {limit}" if limit else "max_restarts is 0"
+    elif traceback is not None and _kind_of_error(traceback) == _ENDS_FOR_GOOD:
+        verdict = "it trains nothing any more, and would not after a restart"
+    elif mark is not None and mark == trial.last_failure:
+        verdict = "failed twice in the same way before its first batch, and is not tried again"
+    num_restarts = trial.restarts if verdict is not None else restarts
+    trial_rows.update(tx, trial.id, restarts=num_restarts, last_failure=mark)
+
+    def say(text: str, level: str = "ERROR") -> None:
+        add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=row.id)
+
+    if verdict is None:
+        count = f"({restarts} of {limit} restarts)"
+        if trial.is_node_excluded:
+            trial_rows.update(tx, trial.id, is_node_excluded=2)
+            say(f"trial failed and is started again where it may be {count}", "WARNING")
+        else:
+            say(f"trial failed and is started again {count}", "WARNING")
+        return
+    say(f"trial {trial.id} has failed: {verdict}")
+    last = traceback.rpartition("\n")[2] if traceback else reason
+    endings.close_trial(tx, trial.id, "ERROR", why=f"{verdict}: {last}")

@@ -1,0 +1,275 @@
+"""The life of a command: created, assigned, started, paused, killed, ended.
+
+One that may be paused is stopped and started anew, in a new allocation with the same files; so it is, too, when the
+master goes down, or a slot that it has is switched off. Every other one ends with its only allocation.
+"""
+
+from __future__ import annotations
+
+import json
+
+from dstrial.master.backends import AllocationExit, SupervisorHandle
+from dstrial.master.clock import now_us
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import commands, tasks, tokens, workspaces
+from dstrial.master.store.commands import ENDED, NewCommand
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError
+from dstrial.master.store.logs import add_master_line
+
+STOP_TIMEOUT_S = 30
+"""How long a process has to end after SIGTERM, seconds; it is killed then."""
+
+_UNBEGUN = "the master was killed before the process began"
+_MAX_UNBEGUN = 3
+_STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
+
+
+def create(tx: Transaction, new: NewCommand) -> str:
+    """Store a command, which starts as soon as there are slots for it, and return its task id."""
+    if new.parent_id is not None:
+        state = commands.require(tx.connection, new.parent_id, ("GENERIC",)).state
+        if state == "CANCELED" or state.startswith("STOPPING"):
+            raise InvalidError(
+                f"task {new.parent_id}, which is to be the parent, is {state}; expected one that nobody is "
+                "stopping or has stopped. Leave --parent out."
+            )
+    task_id = commands.insert(tx, new)
+    if new.spec.config["bind_mounts"]:
+        text = "bind_mounts has no effect: the process runs on this machine itself, and sees the host_path as it is"
+        _say(tx, task_id, None, text, "WARNING")
+    _publish(tx, task_id)
+    return task_id
+
+
+def _publish(tx: Transaction, task_id: str, *topics: str) -> None:
+    tx.publish("scheduler", f"command:{task_id}", f"logs:{task_id}", *topics)
+
+
+def assign(
+    tx: Transaction,
+    task_id: str,
+    *,
+    slots: list[int],
+    ports: dict[str, int],
+    resources_id: str,
+    directory: str,
+    token_hashes: dict[str, str],
+) -> allocation_rows.Allocation | None:
+    """Give a command slots; arguments as for an allocation of a trial.
+
+    Returns:
+        The allocation; None if the command does not want one any more.
+    """
+    row = commands.require(tx.connection, task_id)
+    if row.state != "ACTIVE" or row.allocation_id is not None:
+        return None
+    run_id = row.run_id + 1
+    commands.update(tx, task_id, run_id=run_id, exit_status=None, stop_reason=None)
+    allocation_id = allocation_rows.insert(
+        tx,
+        task_id=task_id,
+        run_id=run_id,
+        slots=slots,
+        ports=ports,
+        resources_id=resources_id,
+        directory=directory,
+        workspace_name=workspaces.name_of(tx.connection, row.workspace_id),
+    )
+    tokens.keep_allocation_tokens(tx, allocation_id, row.owner_id, token_hashes)
+    _say(tx, task_id, allocation_id, f"Scheduling {row.description} (id: {allocation_id})")
+    _publish(tx, task_id, f"allocation:{allocation_id}")
+    return allocation_rows.get(tx.connection, allocation_id)
+
+
+def _say(tx: Transaction, task_id: str, allocation_id: str | None, text: str, level: str = "INFO") -> None:
+    add_master_line(tx, task_id, None, text, level=level, allocation_id=allocation_id)
+
+
+def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
+    """Record the supervisor of an allocation; whatever has no port to wait for is ready then."""
+    row = allocation_rows.require(tx.connection, allocation_id)
+    command = commands.require(tx.connection, row.task_id)
+    if row.state != "TERMINATED":
+        allocation_rows.update(
+            tx,
+            allocation_id,
+            state="RUNNING",
+            supervisor_pid=handle.pid,
+            supervisor_start=handle.start_time,
+            is_ready=row.is_ready or command.kind != "TENSORBOARD",
+        )
+    _say(tx, row.task_id, allocation_id, f"Resources for {command.description} have started")
+    _publish(tx, row.task_id, f"allocation:{allocation_id}")
+
+
+def mark_ready(tx: Transaction, allocation_id: str) -> None:
+    """Record that the service of an allocation answers."""
+    row = allocation_rows.require(tx.connection, allocation_id)
+    if not row.is_ready and row.state != "TERMINATED":
+        allocation_rows.update(tx, allocation_id, is_ready=True)
+        _say(tx, row.task_id, allocation_id, "Service of the task is available")
+        _publish(tx, row.task_id, f"allocation:{allocation_id}")
+
+
+def release(
+    tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
+) -> None:
+    """Ask the process of an allocation to end, with SIGTERM, or at once for ``is_kill``."""
+    now = now_us()
+    if is_kill:
+        if allocation.kill_us is not None:
+            return
+        allocation_rows.update(tx, allocation.id, kill_us=now, kill_reason=why)
+        text = f"forcibly killing allocation: {why}"
+    else:
+        if allocation.preempt_us is not None or allocation.kill_us is not None:
+            return
+        allocation_rows.update(
+            tx, allocation.id, preempt_us=now, preempt_deadline_us=now + STOP_TIMEOUT_S * 1_000_000
+        )
+        if commands.require(tx.connection, allocation.task_id).stop_reason is None:
+            commands.update(tx, allocation.task_id, stop_reason=why)
+        text = f"gracefully terminating allocation: {why}"
+    _say(tx, allocation.task_id, allocation.id, text)
+    _publish(tx, allocation.task_id, f"allocation:{allocation.id}")
+
+
+def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> None:
+    """Kill a command and the tasks that it has made; nothing happens to what has ended."""
+    for one in commands.tree(tx.connection, task_id):
+        row = commands.require(tx.connection, one)
+        if row.state not in ENDED:
+            _stop(tx, row, "STOPPING_CANCELED", why, is_kill=True)
+
+
+def pause(tx: Transaction, task_id: str) -> None:
+    """Pause a generic task and those of the tasks that it has made which may be paused.
+
+    Raises:
+        StoreError: unknown, it has ended or may not be paused.
+    """
+    row = commands.require(tx.connection, task_id, ("GENERIC",))
+    _require_open(row, "pause")
+    if not row.is_pausable:
+        raise InvalidError(
+            f"task {task_id} was made with --no_pause; expected one that may be paused. Kill it instead."
+        )
+    for one in commands.tree(tx.connection, task_id):
+        below = commands.require(tx.connection, one)
+        if below.state == "ACTIVE" and below.is_pausable:
+            _stop(tx, below, "STOPPING_PAUSED", "the task was paused")
+
+
+def unpause(tx: Transaction, task_id: str) -> None:
+    """Start a paused task again, with those that it has made and that are paused.
+
+    Raises:
+        StoreError: unknown, it is not paused.
+    """
+    row = commands.require(tx.connection, task_id, ("GENERIC",))
+    _require_open(row, "unpause")
+    if row.state not in ("PAUSED", "STOPPING_PAUSED"):
+        raise InvalidError(f"task {task_id} is {row.state}; expected PAUSED. Leave it as it is.")
+    for one in commands.tree(tx.connection, task_id):
+        # One that is still ending starts anew when it has ended.
+        if commands.require(tx.connection, one).state in ("PAUSED", "STOPPING_PAUSED"):
+            commands.update(tx, one, state="ACTIVE", stop_reason=None)
+        _publish(tx, one)
+
+
+def _require_open(row: commands.CommandInfo, verb: str) -> None:
+    if row.state in ENDED or row.state == "STOPPING_CANCELED":
+        raise InvalidError(
+            f"task {row.task_id} is {row.state}; expected one that has not ended to {verb} it.",
+            Hint.FORK_TASK,
+        )
+
+
+def set_priority(tx: Transaction, task_id: str, priority: int) -> None:
+    """Change how urgent a command is, 1 to 99."""
+    config = json.loads(commands.require(tx.connection, task_id).config)
+    config["resources"]["priority"] = priority
+    commands.update(tx, task_id, priority=priority, config=json.dumps(config))
+    _publish(tx, task_id)
+
+
+def _stop(
+    tx: Transaction, row: commands.CommandInfo, stopping: str, why: str, *, is_kill: bool = False
+) -> None:
+    commands.update(tx, row.task_id, state=stopping, stop_reason=why)
+    if row.allocation_id is None:
+        _close(tx, row, _STOPPING_END[stopping], why)
+        return
+    release(tx, allocation_rows.require(tx.connection, row.allocation_id), why, is_kill=is_kill)
+
+
+def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: str) -> None:
+    """Put a command that has no allocation into a state in which it stays."""
+    now = now_us()
+    is_end = state in ENDED
+    commands.update(tx, row.task_id, state=state, exit_status=exit_status, end_us=now if is_end else None)
+    if is_end:
+        tasks.update(tx, row.task_id, end_us=now)
+        if row.kind != "GENERIC":
+            # Generic tasks can be forked as long as logs are kept.
+            commands.forget_context(tx, row.task_id)
+    _publish(tx, row.task_id)
+
+
+def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _traceback: str | None = None) -> None:
+    """End an allocation, all of whose lines are taken in, and decide what becomes of its command."""
+    row = allocation_rows.require(tx.connection, allocation_id)
+    if row.state == "TERMINATED":
+        return
+    command = commands.require(tx.connection, row.task_id)
+    was_asked = row.kill_us is not None or row.preempt_us is not None
+    is_unbegun = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
+    reason = _UNBEGUN if is_unbegun else _describe(row, exit_, command.stop_reason)
+    allocation_rows.update(
+        tx,
+        allocation_id,
+        state="TERMINATED",
+        end_us=exit_.time_us,
+        exit_code=exit_.exit_code,
+        exit_reason=reason,
+    )
+    tokens.end_allocation_tokens(tx, allocation_id)
+    tx.publish(f"allocation:{allocation_id}")
+    starts_again = (
+        is_unbegun and allocation_rows.count_ended_as(tx.connection, row.task_id, _UNBEGUN) < _MAX_UNBEGUN
+    )
+    is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
+    # The words of Determined 0.38.1, which scripts look for in logs.
+    if exit_.exit_code == 0 and not was_asked:
+        told = "resources exited successfully with a zero exit code"
+    elif is_failure and not exit_.was_lost:
+        code = exit_.exit_code
+        told = f"resources failed with non-zero exit code: container failed with non-zero exit code: {code} (exit code {code})"
+        told += f": {exit_.explanation}" if exit_.explanation else ""
+    else:
+        told = reason
+    text = f"{command.description} {'has failed' if is_failure else 'was terminated'}: {told}"
+    _say(tx, row.task_id, allocation_id, text, "ERROR" if is_failure else "INFO")
+    state = command.state
+    if state in _STOPPING_END:
+        _close(tx, command, _STOPPING_END[state], reason)
+    elif (was_asked and command.is_pausable) or starts_again:
+        _publish(tx, row.task_id)
+    elif was_asked:
+        _close(tx, command, "CANCELED", reason)
+    else:
+        _close(tx, command, "ERROR" if is_failure else "COMPLETED", reason)
+
+
+def _describe(row: allocation_rows.Allocation, exit_: AllocationExit, stop_reason: str | None) -> str:
+    if row.kill_us is not None:
+        return f"allocation killed: {row.kill_reason}"
+    if exit_.was_lost:
+        return "allocation lost: its supervisor was killed"
+    if row.preempt_us is not None:
+        return f"allocation terminated: {stop_reason}"
+    if exit_.exit_code == 0:
+        return "exited with code 0"
+    text = f"exited with code {exit_.exit_code}"
+    return f"{text}: {exit_.explanation}" if exit_.explanation else text

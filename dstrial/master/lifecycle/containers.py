@@ -1,0 +1,111 @@
+"""What holds experiments, projects and workspaces: where a new experiment goes, and how they are deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.master.lifecycle import experiments
+from dstrial.master.store import background_jobs, models, projects, workspaces
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.errors import Hint, InvalidError
+
+
+def place(connection: Connection, project_id: int | None, config: Mapping[str, Any]) -> projects.ProjectInfo:
+    """Return the project of a new experiment: the request's, else the config's, else the one that is always there.
+
+    Args:
+        connection: to the store.
+        project_id: as the request has it; the default project (1) and less leave it to the config.
+        config: an experiment config, perhaps not checked yet.
+
+    Raises:
+        NotFoundError: there is no such project; it is archived or only one of the two names is given.
+
+    Source: Determined 0.38.1, order of request and config.
+    """
+    names = [config.get("workspace") or None, config.get("project") or None]
+    if project_id is not None and project_id > projects.DEFAULT_ID:
+        row = projects.require(connection, project_id)
+    elif isinstance(names[0], str) and isinstance(names[1], str):
+        row = projects.by_names(connection, names[0], names[1])
+    else:
+        row = projects.require(connection, projects.DEFAULT_ID)
+    projects.refuse_shut(row, "take another experiment")
+    return row
+
+
+def delete_project(tx: Transaction, project_id: int) -> bool:
+    """Begin to delete a project with all of its experiments; it is DELETING until they are gone.
+
+    Returns:
+        Whether it is gone already, as it held none.
+
+    Raises:
+        StoreError: unknown, it is the one that is always there, or one of its experiments cannot be deleted.
+    """
+    row = projects.require(tx.connection, project_id)
+    projects.refuse_immutable(row, "be deleted")
+    held = experiment_rows.of_project(tx.connection, project_id)
+    for experiment in held:
+        experiments.check_deletable(tx, experiment)
+    for experiment in held:
+        experiments.delete(tx, experiment.id)
+    if not held:
+        projects.delete(tx, project_id)
+        return True
+    projects.change(tx, project_id, state="DELETING", error="")
+    background_jobs.request(tx, "delete_project", 0, {"id": project_id})
+    return False
+
+
+def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
+    """Begin to delete a workspace with all of its projects and templates; it is DELETING until they are gone.
+
+    Returns:
+        Whether it is gone already, as there were no experiments in it.
+
+    Raises:
+        StoreError: unknown, it is the one that is always there, has models, or an experiment in it cannot be
+            deleted.
+    """
+    row = workspaces.require(tx.connection, workspace_id)
+    workspaces.refuse_immutable(row, "be deleted")
+    model = models.any_name_in(tx.connection, workspace_id)
+    if model is not None:
+        raise InvalidError(
+            f"workspace {row.name!r} has the model {model!r}; expected none.", Hint.MOVE_MODELS
+        )
+    gone = [delete_project(tx, one.id) for one in projects.list_projects(tx.connection, workspace_id)]
+    if all(gone):
+        workspaces.delete(tx, workspace_id)
+        return True
+    workspaces.change(tx, workspace_id, state="DELETING", error="")
+    background_jobs.request(tx, "delete_workspace", 0, {"id": workspace_id})
+    return False
+
+
+def finish_project(tx: Transaction, project_id: int) -> None:
+    """Delete a project whose experiments have been deleted; if one could not be, say so and keep it."""
+    left = experiment_rows.of_project(tx.connection, project_id)
+    if not left:
+        projects.delete(tx, project_id)
+        return
+    why = next((row.end_reason for row in left if row.end_reason), "it came while they were deleted")
+    projects.change(
+        tx, project_id, state="DELETE_FAILED", error=f"experiment {left[0].id} could not be deleted: {why}"
+    )
+
+
+def finish_workspace(tx: Transaction, workspace_id: int) -> None:
+    """Delete a workspace whose projects have been deleted; if one could not be, say so and keep it."""
+    left = projects.list_projects(tx.connection, workspace_id)
+    if left:
+        why = f"project {left[0].name!r} could not be deleted: {left[0].error}"
+    elif models.any_name_in(tx.connection, workspace_id) is not None:
+        why = "a model came while its projects were deleted"
+    else:
+        workspaces.delete(tx, workspace_id)
+        return
+    workspaces.change(tx, workspace_id, state="DELETE_FAILED", error=why)

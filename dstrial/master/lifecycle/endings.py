@@ -1,0 +1,241 @@
+"""How trials and experiments stop and end, and what the searcher says to that.
+
+One module, as each leads to the other: a searcher that is told of an end stops other trials, whose ends it is told of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from dstrial.errors import SearchError
+from dstrial.master.clock import now_us
+from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL, may_follow
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import background_jobs, tasks
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.logs import add_master_line
+from dstrial.master.webhooks import events
+from dstrial.search import Action, Create, ExitReason, Searcher, Shutdown
+
+DEFAULT_PREEMPTION_TIMEOUT_S = 3600
+STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
+
+
+def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
+    """Bring a trial to its end: with a checkpoint if its processes have come so far, by force for STOPPING_KILLED.
+
+    Args:
+        tx: the write.
+        trial_id: the trial; nothing happens if it has ended or stops more severely already.
+        stopping: STOPPING_COMPLETED, STOPPING_CANCELED, STOPPING_ERROR or STOPPING_KILLED.
+        why: for the trial's log, without a full stop.
+    """
+    trial = trial_rows.require(tx.connection, trial_id)
+    if not may_follow(trial.state, stopping):
+        return
+    trial_rows.update(tx, trial_id, state=stopping)
+    tx.publish(f"trial:{trial_id}")
+    if allocation_rows.live(tx.connection, trial_id) is None:
+        close_trial(tx, trial_id, END_OF[stopping])
+    else:
+        release(tx, trial_id, why, is_kill=stopping in ("STOPPING_KILLED", "STOPPING_ERROR"))
+
+
+def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
+    """Ask a trial's processes to end: with a checkpoint, or at once if nobody listens there yet or ``is_kill``."""
+    allocation = allocation_rows.live(tx.connection, trial_id)
+    if allocation is None:
+        return
+    now = now_us()
+    if is_kill or not allocation.is_ready:
+        if allocation.kill_us is None:
+            allocation_rows.update(tx, allocation.id, kill_us=now, kill_reason=why)
+            _say(tx, allocation.task_id, trial_id, allocation.id, f"forcibly killing allocation: {why}")
+    elif allocation.preempt_us is None:
+        experiment = experiment_rows.require(tx.connection, allocation.experiment_id)
+        timeout_s = json.loads(experiment.config).get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
+        deadline = now + int(timeout_s) * 1_000_000
+        allocation_rows.update(tx, allocation.id, preempt_us=now, preempt_deadline_us=deadline)
+        _say(tx, allocation.task_id, trial_id, allocation.id, f"gracefully terminating allocation: {why}")
+    tx.publish("scheduler", f"allocation:{allocation.id}")
+
+
+def _say(tx: Transaction, task_id: str, trial_id: int, allocation_id: str, text: str) -> None:
+    add_master_line(tx, task_id, trial_id, text, allocation_id=allocation_id)
+
+
+def close_trial(
+    tx: Transaction, trial_id: int, state: str, reason: ExitReason | None = None, why: str | None = None
+) -> None:
+    """Put a trial, whose processes have ended, into its terminal state, and tell the searcher.
+
+    Args:
+        tx: the write.
+        trial_id: the trial.
+        state: COMPLETED, CANCELED or ERROR.
+        reason: why it ended early, where ``state`` does not say it.
+        why: for the experiment, if this trial ends it in ERROR.
+    """
+    now = now_us()
+    columns: dict[str, Any] = {"state": state, "end_us": now, "is_closed": True}
+    if state == "COMPLETED":
+        columns["progress"] = 1
+    trial_rows.update(tx, trial_id, **columns)
+    trial = trial_rows.require(tx.connection, trial_id)
+    tasks.update(tx, trial.task_id, end_us=now)
+    tx.publish(f"trial:{trial_id}", f"logs:trial:{trial_id}", f"logs:{trial.task_id}", "scheduler")
+    if reason is None and state != "COMPLETED":
+        reason = ExitReason.ERRORED if state == "ERROR" else ExitReason.USER_CANCELED
+    if why is not None:
+        experiment_rows.update(tx, trial.experiment_id, end_reason=f"trial {trial_id}: {why}")
+    _tell_searcher(tx, trial, reason)
+    finish_if_over(tx, trial.experiment_id)
+
+
+def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
+    """Stop every trial of an experiment, and end it when they have ended.
+
+    Returns:
+        Whether anything changed; False if it has ended or stops more severely already.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if not may_follow(row.state, stopping):
+        return False
+    experiment_rows.update(tx, experiment_id, state=stopping)
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+    for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
+        stop_trial(tx, trial_id, stopping, why)
+    finish_if_over(tx, experiment_id)
+    return True
+
+
+def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
+    """End an experiment in ERROR, for a reason that is not one trial's; its trials are killed."""
+    experiment_rows.update(tx, experiment_id, end_reason=why)
+    for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
+        trial = trial_rows.require(tx.connection, trial_id)
+        add_master_line(tx, trial.task_id, trial_id, f"the experiment has failed: {why}", level="ERROR")
+    stop_experiment(tx, experiment_id, "STOPPING_ERROR", "the experiment has failed")
+
+
+def finish_if_over(tx: Transaction, experiment_id: int) -> None:
+    """End an experiment that has no open trial any more, if it was stopping or has detached runs, and no searcher."""
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if trial_rows.open_ids(tx.connection, experiment_id):
+        return
+    if row.state in STOPPING:
+        finish_experiment(tx, experiment_id, END_OF[row.state], None)
+    elif row.unmanaged:
+        ends = {trial.state for trial in trial_rows.of_experiment(tx.connection, experiment_id)}
+        worst = next(state for state in ("ERROR", "CANCELED", "COMPLETED") if state in ends)
+        finish_experiment(tx, experiment_id, worst, None)
+
+
+def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
+    """Put an experiment into its terminal state; its checkpoints are collected afterwards, unless its runs are detached."""
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row.state in TERMINAL:
+        return
+    columns: dict[str, Any] = {"state": state, "end_us": now_us()}
+    if state == "COMPLETED":
+        columns.update(progress=1, end_reason=None)
+    elif row.end_reason is None:
+        columns["end_reason"] = reason
+    experiment_rows.update(tx, experiment_id, **columns)
+    tx.publish(f"experiment:{experiment_id}")
+    events.tell_state(tx, experiment_id)
+    if not row.unmanaged:
+        background_jobs.request(tx, "gc", experiment_id)
+
+
+def begin_search(tx: Transaction, experiment_id: int) -> None:
+    """Start the search: the first trials exist when this returns."""
+    row = experiment_rows.require(tx.connection, experiment_id)
+    config = json.loads(row.config)
+    searcher = Searcher.new(config, int(config["reproducibility"]["experiment_seed"]))
+    _perform(tx, row, searcher, searcher.initial_trials())
+
+
+def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
+    """Tell the searcher of a validation; a metric that it misses ends the experiment."""
+    _feed(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
+
+
+def _tell_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReason | None) -> None:
+    """Tell the searcher that a trial has ended, and why if it was early."""
+
+    def event(searcher: Searcher) -> list[Action]:
+        actions: list[Action] = []
+        if reason is not None:
+            actions += searcher.trial_exited_early(trial.request_id, reason)
+        return actions + searcher.trial_exited(trial.request_id)
+
+    _feed(tx, trial.experiment_id, event)
+
+
+def _feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
+    """Let the searcher take an event; nothing happens once the experiment stops, and for unmanaged ones."""
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
+        return
+    searcher = Searcher.restore(json.loads(row.config), json.loads(row.searcher_snapshot))
+    try:
+        actions = event(searcher)
+    except SearchError as error:
+        fail_experiment(tx, experiment_id, str(error))
+        return
+    _perform(tx, row, searcher, actions)
+
+
+def update_progress(tx: Transaction, experiment_id: int) -> None:
+    """Compute the experiment's progress from its trials'."""
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row.unmanaged:
+        experiment_rows.take_progress(tx, experiment_id)
+    if row.searcher_snapshot is None or row.state in TERMINAL:
+        return
+    searcher = Searcher.restore(json.loads(row.config), json.loads(row.searcher_snapshot))
+    _store_progress(tx, experiment_id, searcher)
+
+
+def _store_progress(tx: Transaction, experiment_id: int, searcher: Searcher) -> None:
+    shares = trial_rows.shares(tx.connection, experiment_id)
+    experiment_rows.update(tx, experiment_id, progress=searcher.progress(shares))
+
+
+def _perform(
+    tx: Transaction, row: experiment_rows.Experiment, searcher: Searcher, actions: list[Action]
+) -> None:
+    experiment_id = row.id
+    warm_start = _warm_start(tx, row)
+    for action in actions:
+        if isinstance(action, Create):
+            trial_rows.insert(tx, row, action, now_us(), warm_start)
+    experiment_rows.update(tx, experiment_id, searcher_snapshot=json.dumps(searcher.snapshot()))
+    _store_progress(tx, experiment_id, searcher)
+    tx.publish("scheduler", f"experiment:{experiment_id}")
+    for action in actions:
+        if isinstance(action, Shutdown):
+            state = "ERROR" if action.failure else "CANCELED" if action.cancel else "COMPLETED"
+            reason = "every trial failed" if action.failure else None
+            finish_experiment(tx, experiment_id, state, reason)
+        elif not isinstance(action, Create):
+            trial = trial_rows.by_request(tx.connection, experiment_id, action.request_id)
+            if trial is not None and trial.state not in TERMINAL:
+                trial_rows.update(tx, trial.id, is_stopped_by_searcher=True)
+                stop_trial(tx, trial.id, "STOPPING_COMPLETED", STOPPED_BY_SEARCHER)
+
+
+def _warm_start(tx: Transaction, row: experiment_rows.Experiment) -> str | None:
+    """Return the checkpoint of another trial that trials of an experiment start from."""
+    searcher = json.loads(row.config)["searcher"]
+    if searcher.get("source_trial_id") is None:
+        uuid: str | None = searcher.get("source_checkpoint_uuid")
+        return uuid
+    source = checkpoint_rows.latest_completed(tx.connection, int(searcher["source_trial_id"]))
+    return None if source is None else source.uuid

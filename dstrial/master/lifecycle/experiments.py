@@ -1,0 +1,354 @@
+"""What a person does with an experiment: create, pause, activate, cancel, kill, archive, continue, change, delete."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dstrial.config.experiment_config.submission import Submission
+from dstrial.master.lifecycle import endings
+from dstrial.master.lifecycle.detached_runs import refuse_detached
+from dstrial.master.lifecycle.states import DELETING, TERMINAL
+from dstrial.master.store import background_jobs, models, projects
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import Hint, InvalidError
+from dstrial.master.webhooks import events
+from dstrial.search import Create, Searcher
+
+
+def create(
+    tx: Transaction,
+    *,
+    submission: Submission,
+    tgz: bytes,
+    owner_id: int,
+    activate: bool,
+    parent_id: int | None = None,
+    project_id: int = projects.DEFAULT_ID,
+) -> int:
+    """Store an experiment with its first trials.
+
+    Args:
+        tx: the write.
+        submission: the checked config.
+        tgz: the model definition, gzip tar; empty for none.
+        owner_id: the submitting user.
+        activate: whether it may run at once; it is PAUSED otherwise.
+        parent_id: the experiment that it is a fork of.
+        project_id: the project that it goes into.
+
+    Returns:
+        Its id.
+
+    Raises:
+        StoreError: there is no such project, it is archived, or the trial or checkpoint that the
+            experiment is to start from does not exist.
+    """
+    projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
+    _warm_start(tx, submission.config)
+    experiment_id = experiment_rows.insert(
+        tx,
+        submission=submission,
+        owner_id=owner_id,
+        state="ACTIVE" if activate else "PAUSED",
+        parent_id=parent_id,
+        project_id=project_id,
+    )
+    experiment_rows.add_model_definition(tx, experiment_id, tgz)
+    endings.begin_search(tx, experiment_id)
+    return experiment_id
+
+
+def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
+    trial_id = config["searcher"].get("source_trial_id")
+    uuid = config["searcher"].get("source_checkpoint_uuid")
+    if trial_id is not None and checkpoint_rows.latest_completed(tx.connection, int(trial_id)) is None:
+        raise InvalidError(
+            f"searcher.source_trial_id is {trial_id}; expected a trial with a complete checkpoint. "
+            "Name another trial, or remove it."
+        )
+    if uuid is None:
+        return
+    checkpoint = checkpoint_rows.get_checkpoint(tx.connection, str(uuid))
+    if checkpoint is None or checkpoint.state not in ("COMPLETED", "PARTIALLY_DELETED"):
+        raise InvalidError(
+            f"searcher.source_checkpoint_uuid is {uuid}; "
+            f"expected a checkpoint that exists and has not been deleted.",
+            Hint.TAKE_CHECKPOINT,
+        )
+    if checkpoint.state == "COMPLETED":
+        checkpoint_rows.refuse_going(tx.connection, checkpoint)
+
+
+def pause(tx: Transaction, experiment_id: int) -> None:
+    """Pause an experiment: trials save a checkpoint and free their slots.
+
+    Raises:
+        StoreError: unknown, ended or stopping.
+    """
+    state = _require_changeable(tx, experiment_id, "pause")
+    if state == "PAUSED":
+        return
+    experiment_rows.update(tx, experiment_id, state="PAUSED")
+    events.tell_state(tx, experiment_id)
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+    for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
+        if trial_rows.require(tx.connection, trial_id).state == "ACTIVE":
+            trial_rows.update(tx, trial_id, state="PAUSED")
+            tx.publish(f"trial:{trial_id}")
+            endings.release(tx, trial_id, "the experiment was paused")
+
+
+def activate(tx: Transaction, experiment_id: int) -> None:
+    """Let a paused experiment go on from its checkpoints.
+
+    Raises:
+        StoreError: unknown, ended or stopping.
+    """
+    state = _require_changeable(tx, experiment_id, "activate")
+    if state == "ACTIVE":
+        return
+    experiment_rows.update(tx, experiment_id, state="ACTIVE")
+    events.tell_state(tx, experiment_id)
+    trial_rows.activate_paused(tx, experiment_id)
+    for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
+        tx.publish(f"trial:{trial_id}")
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+
+
+def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
+    row = experiment_rows.require(tx.connection, experiment_id)
+    refuse_detached(row, verb)
+    state = str(row.state)
+    if state not in ("ACTIVE", "PAUSED"):
+        raise InvalidError(
+            f"experiment {experiment_id} is {state}; expected ACTIVE or PAUSED to {verb} it.",
+            Hint.CONTINUE_EXPERIMENT,
+        )
+    return state
+
+
+def cancel(tx: Transaction, experiment_id: int) -> None:
+    """Cancel an experiment: trials save a checkpoint and end. Nothing happens to one that has ended."""
+    experiment_rows.require(tx.connection, experiment_id)
+    endings.stop_experiment(tx, experiment_id, "STOPPING_CANCELED", "the experiment was canceled")
+
+
+def kill(tx: Transaction, experiment_id: int) -> None:
+    """Kill an experiment's trials. Nothing happens to one that has ended."""
+    experiment_rows.require(tx.connection, experiment_id)
+    endings.stop_experiment(tx, experiment_id, "STOPPING_KILLED", "the experiment was killed")
+
+
+def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) -> None:
+    """Archive an experiment that has ended, or take it back.
+
+    Raises:
+        StoreError: unknown, not ended.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row.state not in TERMINAL:
+        raise InvalidError(
+            f"experiment {experiment_id} is {row.state}; expected one that has ended. "
+            "Cancel or kill it first."
+        )
+    experiment_rows.update(tx, experiment_id, archived=is_archived)
+    tx.publish(f"experiment:{experiment_id}")
+
+
+def unarchive(tx: Transaction, experiment_id: int) -> None:
+    """Take an experiment back from the archive."""
+    archive(tx, experiment_id, is_archived=False)
+
+
+def delete(tx: Transaction, experiment_id: int) -> None:
+    """Begin to delete an experiment with its checkpoints, metrics and logs; it is DELETING until they are gone.
+
+    Raises:
+        StoreError: unknown, not ended, or with checkpoints that are registered as versions of models.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row.state == "DELETING":
+        return
+    check_deletable(tx, row)
+    experiment_rows.update(tx, experiment_id, state="DELETING")
+    tx.publish(f"experiment:{experiment_id}")
+    background_jobs.request(tx, "delete_experiment", experiment_id)
+
+
+def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
+    """Refuse (400) to delete an experiment that has not ended, or whose checkpoints are registered."""
+    if row.state not in TERMINAL | DELETING:
+        raise InvalidError(
+            f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."
+        )
+    versions = models.registered_of(tx.connection, row.id)
+    if versions:
+        raise InvalidError(
+            f"experiment {row.id} has checkpoints that are registered as {', '.join(versions[:5])}; expected none that is. "
+            "Delete these versions first, or archive the experiment instead."
+        )
+
+
+def move(tx: Transaction, experiment_id: int, project_id: int) -> None:
+    """Put an experiment into another project.
+
+    Raises:
+        StoreError: unknown, the experiment or one of the projects is archived.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    target = projects.require(tx.connection, project_id)
+    source = projects.require(tx.connection, row.project_id)
+    if row.archived or row.state == "DELETING":
+        state = "archived" if row.archived else "being deleted"
+        raise InvalidError(
+            f"experiment {experiment_id} is {state} and cannot be moved; expected one that is not.",
+            Hint.UNARCHIVE_EXPERIMENT,
+        )
+    projects.refuse_shut(source, "be changed")
+    projects.refuse_shut(target, "take another experiment")
+    experiment_rows.update(tx, experiment_id, project_id=project_id)
+    tx.publish(f"experiment:{experiment_id}")
+
+
+def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
+    """Begin to delete the TensorBoard files of an experiment that has ended.
+
+    Raises:
+        StoreError: unknown, not ended.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row.state not in TERMINAL:
+        raise InvalidError(
+            f"experiment {experiment_id} is {row.state}; expected one that has ended, which writes no files any more. "
+            "Cancel or kill it first."
+        )
+    background_jobs.request(tx, "delete_tensorboard", experiment_id)
+
+
+def continue_(tx: Transaction, experiment_id: int, submission: Submission | None = None) -> int:
+    """Let an experiment that has ended go on from its checkpoints.
+
+    Trials that did not complete run again, with their restarts counted anew. With another config (single searcher only)
+    the trial runs again even if it had completed.
+
+    Raises:
+        StoreError: unknown, not ended, a searcher that adapts, or nothing left to do.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    refuse_detached(row, "continue")
+    searcher = row.searcher_type
+    problem = None
+    if row.state not in TERMINAL:
+        problem = (
+            f"experiment {experiment_id} is {row.state}; expected one that has ended. Activate it instead."
+        )
+    elif searcher not in ("single", "random", "grid"):
+        problem = (
+            f"experiment {experiment_id} has the searcher {searcher}; expected single, random or grid, whose "
+            "trials do not depend on each other. Create a new experiment."
+        )
+    elif submission is not None and searcher != "single":
+        problem = (
+            f"experiment {experiment_id} has the searcher {searcher}; expected single to continue with another "
+            "config. Continue without --config."
+        )
+    if problem is not None:
+        raise InvalidError(problem)
+    trials = trial_rows.of_experiment(tx.connection, experiment_id)
+    again = [trial for trial in trials if trial.state != "COMPLETED"]
+    if searcher == "single":
+        again = trials
+    if not again:
+        raise InvalidError(
+            f"experiment {experiment_id} has completed all of its trials; expected one that is left to run. "
+            "Create a new experiment."
+        )
+    if submission is not None:
+        experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)
+        _resample(tx, again[0].id, submission)
+    # Not unmanaged, as that was refused, so it has one.
+    snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id).searcher_snapshot or "")
+    reopened = {trial.request_id for trial in again}
+    for name in ("closed", "failed", "cancelled", "stopped"):
+        snapshot[name] = [request_id for request_id in snapshot[name] if request_id not in reopened]
+    snapshot["is_shut_down"] = False
+    experiment_rows.update(
+        tx,
+        experiment_id,
+        state="ACTIVE",
+        end_us=None,
+        end_reason=None,
+        progress=0,
+        archived=False,
+        searcher_snapshot=json.dumps(snapshot),
+    )
+    events.tell_state(tx, experiment_id)
+    for trial in again:
+        trial_rows.reopen(tx, trial)
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+    return experiment_id
+
+
+def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
+    """Give the trial of a single searcher the hyperparameters of a changed config."""
+    seed = int(submission.config["reproducibility"]["experiment_seed"])
+    for action in Searcher.new(submission.config, seed).initial_trials():
+        if isinstance(action, Create):
+            trial_rows.update(tx, trial_id, hparams=json.dumps(action.hparams))
+
+
+def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
+    """Change fields of an experiment.
+
+    Args:
+        tx: the write.
+        experiment_id: the experiment.
+        **fields: of ``name``, ``description``, ``notes`` (texts), ``labels`` (list of texts), ``max_slots`` (int or None),
+            ``priority`` (1 to 99), ``weight`` (above 0), ``log_retention_days`` (int, -1 for ever, or None), and
+            ``checkpoint_storage`` (any of its ``save_…`` numbers, which collects checkpoints anew).
+
+    Raises:
+        StoreError: unknown, a wrong value.
+    """
+    row = experiment_rows.require(tx.connection, experiment_id)
+    if row.state in DELETING:
+        raise InvalidError(f"experiment {experiment_id} is being deleted; expected one that stays.")
+    config = json.loads(row.config)
+    _check_fields(fields)
+    for name in ("name", "description", "notes", "max_slots", "priority", "weight", "log_retention_days"):
+        if name in fields:
+            experiment_rows.update(tx, experiment_id, **{name: fields[name]})
+    if "labels" in fields:
+        labels = sorted(set(fields["labels"]))
+        experiment_rows.update(tx, experiment_id, labels=json.dumps(labels))
+        config["labels"] = labels
+    for name in ("name", "description"):
+        if name in fields:
+            config[name] = fields[name]
+    for name in ("max_slots", "priority", "weight"):
+        if name in fields:
+            config["resources"][name] = fields[name]
+    if fields.get("checkpoint_storage"):
+        config["checkpoint_storage"].update(fields["checkpoint_storage"])
+        background_jobs.request(tx, "gc", experiment_id)
+    experiment_rows.update(tx, experiment_id, config=json.dumps(config))
+    tx.publish(f"experiment:{experiment_id}", "scheduler")
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    priority, weight, max_slots = fields.get("priority"), fields.get("weight"), fields.get("max_slots")
+    if priority is not None and not 1 <= priority <= 99:
+        raise InvalidError(f"priority is {priority}; expected 1 to 99, 1 the most urgent. Choose another.")
+    if weight is not None and not 0 < weight < 1e9:
+        raise InvalidError(f"weight is {weight}; expected a number above 0. Choose another.")
+    if max_slots is not None and max_slots < 0:
+        raise InvalidError(f"max_slots is {max_slots}; expected at least 0, or none. Choose another.")
+    for name, value in (fields.get("checkpoint_storage") or {}).items():
+        if not isinstance(value, int) or value < 0:
+            raise InvalidError(f"{name} is {value!r}; expected an integer of at least 0. Choose another.")
+    if fields.get("name") is not None and not str(fields["name"]).strip():
+        raise InvalidError("name is empty; expected a text. Choose a name.")

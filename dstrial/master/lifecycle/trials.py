@@ -1,0 +1,147 @@
+"""What a trial reports, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.master.clock import now_us
+from dstrial.master.lifecycle import detached_runs, endings
+from dstrial.master.lifecycle.states import TERMINAL
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import metrics as metric_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.errors import InvalidError
+from dstrial.master.store.logs import add_master_line
+
+_INVALID_HP_GRACE_US = 10_000_000
+
+
+def report_metrics(
+    tx: Transaction,
+    trial_id: int,
+    run_id: int,
+    group: str,
+    steps: int | None,
+    end_us: int,
+    metrics: dict[str, Any],
+    per_batch: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Store a report; one of the group "validation" goes to the searcher in the same transaction.
+
+    Args:
+        tx: the write.
+        trial_id: the trial.
+        run_id: the trial's run that reports.
+        group: name of the group of metrics.
+        steps: batches completed; None for a report that belongs to no batch (profiling).
+        end_us: when the trial took it.
+        metrics: value by name.
+        per_batch: values by name of each batch since the last report, which are only kept.
+
+    Raises:
+        StoreError: unknown trial, an older run or values that contradict an earlier report.
+    """
+    added = metric_rows.add_report(
+        tx,
+        trial_id=trial_id,
+        run_id=run_id,
+        group=group,
+        steps=steps,
+        end_us=end_us,
+        metrics=metrics,
+        per_batch=per_batch,
+    )
+    if not added.is_new:
+        return
+    allocation_rows.note_report(tx, trial_id, run_id)
+    tx.publish(f"trial:{trial_id}")
+    trial = trial_rows.require(tx.connection, trial_id)
+    detached_runs.hear(tx, trial, is_current_run=True)
+    if group == "validation":
+        tx.publish(f"experiment:{trial.experiment_id}")
+        if trial.state in TERMINAL:
+            return
+        if not trial.is_stopped_by_searcher:
+            endings.validation_completed(tx, trial, metrics)
+        elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
+            # One that failed on its way to the end, and is there again.
+            endings.stop_trial(tx, trial_id, "STOPPING_COMPLETED", endings.STOPPED_BY_SEARCHER)
+
+
+def report_checkpoint(
+    tx: Transaction,
+    *,
+    uuid: str,
+    trial: trial_rows.Trial,
+    allocation_id: str | None,
+    storage_id: int | None,
+    state: str,
+    resources: dict[str, int],
+    metadata: dict[str, Any],
+    report_us: int,
+) -> None:
+    """Store a checkpoint that a trial has written; sent again, it is the same one."""
+    checkpoint_rows.add_checkpoint(
+        tx,
+        uuid=uuid,
+        trial=trial,
+        allocation_id=allocation_id,
+        storage_id=storage_id,
+        state=state,
+        resources=resources,
+        metadata=metadata,
+        report_us=report_us,
+    )
+    tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
+
+
+def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
+    """Store how far a trial is, 0 to 1."""
+    trial = trial_rows.require(tx.connection, trial_id)
+    share = min(max(progress, 0.0), 1.0) if progress == progress else 0.0
+    trial_rows.update(tx, trial_id, progress=share)
+    endings.update_progress(tx, trial.experiment_id)
+    tx.publish(f"trial:{trial_id}", f"experiment:{trial.experiment_id}")
+
+
+def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
+    """Store what a trial says it is doing: training, validating, checkpointing, restoring and so on."""
+    trial_rows.require(tx.connection, trial_id)
+    trial_rows.update(tx, trial_id, runner_state=state)
+    tx.publish(f"trial:{trial_id}")
+
+
+def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
+    """Take that a trial will end because its hyperparameters are invalid; it has ten seconds to do so.
+
+    Raises:
+        StoreError: unknown trial, another reason.
+    """
+    if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
+        raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
+    trial = trial_rows.require(tx.connection, trial_id)
+    trial_rows.update(tx, trial_id, early_exit="INVALID_HP")
+    allocation = allocation_rows.live(tx.connection, trial_id)
+    if allocation is not None:
+        allocation_rows.update(tx, allocation.id, preempt_deadline_us=now_us() + _INVALID_HP_GRACE_US)
+    add_master_line(
+        tx, trial.task_id, trial_id, "the trial says that its hyperparameters are invalid", level="WARNING"
+    )
+    tx.publish("scheduler", f"trial:{trial_id}")
+
+
+def kill_trial(tx: Transaction, trial_id: int) -> None:
+    """Kill one trial; its experiment goes on. Nothing happens to one that has ended."""
+    trial_rows.require(tx.connection, trial_id)
+    endings.stop_trial(tx, trial_id, "STOPPING_KILLED", "the trial was killed")
+
+
+def set_metadata(tx: Transaction, trial_id: int, metadata: dict[str, Any]) -> None:
+    """Replace what ``core_context.train.set_metadata`` keeps."""
+    trial_rows.require(tx.connection, trial_id)
+    trial_rows.update(tx, trial_id, metadata=json.dumps(metadata))
+    tx.publish(f"trial:{trial_id}")

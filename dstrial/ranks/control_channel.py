@@ -1,0 +1,224 @@
+"""The control channel: small Python objects between ranks, on a process group of their own.
+
+It stands in for Determined's ``DistributedContext``, whose ZMQ sockets take two fixed ports per machine
+and wait for ever. This one runs over a gloo group beside the training's own group, so that it works
+next to any accelerator's backend, needs no port, and gives up at a deadline with the names of the
+ranks that did not come. Values are pickled; whatever arrives carries a tag that only this job's ranks can make, and nothing
+is decoded before that is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+from typing import Any
+
+from determined import core
+
+from dstrial.errors import RankError, RankIdentityError
+from dstrial.ranks.channel import TIMEOUT_VARIABLE, Lane
+from dstrial.ranks.identity import RankIdentity
+from dstrial.ranks.job_secret import SECRET_VARIABLE, key_from_environ
+
+logger = logging.getLogger("dstrial.trainer")
+
+DEFAULT_TIMEOUT_S = 1800.0
+
+_channel_numbers = itertools.count()
+
+
+def timeout_from_environ(default_s: float = DEFAULT_TIMEOUT_S) -> float:
+    """Return how long ranks wait for each other: ``DSTRIAL_TIMEOUT_S``, seconds, or the default.
+
+    Raises:
+        RankError: the variable is no positive number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if not text:
+        return default_s
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not timeout_s > 0:
+        raise RankError(
+            f"{TIMEOUT_VARIABLE} is {text!r}; expected seconds above 0. Set it to how long ranks may wait."
+        )
+    return timeout_s
+
+
+class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determined ships no types
+    """A ``determined.core.DistributedContext`` over gloo, to pass to ``determined.core.init``.
+
+    Every method is collective over all ranks (the ``_local`` ones over the ranks of a machine), has a
+    deadline, and must be called by the same thread in the same order everywhere. On one rank nothing
+    is communicated and no group exists.
+
+    Args:
+        identity: who this process is.
+        timeout_s: deadline of each operation, seconds; None takes ``DSTRIAL_TIMEOUT_S``, else 1800.
+
+    Raises:
+        RankTimeoutError: not all ranks created their channel in time; names the missing ones.
+        RankIdentityError: the ranks' identities do not fit together.
+
+    Ranks: all, collectively, after ``init_process_group``.
+    """
+
+    def __init__(self, identity: RankIdentity, *, timeout_s: float | None = None) -> None:
+        self.identity = identity
+        self.timeout_s = timeout_from_environ() if timeout_s is None else timeout_s
+        self._lane: Lane | None = None
+        self._local_lane: Lane | None = None
+        self._is_closed = False
+        super().__init__(
+            rank=identity.rank,
+            size=identity.world_size,
+            local_rank=identity.local_rank,
+            local_size=identity.local_world_size,
+            cross_rank=identity.node_rank,
+            cross_size=identity.num_nodes,
+            chief_ip=identity.master_addr,
+        )
+
+    def _init_ipc(self, force_tcp: bool) -> None:  # noqa: ARG002  # Determined's hook, called by its constructor
+        if self.size < 2:
+            return
+        name = f"dstrial/control/{next(_channel_numbers)}"
+        self._lane = Lane(name, tuple(range(self.size)), self.rank, self.timeout_s)
+        identities = self._lane.allgather_identities(self.identity)
+        try:
+            _check_consistent(identities)
+            key = self._agree_on_key(self._lane)
+        except RankError:
+            self.close()
+            raise
+        if self.local_size == self.size:
+            self._local_lane = self._lane
+            return
+        node_rank = self.identity.node_rank
+        members = tuple(i.rank for i in sorted(identities, key=_local_order) if i.node_rank == node_rank)
+        if len(members) > 1:
+            self._local_lane = Lane(f"{name}/node{node_rank}", members, self.rank, self.timeout_s)
+            self._local_lane.key = key
+
+    def _agree_on_key(self, lane: Lane) -> bytes:
+        """Give the lane the key by which all ranks know each other's messages, and return it. Ranks: all."""
+        key = key_from_environ(os.environ)
+        if key is None and self.cross_size > 1:
+            if self.rank == 0:
+                logger.warning(
+                    "no secret is known to all %d machines of this job: whoever can reach them on their network can pass "
+                    "for a rank. Set %s to the same long random text on all of them.",
+                    self.cross_size,
+                    SECRET_VARIABLE,
+                )
+            key = b""
+        with contextlib.ExitStack() as stack:
+            if key is None:
+                key = lane.agree_on_key(stack)
+            lane.key = key
+            lane.allgather(None, "start of the control channel")
+        return key
+
+    def allgather(self, stuff: Any) -> list[Any]:
+        """Return what every rank passed, ordered by rank. Ranks: all, collectively."""
+        return [stuff] if self._lane is None else self._lane.allgather(stuff, "allgather")
+
+    def gather(self, stuff: Any) -> list[Any] | None:
+        """Return what every rank passed on the chief, None elsewhere. Ranks: all, collectively."""
+        if self._lane is None:
+            return [stuff]
+        everything = self._lane.allgather(stuff, "gather")
+        return everything if self.rank == 0 else None
+
+    def broadcast(self, stuff: Any) -> Any:
+        """Return what the chief passed. Ranks: all, collectively."""
+        return stuff if self._lane is None else self._lane.broadcast(stuff, "broadcast")
+
+    def allgather_local(self, stuff: Any) -> list[Any]:
+        """Return what every rank of this machine passed, by local rank. Ranks: a machine's, collectively."""
+        return [stuff] if self._local_lane is None else self._local_lane.allgather(stuff, "allgather_local")
+
+    def gather_local(self, stuff: Any) -> list[Any] | None:
+        """Return a machine's values on its first rank, else None. Ranks: a machine's, collectively."""
+        if self._local_lane is None:
+            return [stuff]
+        everything = self._local_lane.allgather(stuff, "gather_local")
+        return everything if self.local_rank == 0 else None
+
+    def broadcast_local(self, stuff: Any = None) -> Any:
+        """Return what the first rank of this machine passed. Ranks: a machine's, collectively."""
+        return stuff if self._local_lane is None else self._local_lane.broadcast(stuff, "broadcast_local")
+
+    def arrive(self, place: str) -> None:
+        """Have the other ranks know that this one is at a place of the program. Ranks: each its own; one write to the store.
+
+        Args:
+            place: the same text on all ranks; another one each time.
+        """
+        if self._lane is not None:
+            self._lane.arrive(place)
+
+    def all_arrived(self, place: str, timeout_s: float) -> bool:
+        """Say whether all ranks are where this one is, so that they may go on together; waits for them.
+
+        Args:
+            place: what they have passed to ``arrive``.
+            timeout_s: how long to wait, seconds.
+
+        Returns:
+            False where one does not come, or has made other collective operations than this rank since.
+
+        Ranks: each its own; no collective operation, so that nobody is held up by a rank that gives up.
+        """
+        return self._lane is None or self._lane.all_arrived(place, timeout_s)
+
+    def leave(self, reason: str) -> None:
+        """Take part no more: ranks that wait for this one fail with ``reason`` within seconds.
+
+        The channel is of no use to anybody afterwards.
+
+        Args:
+            reason: what happened here, for the error of the others.
+
+        Ranks: each its own; no communication.
+        """
+        if self._lane is not None:
+            self._lane.leave(reason)
+
+    def close(self) -> None:
+        """Give up the channel's groups; safe to call again. Ranks: each its own; no communication."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        lanes = {id(lane): lane for lane in (self._lane, self._local_lane) if lane is not None}
+        self._lane = self._local_lane = None
+        for lane in lanes.values():
+            lane.close()
+
+
+def _local_order(identity: RankIdentity) -> tuple[int, int]:
+    return identity.node_rank, identity.local_rank
+
+
+def _check_consistent(identities: list[RankIdentity]) -> None:
+    """Compare what the ranks believe about the machines they are on."""
+    facts = [(i.world_size, i.num_nodes) for i in identities]
+    places = sorted(map(_local_order, identities))
+    sizes = {i.node_rank: i.local_world_size for i in identities}
+    expected = [(node, local) for node in sorted(sizes) for local in range(sizes[node])]
+    if len(set(facts)) == 1 and places == expected and len(sizes) == identities[0].num_nodes:
+        return
+    seen = "; ".join(
+        f"rank {i.rank} of {i.world_size}: local rank {i.local_rank} of {i.local_world_size} "
+        f"on machine {i.node_rank} of {i.num_nodes}"
+        for i in identities
+    )
+    raise RankIdentityError(
+        f"the ranks' places are {seen}; expected every place once, and the same machines for all ranks. "
+        "Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE for each rank, "
+        "or place equally many ranks, in order, on every machine."
+    )

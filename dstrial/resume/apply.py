@@ -1,0 +1,218 @@
+"""The batch of a run that goes on: what its trial finds in the hyperparameters, and what its engines are corrected to."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+
+from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
+from dstrial.config.deepspeed_source import MAIN_KEY, other_configs
+from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
+from dstrial.engine.adapters.batch_sizes import set_batch_sizes
+from dstrial.engine.deepspeed_internals import engines
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.resume.batch import engine_of, in_words, keep_batch
+from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings, given_sizes
+
+logger = logging.getLogger("dstrial.trial")
+
+OVERWRITE_KEY = "overwrite_deepspeed_args"
+
+
+class ResumedRun:
+    """Keeps ``train_batch_size`` where a run goes on with another number of replicas.
+
+    DeepSpeed asserts the batch equation while it makes an engine, so the sizes are solved before: they come to the trial
+    as ``hyperparameters.overwrite_deepspeed_args``, which the usual ways of reading a config merge. An engine
+    that came out otherwise all the same is corrected when it is wrapped.
+
+    Args:
+        saved: the checkpoint that the run goes on from, of this very run.
+        world_size: ranks now.
+        data_config: the ``data`` section of the experiment config, whose ``dstrial`` may say how replicas are formed.
+    """
+
+    def __init__(self, saved: SavedRun, world_size: int, data_config: Mapping[str, Any]) -> None:
+        self.saved = saved
+        self._world_size = world_size
+        self._section = data_config.get("dstrial")
+        # By solved sizes what they stand in for; engines that began with different sizes may have come to the same ones.
+        self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
+
+    def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
+        """Return hyperparameters whose DeepSpeed configs keep the batch; what has none is left as it is.
+
+        Args:
+            hparams: the trial's; not changed.
+
+        Raises:
+            ConfigError: a config asks for another batch than the checkpoint's, or the replicas cannot share it evenly.
+        """
+        result = copy.deepcopy(dict(hparams))
+        overwrite = hparams.get(OVERWRITE_KEY) or {}
+        merged = _read(hparams.get(MAIN_KEY), overwrite)
+        if merged is not None:
+            solution = self._solve(merged, is_main=True)
+            if solution is not None and not _comes_to(merged, solution):
+                result[OVERWRITE_KEY] = {**copy.deepcopy(dict(overwrite)), **self._sizes(merged, solution)}
+        for key in other_configs(hparams):
+            merged = _read(hparams[key], {})
+            solution = None if merged is None else self._solve(merged, is_main=False)
+            if merged is not None and solution is not None and not _comes_to(merged, solution):
+                is_mapping = isinstance(hparams[key], Mapping)
+                if is_mapping or _own_solution(merged, solution.data_parallel_size) is None:
+                    result[key] = merge_deepspeed(merged, self._sizes(merged, solution))
+        return result
+
+    def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
+        """Return a merged config with the batch kept for a number of replicas; None if it is of no engine of the run.
+
+        Raises:
+            ConfigError: as :meth:`hyperparameters`.
+        """
+        main = self.saved.engines[0] if self.saved.engines else None
+        engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
+        if engine is None:
+            return None
+        solution = keep_batch(
+            self._as_given(merged, engine),
+            engine,
+            data_parallel_size,
+            checkpoint=self.saved.checkpoint,
+            ranks_per_replica=max(self._world_size // data_parallel_size, 1),
+        )
+        return {**merged, **self._sizes(merged, solution)}
+
+    def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
+        """Bring a new engine to the batch of its predecessor in the checkpoint.
+
+        Args:
+            engine: just made.
+            engine_idx: how many engines were wrapped before it.
+            is_chief: whether this rank says what was done.
+
+        Returns:
+            What ``EngineRecord.given`` is to keep of the engine's config, without what this object put there.
+
+        Raises:
+            ConfigError: the config asks for another batch than the checkpoint's, or cannot be given its sizes.
+
+        Ranks: all; no communication.
+        """
+        config = engines.config_of(engine)
+        if engine_idx >= len(self.saved.engines):
+            return self._as_given(given_settings(config), None)
+        saved = self.saved.engines[engine_idx]
+        given = self._as_given(given_settings(config), saved)
+        now = (int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps()))
+        replicas = int(engine.train_batch_size()) // (now[0] * now[1])
+        name = f"DeepSpeed config of engine {engine_idx}"
+        solution = keep_batch(
+            given,
+            saved,
+            replicas,
+            checkpoint=self.saved.checkpoint,
+            where={key: f"{name}: {key}" for key in BATCH_KEYS},
+            ranks_per_replica=max(self._world_size // replicas, 1),
+        )
+        wanted = (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps)
+        if wanted != now:
+            set_batch_sizes(engine, micro_batch_size=wanted[0], micro_batches_per_batch=wanted[1], name=name)
+        before = (saved.micro_batch_size, saved.micro_batches_per_batch, saved.data_parallel_size)
+        if is_chief and (*wanted, replicas) != before:
+            logger.info("the batch of engine %d stays as it was: %s", engine_idx, in_words(saved, solution))
+        return given
+
+    def explain(self, error: AssertionError, num_wrapped: int) -> ConfigError | None:
+        """Return what to say where DeepSpeed's own check of the batch equation failed; None for other assertions."""
+        text = str(error)
+        if not any(word in text for word in ("batch related parameters", "Gradient accumulation steps: 0",
+                                             "Micro batch size per gpu: 0")):  # fmt: skip
+            return None
+        saved = self.saved.engines[min(num_wrapped, len(self.saved.engines) - 1)]
+        replicas = saved.replica.with_section(self._section).replicas_on(self._world_size)
+        if saved.train_batch_size % replicas:
+            sizes = f"train_batch_size {saved.train_batch_size}"
+        else:
+            solution = keep_batch(
+                {"train_batch_size": saved.train_batch_size},
+                saved,
+                replicas,
+                checkpoint=self.saved.checkpoint,
+            )
+            sizes = solution.equation
+        return ConfigError(
+            [
+                ConfigProblem(
+                    f"DeepSpeed config of engine {num_wrapped}",
+                    f"one whose batch sizes do not fit {self._world_size} ranks ({text})",
+                    f"sizes that keep the batch of checkpoint {self.saved.checkpoint}: {sizes}",
+                    "Take the config from context.get_deepspeed_config(), or merge "
+                    "hyperparameters.overwrite_deepspeed_args into it, where the sizes stand; with pipeline stages or "
+                    "model parallelism name them in data.dstrial.",
+                )
+            ]
+        )
+
+    def _solve(self, merged: Mapping[str, Any], *, is_main: bool) -> BatchSolution | None:
+        engine = engine_of(merged, self.saved, is_main=is_main)
+        if engine is None:
+            return None
+        unit = engine.replica.with_section(self._section).ranks_per_replica
+        if self._world_size % unit:
+            return None
+        return keep_batch(
+            merged,
+            engine,
+            self._world_size // unit,
+            checkpoint=self.saved.checkpoint,
+            ranks_per_replica=unit,
+        )
+
+    def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
+        """Return the three sizes of a solution, and remember which ones they stand in for."""
+        sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
+        given = {key: value for key, value in given_settings(merged).items() if key in BATCH_KEYS}
+        known = self._given.setdefault(given_sizes(sizes), [])
+        known += [one for one in self._given.get(given_sizes(given), [given]) if one not in known]
+        return sizes
+
+    def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
+        """Return a config, or what is kept of one, with the sizes that its writer gave; ``engine`` decides between several."""
+        originals = self._given.get(given_sizes(config))
+        if not originals:
+            return dict(config)
+        wanted = None if engine is None else given_sizes(engine.given)
+        original = next((one for one in originals if given_sizes(one) == wanted), originals[0])
+        return {key: value for key, value in config.items() if key not in BATCH_KEYS} | original
+
+
+def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
+    """Return a merged DeepSpeed config; None where the trial itself will say what is wrong with it."""
+    if not isinstance(source, (str, Mapping)) or not isinstance(overwrite, Mapping):
+        return None
+    if isinstance(source, str) and not Path(source).is_file():
+        return None
+    try:
+        base = source if isinstance(source, str) else dict(source)
+        return overwrite_deepspeed_config(base, dict(overwrite))
+    except ConfigError:
+        return None
+
+
+def _own_solution(config: Mapping[str, Any], data_parallel_size: int) -> BatchSolution | None:
+    try:
+        return solve_batch(*given_sizes(config), data_parallel_size)
+    except ConfigError:
+        return None
+
+
+def _comes_to(config: Mapping[str, Any], solution: BatchSolution) -> bool:
+    """Say whether DeepSpeed makes the same sizes of a config."""
+    own = _own_solution(config, solution.data_parallel_size)
+    return own is not None and all(getattr(own, key) == getattr(solution, key) for key in BATCH_KEYS)

@@ -1,0 +1,174 @@
+"""Solve the batch equation of a run that goes on: ``train_batch_size`` stays, on any number of replicas.
+
+Counters, schedule and order of records are those of batches of one size. So the batch of the checkpoint is kept, and the
+micro batch and the accumulation are solved for the replicas there are now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_sizes
+
+
+def keep_batch(
+    config: Mapping[str, Any],
+    saved: EngineRecord,
+    data_parallel_size: int,
+    *,
+    checkpoint: str,
+    where: Mapping[str, str] | None = None,
+    ranks_per_replica: int = 1,
+) -> BatchSolution:
+    """Return the batch sizes with which a run goes on.
+
+    A given micro batch with which the equation comes to the checkpoint's ``train_batch_size`` is taken as it is, and so are
+    sizes that were changed to come to it. Otherwise the micro batch is the largest one that divides what a
+    replica has to do and is not larger than the run's, which is known to fit into memory.
+
+    Args:
+        config: the three sizes as the DeepSpeed config has them; others are ignored.
+        saved: the engine in the checkpoint.
+        data_parallel_size: replicas now.
+        checkpoint: how messages call the checkpoint.
+        where: ``file:line: key`` of each size by its name, for messages.
+        ranks_per_replica: ranks of one replica, for messages about slots.
+
+    Raises:
+        ConfigError: the config asks for another batch than the checkpoint's, or the replicas cannot share it evenly.
+    """
+    wanted = saved.train_batch_size
+    given = given_sizes(config)
+    is_filled = bool(saved.given.get(FILLED_KEY)) or "auto" in (config.get(key) for key in BATCH_KEYS)
+    if is_filled and given[0] is None:
+        # What a script's arguments fill in is looked at again by the ranks, which know them.
+        given = (wanted, given[1], given[2])
+    places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
+    own = _own_solution(given, data_parallel_size)
+    limit = given[1] or saved.micro_batch_limit
+    is_same = is_unchanged(given, saved)
+    if own is not None and own.train_batch_size == wanted and own.train_micro_batch_size_per_gpu <= limit:
+        if given[1] is not None or given != given_sizes(saved.given):
+            return own
+    elif given[0] != wanted and not is_same and any(size is not None for size in given):
+        raise ConfigError([_another_batch(places, given, own, saved, data_parallel_size, checkpoint)])
+    if wanted % data_parallel_size:
+        raise ConfigError([_undivided(places, saved, data_parallel_size, checkpoint, ranks_per_replica)])
+    micro = _largest_divisor(wanted // data_parallel_size, limit)
+    return BatchSolution(
+        wanted,
+        micro,
+        wanted // data_parallel_size // micro,
+        data_parallel_size,
+        tuple(key for key, size in zip(BATCH_KEYS, given, strict=True) if size is None),
+    )
+
+
+def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
+    """Say whether batch sizes are those with which the run of the checkpoint began, or come to its batch where it was written."""
+    if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
+        return True
+    then = _own_solution(given, saved.data_parallel_size)
+    return then is not None and then.train_batch_size == saved.train_batch_size
+
+
+def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> EngineRecord | None:
+    """Return the engine of a checkpoint that a DeepSpeed config is for; None if that cannot be told.
+
+    Args:
+        config: a merged DeepSpeed config.
+        saved: the checkpoint.
+        is_main: whether it is the experiment's main one, which is the first engine's if no engine began with its sizes.
+    """
+    sizes = given_sizes(config)
+    for engine in saved.engines:
+        if is_unchanged(sizes, engine):
+            return engine
+    return saved.engines[0] if saved.engines and (is_main or len(saved.engines) == 1) else None
+
+
+def in_words(saved: EngineRecord, solution: BatchSolution) -> str:
+    """Say how the batch of a run is shared now, and was before."""
+    return (
+        f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
+        f"{saved.data_parallel_size})"
+    )
+
+
+def _own_solution(
+    given: tuple[int | None, int | None, int | None], data_parallel_size: int
+) -> BatchSolution | None:
+    """Return what DeepSpeed makes of the sizes; None where it fails."""
+    try:
+        return solve_batch(*given, data_parallel_size)
+    except ConfigError:
+        return None
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(size for size in range(max(min(limit, number), 1), 0, -1) if number % size == 0)
+
+
+def nearest_replicas(train_batch_size: int, data_parallel_size: int) -> list[int]:
+    """Return the numbers of replicas next to a given one, below and above, that divide a batch."""
+    below = _largest_divisor(train_batch_size, data_parallel_size)
+    above = next(
+        (n for n in range(data_parallel_size, train_batch_size + 1) if train_batch_size % n == 0), below
+    )
+    return sorted({below, above})
+
+
+def _undivided(
+    places: Mapping[str, str],
+    saved: EngineRecord,
+    data_parallel_size: int,
+    checkpoint: str,
+    ranks_per_replica: int,
+) -> ConfigProblem:
+    wanted = saved.train_batch_size
+    slots = " or ".join(str(n * ranks_per_replica) for n in nearest_replicas(wanted, data_parallel_size))
+    below = wanted // data_parallel_size * data_parallel_size
+    batches = " or ".join(str(size) for size in (below, below + data_parallel_size) if size)
+    return ConfigProblem(
+        places["train_batch_size"],
+        f"{wanted} in checkpoint {checkpoint}, which {data_parallel_size} data-parallel replicas cannot share evenly",
+        "a batch that the replicas divide, since a run that goes on keeps its batch",
+        f"Go on with {slots} slots, or begin a new run from these weights (searcher.source_checkpoint_uuid) with "
+        f"train_batch_size {batches}.",
+    )
+
+
+def _another_batch(
+    places: Mapping[str, str],
+    given: tuple[int | None, int | None, int | None],
+    own: BatchSolution | None,
+    saved: EngineRecord,
+    data_parallel_size: int,
+    checkpoint: str,
+) -> ConfigProblem:
+    wanted = saved.train_batch_size
+    stated = ", ".join(
+        f"{key} {size}" for key, size in zip(BATCH_KEYS[1:], given[1:], strict=True) if size is not None
+    )
+    if given[0] is not None:
+        got = str(given[0])
+    else:
+        got = f"{own.train_batch_size if own is not None else 'not solvable'} ({stated} on {data_parallel_size} replicas)"
+    ways = [
+        "Leave the batch sizes as they were when the run began: they are solved for the replicas there are"
+    ]
+    if wanted % data_parallel_size == 0:
+        micro = _largest_divisor(wanted // data_parallel_size, given[1] or saved.micro_batch_limit)
+        ways = [
+            f"Set train_batch_size to {wanted}, train_micro_batch_size_per_gpu to {micro} and "
+            f"gradient_accumulation_steps to {wanted // data_parallel_size // micro}"
+        ]
+    return ConfigProblem(
+        places["train_batch_size"],
+        got,
+        f"{wanted}, the batch of checkpoint {checkpoint}, in which its progress, schedule and order of records are counted",
+        f"{ways[0]}, or begin a new run from these weights with another batch (searcher.source_checkpoint_uuid).",
+    )

@@ -1,0 +1,245 @@
+"""Say what keeps a checkpoint from going on with a config on a number of slots, before any process is started; pure.
+
+What only a running engine can tell (parameters, groups, what user code makes itself) is compared again by the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dstrial.config.parallel_dims import ParallelDims
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.resume.batch import engine_of, keep_batch
+from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
+
+# Wrappers of DeepSpeed 0.19.8 whose state reshaping can read; MiCS, ZenFlow and others cut it in ways of their own.
+KNOWN_WRAPPERS = frozenset(
+    {
+        "",
+        "BF16_Optimizer",
+        "FP16_Optimizer",
+        "FP16_UnfusedOptimizer",
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+    }
+)
+# Error feedback, whose length depends on the number of ranks.
+_ONE_BIT = frozenset({"OnebitAdam", "OnebitLamb", "ZeroOneAdam"})
+# Factors of a whole matrix, which no part of a flat buffer has.
+_BY_MATRIX = frozenset({"Adafactor", "Shampoo", "DistributedShampoo", "SOAP"})
+_QUANTISED = re.compile(r"(8bit|4bit|Fp8)", re.IGNORECASE)
+_FAMILIES = {
+    "adam": frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "NPUAdam"}),
+    "adamw": frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "NPUAdam"}),
+    "adagrad": frozenset({"Adagrad", "DeepSpeedCPUAdagrad"}),
+    "lamb": frozenset({"FusedLamb", "Lamb"}),
+    "lion": frozenset({"FusedLion", "DeepSpeedCPULion", "Lion"}),
+    "onebitadam": frozenset({"OnebitAdam"}),
+    "onebitlamb": frozenset({"OnebitLamb"}),
+    "zerooneadam": frozenset({"ZeroOneAdam"}),
+}
+
+
+def resume_problems(
+    saved: SavedRun,
+    *,
+    num_slots: int,
+    extents: Mapping[str, Any] | None = None,
+    configs: Sequence[Mapping[str, Any]] = (),
+    slots_key: str = "resources.slots_per_trial",
+    where: Sequence[Mapping[str, str]] = (),
+) -> list[ConfigProblem]:
+    """Return what keeps a checkpoint from being gone on with, each with what would work.
+
+    Args:
+        saved: the checkpoint.
+        num_slots: ranks now, at least 1.
+        extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``, None or missing where not given;
+            then they are taken to be the checkpoint's.
+        configs: the experiment's merged DeepSpeed configs, the main one first; empty if it names none.
+        slots_key: what messages call the number of slots.
+        where: per config, ``file:line: key`` of its batch sizes by their names.
+    """
+    problems: list[ConfigProblem] = []
+    of_engine = _configs_by_engine(saved, configs)
+    for idx, engine in enumerate(saved.engines):
+        replica = engine.replica.with_section(extents)
+        # Another trial's model may be split otherwise in code, which only its engine shows.
+        unit = replica.ranks_per_replica if saved.keeps_batch else 1
+        if num_slots % unit:
+            below = num_slots // unit * unit
+            choices = " or ".join(str(n) for n in (below, below + unit) if n)
+            problems.append(
+                ConfigProblem(
+                    slots_key,
+                    str(num_slots),
+                    f"a multiple of {unit}, the ranks of one replica in checkpoint {saved.checkpoint}",
+                    f"Use {choices} slots, or set data.dstrial.pipeline_stages to what the model now has.",
+                )
+            )
+            continue
+        replicas = num_slots // unit
+        config_idx = of_engine.get(idx)
+        config = None if config_idx is None else configs[config_idx]
+        if saved.keeps_batch:
+            sizes = config if config is not None else {"train_batch_size": engine.train_batch_size}
+            places = where[config_idx] if config_idx is not None and config_idx < len(where) else None
+            try:
+                keep_batch(
+                    sizes,
+                    engine,
+                    replicas,
+                    checkpoint=saved.checkpoint,
+                    where=places,
+                    ranks_per_replica=unit,
+                )
+            except ConfigError as error:
+                problems += error.problems
+        if _is_arranged_otherwise(engine, num_slots, replica, config):
+            problems += _reshape_problems(saved, engine, replica, config, num_slots, slots_key)
+    return list(dict.fromkeys(problems))
+
+
+def fitting_slots(
+    saved: SavedRun,
+    *,
+    num_available: int,
+    at_least: int = 1,
+    extents: Mapping[str, Any] | None = None,
+    configs: Sequence[Mapping[str, Any]] = (),
+) -> int | None:
+    """Return the largest number of slots, of those there are, on which a checkpoint can go on; None if there is none.
+
+    Args:
+        saved: the checkpoint.
+        num_available: slots that there are.
+        at_least: the smallest number that is wanted.
+        extents: as for :func:`resume_problems`.
+        configs: as for :func:`resume_problems`.
+    """
+    for num_slots in range(num_available, max(at_least, 1) - 1, -1):
+        if not resume_problems(saved, num_slots=num_slots, extents=extents, configs=configs):
+            return num_slots
+    return None
+
+
+def _configs_by_engine(saved: SavedRun, configs: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Return which config each engine of a checkpoint is made from, as far as that can be told."""
+    found: dict[int, int] = {}
+    for config_idx, config in enumerate(configs):
+        engine = engine_of(config, saved, is_main=config_idx == 0)
+        for idx, candidate in enumerate(saved.engines):
+            if engine is not None and candidate == engine:
+                found.setdefault(idx, config_idx)
+    return found
+
+
+def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Return the ZeRO stage of a merged DeepSpeed config, and where it offloads optimizer and parameters to."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return int(zero is True), "none", "none"
+    stage = zero.get("stage")
+    devices = []
+    for key, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        section = zero.get(key)
+        device = section.get("device") if isinstance(section, Mapping) else None
+        devices.append(str(device or ("cpu" if zero.get(old) is True else "none")))
+    return stage if isinstance(stage, int) else 0, devices[0], devices[1]
+
+
+def _is_arranged_otherwise(
+    engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
+) -> bool:
+    """Say whether the state of an engine will lie otherwise than it was saved, as far as can be told."""
+    if num_slots != engine.world_size or replica != engine.replica:
+        return True
+    if config is None:
+        return False
+    if any(_changed_type(engine, config, section) is not None for section in ("optimizer", "scheduler")):
+        return True
+    stage, optimizer_device, parameter_device = _zero(config)
+    saved_devices = (engine.offload_optimizer, engine.offload_parameters)
+    return stage != engine.zero_stage or (optimizer_device, parameter_device) != saved_devices
+
+
+def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
+    """Return the type of optimizer or scheduler of a config where it is another one than the run began with."""
+    kind = given_settings(config).get(section)
+    if not engine.given or kind is None or kind == engine.given.get(section):
+        return None
+    used = engine.optimizer if section == "optimizer" else engine.lr_scheduler
+    family = _FAMILIES.get(kind.lower(), frozenset({kind})) if section == "optimizer" else frozenset({kind})
+    return None if used in family else str(kind)
+
+
+def _reshape_problems(
+    saved: SavedRun,
+    engine: EngineRecord,
+    replica: ParallelDims,
+    config: Mapping[str, Any] | None,
+    num_slots: int,
+    slots_key: str,
+) -> Iterator[ConfigProblem]:
+    name = f"checkpoint {saved.checkpoint}"
+    if replica.tp != engine.model_parallel_size:
+        yield ConfigProblem(
+            "data.dstrial.model_parallel_size",
+            str(replica.tp),
+            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so",
+            f"Set it to {engine.model_parallel_size}.",
+        )
+    if config is not None:
+        for section, used in (("optimizer", engine.optimizer), ("scheduler", engine.lr_scheduler)):
+            kind = _changed_type(engine, config, section)
+            if kind is not None:
+                was = engine.given.get(section) or used or "none"
+                yield ConfigProblem(
+                    f"deepspeed config: {section}.type",
+                    repr(kind),
+                    f"{was!r}, whose state is in {name}",
+                    f"Set it to {was!r}, or begin a new run from these weights (searcher.source_checkpoint_uuid).",
+                )
+    _, *devices = _zero(config) if config is not None else (0, "none", "none")
+    back = f"Go on with {engine.world_size} slots, ZeRO stage {engine.zero_stage} and the same offload"
+    if "nvme" in (engine.offload_optimizer, engine.offload_parameters):
+        yield ConfigProblem(
+            slots_key,
+            f"{num_slots}, another arrangement than that of {name}, whose state is offloaded to NVMe",
+            f"the same arrangement: {engine.world_size} slots, ZeRO stage {engine.zero_stage}",
+            f"{back}; a checkpoint written with the offload device cpu or none can be rearranged.",
+        )
+    elif "nvme" in devices:
+        yield ConfigProblem(
+            "deepspeed config: zero_optimization",
+            f"an offload to NVMe, which {name} was written without",
+            "cpu or none",
+            "Set the offload device to cpu or none.",
+        )
+    why = _kept_apart(engine)
+    if why is not None:
+        yield ConfigProblem(
+            slots_key,
+            f"{num_slots}, another arrangement than that of {name}, {why}",
+            f"the same arrangement: {engine.world_size} slots, ZeRO stage {engine.zero_stage}",
+            f"{back}.",
+        )
+
+
+def _kept_apart(engine: EngineRecord) -> str | None:
+    """Say what of an engine's state belongs to no parameter element, so that only its own arrangement can load it."""
+    if engine.model_parallel_size > 1:
+        return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
+    if engine.has_experts:
+        return "whose experts are spread over its ranks"
+    if engine.optimizer in _ONE_BIT:
+        return f"whose optimizer {engine.optimizer} keeps an error for each rank"
+    if engine.optimizer in _BY_MATRIX:
+        return f"whose optimizer {engine.optimizer} keeps state of whole matrices"
+    if _QUANTISED.search(engine.optimizer):
+        return f"whose optimizer {engine.optimizer} keeps quantised state"
+    if engine.wrapper not in KNOWN_WRAPPERS:
+        return f"whose {engine.wrapper} arranges its state in its own way"
+    return None

@@ -1,0 +1,272 @@
+"""What a training process finds around itself, made alike everywhere: ranks, a core context, requests to stop.
+
+On a cluster the core context is Determined's own, off a cluster the same interfaces on a run directory. The environment
+decides which, and which rank this process is. Nothing here knows how training is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import determined as det
+import torch
+from determined import core
+
+from dstrial.errors import LaunchError, RankIdentityError
+from dstrial.local import core_context as local_context
+from dstrial.local.core_context import LocalContext
+from dstrial.local.json_files import read_json
+from dstrial.local.measuring_variables import STAND_IN_CLUSTER
+from dstrial.local.mirror import MirroredTrainContext, mirror, tidy
+from dstrial.local.retention import KeepPolicy
+from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
+from dstrial.ranks import process_group
+from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
+from dstrial.ranks.identity import RankIdentity, identify
+from dstrial.ranks.stop_signals import StopSignals
+
+logger = logging.getLogger("dstrial.trainer")
+
+SURROUNDINGS_ATTRIBUTE = "dstrial_surroundings"
+"""Attribute of a core context made here, under which integrations find its ``Surroundings``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What there is around a training process.
+
+    Attributes:
+        core_context: Determined's, or ours on a run directory; entered.
+        distributed: the ranks, which ``core_context`` talks through as well.
+        device: this rank's.
+        signals: requests to stop that reached this process.
+        info: the cluster's, None off a cluster.
+        exp_conf: the experiment config as far as it is known; None if nobody gave one.
+        own_run: the run directory that was made for this very process, on the chief; None otherwise.
+    """
+
+    core_context: core.Context
+    distributed: core.DistributedContext
+    device: torch.device
+    signals: StopSignals
+    info: Any
+    exp_conf: dict[str, Any] | None
+    own_run: RunDirectory | None
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether a master is told of everything that a run directory keeps (``dstrial run``)."""
+        return isinstance(self.core_context.train, MirroredTrainContext)
+
+
+def cluster_info() -> Any:
+    """Return Determined's cluster info if this process is a rank of a trial on a cluster, else None."""
+    info = det.get_cluster_info()
+    if info is None or info.task_type != "TRIAL" or info.cluster_id == STAND_IN_CLUSTER:
+        return None
+    return info
+
+
+@contextlib.contextmanager
+def core_context(
+    *,
+    exp_conf: dict[str, Any] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    distributed: core.DistributedContext | None = None,
+) -> Iterator[core.Context]:
+    """Give a script Determined's core context wherever it runs, as ``det.core.init()`` does on a cluster only.
+
+    Sets up the process group from the environment, as :func:`dstrial.init` does. Off a cluster metrics, checkpoints and
+    progress are kept in a run directory, and SIGTERM or Ctrl-C asks for a stop through ``preempt``, whose mode is
+    ``ChiefOnly`` everywhere.
+
+    Args:
+        exp_conf: experiment config, for off a cluster.
+        run_dir: where an off-cluster run keeps its files; a new directory under ``./runs`` if left out.
+        distributed: a distributed context of your own making; ranks are then yours to set up.
+
+    Raises:
+        RankIdentityError: the environment contradicts itself about who this process is, or a trial with several slots was
+            started without a launcher.
+
+    Ranks: all, collectively.
+    """
+    with surroundings(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed) as found:
+        yield found.core_context
+
+
+@contextlib.contextmanager
+def surroundings(
+    *,
+    exp_conf: dict[str, Any] | None,
+    run_dir: str | os.PathLike[str] | None,
+    distributed: core.DistributedContext | None,
+) -> Iterator[Surroundings]:
+    """Make and enter what :func:`core_context` gives, with everything else that a trainer needs of it.
+
+    Arguments, errors and ranks as there.
+    """
+    quieten_libraries()
+    info = cluster_info()
+    identity = identify(os.environ)
+    if info is not None and distributed is None:
+        _require_launcher(identity, num_slots=sum(info.container_slot_counts))
+    with contextlib.ExitStack() as stack:
+        stack.push(lambda kind, _error, _traceback: _end_process_group(kind, identity.world_size))
+        process_group.init_process_group(identity, timeout_s=timeout_from_environ())
+        device = process_group.device(identity)
+        channel = distributed if distributed is not None else ControlChannel(identity)
+        signals = stack.enter_context(StopSignals())
+        own_run: RunDirectory | None = None
+        if info is not None:
+            exp_conf = info.trial._config
+            made = core.init(
+                distributed=channel,
+                preempt_mode=core.PreemptMode.ChiefOnly,
+                tensorboard_mode=core.TensorboardMode.MANUAL,
+            )
+            if os.environ.get(RUN_DIR_VARIABLE):
+                kept = RunDirectory.open(os.environ[RUN_DIR_VARIABLE])
+                mirrored = _mirror(made, kept, exp_conf or {})
+                stack.callback(tidy, made, kept)
+                stack.callback(mirrored.flush_progress)
+        else:
+            directory, is_own = _run_directory(run_dir, exp_conf, channel)
+            own_run = directory if is_own and channel.rank == 0 else None
+            made = _local_core(directory, exp_conf, channel, signals)
+        if own_run is not None:
+            stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
+        stack.enter_context(made)
+        found = Surroundings(made, channel, device, signals, info, exp_conf, own_run)
+        setattr(made, SURROUNDINGS_ATTRIBUTE, found)
+        yield found
+
+
+def _mirror(
+    core_context: core.Context, directory: RunDirectory, exp_conf: Mapping[str, Any]
+) -> MirroredTrainContext:
+    """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of its own config."""
+    searcher = exp_conf.get("searcher") or {}
+    asked = read_json(directory.submission_path) or {}
+    # Whoever follows reads each report from the run directory, and need not read it again in the log.
+    logging.getLogger("determined.core").setLevel(logging.WARNING)
+    return mirror(
+        core_context,
+        directory,
+        metric=searcher.get("metric"),
+        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
+        # What the user has asked for is done while training; the master does it at the end, its defaults included.
+        keep=KeepPolicy.from_config(asked.get("checkpoint_storage")),
+    )
+
+
+def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
+    """End the process group; not where a rank of several has failed, because its peers may be inside a collective.
+
+    They would keep the end from coming. The process exits with its error instead, and its launcher ends the others.
+    """
+    if kind is None or world_size == 1:
+        process_group.shutdown()
+    return False
+
+
+def _require_launcher(identity: RankIdentity, *, num_slots: int) -> None:
+    """Refuse to train a cluster's trial on one of its slots while the others idle."""
+    if identity.launcher == "none" and num_slots > 1:
+        raise RankIdentityError(
+            f"this trial has {num_slots} slots and runs as a single process; expected one rank per slot. "
+            f"Set `entrypoint: python3 -m dstrial.launch {pathlib.Path(sys.argv[0]).name}`."
+        )
+
+
+def _run_directory(
+    run_dir: str | os.PathLike[str] | None,
+    exp_conf: Mapping[str, Any] | None,
+    channel: core.DistributedContext,
+) -> tuple[RunDirectory, bool]:
+    """Return the run directory, the same on all ranks, and whether this call made it. Ranks: all."""
+    given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    if given:
+        return RunDirectory.open(given), False
+    made: str | LaunchError | None = None
+    if channel.rank == 0:
+        name = str((exp_conf or {}).get("name") or _program_name())
+        try:
+            directory = RunDirectory.create(
+                default_runs_dir(),
+                name=name,
+                context_dir=pathlib.Path.cwd(),
+                command=sys.argv,
+                config=exp_conf or {},
+            )
+        except LaunchError as error:  # which every rank has to learn of
+            made = error
+        else:
+            made = str(directory.path)
+            logger.info("this run's files are in %s", made)
+    agreed = channel.broadcast(made)
+    if isinstance(agreed, LaunchError):
+        raise agreed
+    return RunDirectory.open(agreed), True
+
+
+def _program_name() -> str:
+    name = pathlib.Path(sys.argv[0]).stem
+    return "notebook" if name in ("", "ipykernel_launcher") else name
+
+
+def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: BaseException | None) -> bool:
+    if isinstance(error, SystemExit) and isinstance(error.__context__, det.InvalidHP):
+        kind, error = det.InvalidHP, error.__context__
+    if run.read_record().state is RunState.RUNNING:
+        state = RunState.COMPLETED if kind is None else RunState.FAILED
+        run.end_attempt(state, None if error is None else f"{kind.__name__ if kind else ''}: {error}")
+    return False
+
+
+def _local_core(
+    directory: RunDirectory,
+    exp_conf: Mapping[str, Any] | None,
+    channel: core.DistributedContext,
+    signals: StopSignals,
+) -> LocalContext:
+    searcher = (exp_conf or {}).get("searcher") or {}
+    storage = (exp_conf or {}).get("checkpoint_storage")
+    length = core._parse_searcher_max_length(exp_conf) if searcher else None
+    unit = core._parse_searcher_units(exp_conf) if length else None
+    return local_context.init(
+        directory,
+        distributed=channel,
+        metric=searcher.get("metric"),
+        smaller_is_better=bool(searcher.get("smaller_is_better", True)),
+        stop_requested=lambda: signals.requested,
+        keep=KeepPolicy.from_config(storage),
+        max_length=length,
+        max_length_unit=unit,
+        preempt_mode=core.PreemptMode.ChiefOnly,
+    )
+
+
+# DeepSpeed 0.19 runtime/lr_schedules.py, get_lr: DeepSpeed itself asks, when it builds an engine with a scheduler.
+_OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has started",)
+
+
+def quieten_libraries() -> None:
+    """Keep such lines out of the log from now on; may be called again.
+
+    Ranks: each its own; no communication.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    if _tells_something not in logger.filters:
+        logger.addFilter(_tells_something)
+
+
+def _tells_something(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_OF_DEEPSPEED)
