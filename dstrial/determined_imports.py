@@ -28,7 +28,7 @@ SETTING = "determined_imports"
 
 _ON, _OFF, _TOLD = "1", "0", "told"
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_SITE = os.path.join(_HERE, "master", "launcher", "site")
+_SITE = os.path.join(_HERE, "master", "backends", "site")
 _FILES = {
     "determined.launch.deepspeed": os.path.join(_HERE, "stand_ins", "launch_deepspeed.py"),
     "determined.pytorch.deepspeed": os.path.join(_HERE, "stand_ins", "deepspeed", "__init__.py"),

@@ -12,6 +12,7 @@ import pytest
 
 from dstrial import old_paths
 
+
 ROOT = Path(old_paths.__file__).parent.parent
 MODULES = (ROOT / "tests" / "goldens" / "module_paths.txt").read_text().split()
 """Every module of the last commit before modules moved."""
@@ -60,7 +61,7 @@ def test_a_pickle_that_names_the_old_path_is_the_same_class() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", ["dstrial.dsat.rank"])
+@pytest.mark.parametrize("module", ["dstrial.dsat.trial"])
 def test_python_runs_the_old_path(module: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60
@@ -73,6 +74,6 @@ def test_python_runs_the_old_path(module: str) -> None:
 @pytest.fixture
 def moved(request: pytest.FixtureRequest) -> tuple[str, str]:
     """An old path that nothing has imported yet."""
-    old = "dstrial.config.diagnostics"
+    old = "dstrial.config.findings"
     sys.modules.pop(old, None)
     return old, old_paths.table()[old]

@@ -23,7 +23,7 @@ from dstrial.dsat.backends.trial_spec import (
     worker_command,
     worker_config,
 )
-from dstrial.dsat.cli import build_parser
+from dstrial.dsat.cli import build_parser, flags_of
 from dstrial.dsat.config import read_settings, with_parallel
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord
@@ -121,7 +121,7 @@ def submissions(scratch: Path) -> dict[str, str]:
     documents: dict[str, Any] = {}
     for name in _DSAT_CONFIGS:
         words = ["predict", f"experiment_configs/{name}.yaml", f"model_defs/{name}", "--output", str(scratch)]
-        settings = read_settings(build_parser("dsat").parse_args(words))
+        settings = read_settings(flags_of(build_parser("dsat").parse_args(words)))
         own, smallest = settings.space.own(), settings.space.smallest()
         found = {
             "fingerprint": settings.fingerprint,
@@ -183,7 +183,7 @@ def _searched(
     """Run a search to its end; returns its files, what it submitted and what it printed."""
     output = Path(words[1]).parent / f"out-{words[0]}"
     settings = with_parallel(
-        read_settings(build_parser("dsat").parse_args([*words, "--output", str(output)])), 2
+        read_settings(flags_of(build_parser("dsat").parse_args([*words, "--output", str(output)]))), 2
     )
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     told: list[str] = []
