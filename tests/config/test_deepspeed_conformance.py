@@ -195,6 +195,9 @@ def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
     assert earlier.get(name, REASONS[name]) in outcomes[name]
     if name == "auto batch size":
         assert "DeepSpeed itself needs the number" in result.warnings[0]
+    elif name in earlier:
+        # The key is unknown, and may be told of a second time for the setting that it does not go with.
+        assert 1 <= len(result.problems) <= 2
     else:
         assert len(result.problems) == 1
 
