@@ -12,7 +12,6 @@ import pytest
 
 from dstrial import old_paths
 
-
 ROOT = Path(old_paths.__file__).parent.parent
 MODULES = (ROOT / "tests" / "goldens" / "module_paths.txt").read_text().split()
 """Every module of the last commit before modules moved."""

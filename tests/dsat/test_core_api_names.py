@@ -56,10 +56,7 @@ ROOTS = {
 
 def test_ranks_use_only_names_of_the_core_api_that_determined_0_23_has() -> None:
     used = {
-        name
-        for folder in ("trial", "worker")
-        for path in (DSAT / folder).glob("*.py")
-        for name in _used(path)
+        name for folder in ("rank", "worker") for path in (DSAT / folder).glob("*.py") for name in _used(path)
     }
 
     assert ("train", "report_validation_metrics") in used

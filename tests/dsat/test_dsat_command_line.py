@@ -221,7 +221,7 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
         "max_length": {"batches": 1000},
     }
     assert spec.config["max_restarts"] == 0
-    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.rank --trial model_def:MyTrial")
+    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.trial --trial model_def:MyTrial")
     assert "min_validation_period" not in spec.config
     hparams = spec.config["hyperparameters"]
     assert hparams["_use_dsat_mode"] is True
@@ -252,7 +252,7 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
     command = local_command(settings, "gen.yaml", "python")
 
     launch = ["python", "-m", "dstrial.launch", "--slots", "2", "--config", "gen.yaml", "--context-dir", "."]
-    script = ["-m", "dstrial.dsat.rank.standalone_script", "train.py", "--deepspeed", "ds.json"]
+    script = ["-m", "dstrial.dsat.trial.local_script", "train.py", "--deepspeed", "ds.json"]
     assert command == [*launch, *script]
 
 
