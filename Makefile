@@ -25,6 +25,10 @@ PYTHON_NEWEST ?= python3.13
 # The oldest transformers that is supported, with the accelerate of its time.
 HF4 := .venv-hf4
 HF4_CONSTRAINTS := transformers==4.56.* accelerate==1.11.*
+# The oldest DeepSpeed that is supported; PyPI has its source only, which builds without torch.
+DEEPSPEED_OLDEST_VENV := .venv-deepspeed-oldest
+DEEPSPEED_OLDEST ?= deepspeed==0.19.0
+DEEPSPEED_TESTS := tests/engine tests/loop tests/config tests/trainer tests/ranks
 # The tiers of CONTRIBUTING.md, and how pytest is started by every target.
 QUICK := not process and not ranks and not gpu
 # What `make coverage` runs; what subprocesses and ranks execute is not counted.
@@ -36,10 +40,10 @@ HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples
 	$(wildcard tests/dsat/test_hf_*.py tests/dsat/test_trainer_*.py tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-quick test-slow test-hf4 test-torch-oldest test-python-oldest test-python-newest coverage gpu check format bench clean
+.PHONY: help venv run test test-quick test-slow test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest coverage gpu check format bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.package ## create .venv/ with torch and this package, editable
 
@@ -65,6 +69,9 @@ test-torch-oldest: ## run every test that needs no accelerator with the oldest t
 	$(MAKE) $(TORCH_OLDEST_VENV)/.package TORCH="$(TORCH_OLDEST)"
 # Its compiler starts workers at import, which tests would take for forgotten processes.
 	DS_ACCELERATOR=cpu TORCHINDUCTOR_COMPILE_THREADS=1 $(TORCH_OLDEST_VENV)/bin/python $(call pytest,not gpu)
+
+test-deepspeed-oldest: $(DEEPSPEED_OLDEST_VENV)/.package ## run the tests of engines and configs with the oldest DeepSpeed, in .venv-deepspeed-oldest/
+	DS_ACCELERATOR=cpu $(DEEPSPEED_OLDEST_VENV)/bin/python $(call pytest,not gpu) $(DEEPSPEED_TESTS)
 
 # PyPI's torch is built for CUDA; tests train on the CPU. Another interpreter: PYTHON_OLDEST=/path/to/python3.10.
 test-python-oldest: ## run every test that needs no accelerator with the oldest Python, in .venv-python-oldest/
@@ -98,7 +105,7 @@ bench: venv ## measure what the loop adds to bare DeepSpeed
 	$(BIN)/python benchmarks/loop_overhead.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) $(PYTHON_OLDEST_VENV) $(PYTHON_NEWEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) $(DEEPSPEED_OLDEST_VENV) $(PYTHON_OLDEST_VENV) $(PYTHON_NEWEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find dstrial tests model_defs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # These rules make the environments; % is the directory. tools/phase.sh prints a line for each step, and the output of one that fails.
@@ -116,6 +123,7 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 	fi
 
 $(HF4)/.package: CONSTRAINTS := $(HF4_CONSTRAINTS)
+$(DEEPSPEED_OLDEST_VENV)/.package: CONSTRAINTS := $(DEEPSPEED_OLDEST)
 
 # The installed torch becomes a constraint, so that no dependency replaces it by another build.
 %/.runtime: %/.torch pyproject.toml

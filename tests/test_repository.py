@@ -339,3 +339,23 @@ def test_an_extra_declares_what_its_packages_import_and_nothing_else(extra: str)
 def test_what_is_declared_for_others_is_not_imported() -> None:
     assert NOT_IMPORTED.keys() & imported_below("dstrial") == set()
     assert NOT_IMPORTED.keys() <= declared(None) | declared("huggingface")
+
+
+def test_the_modules_that_the_architecture_names_exist() -> None:
+    """Paths like ``engine/adapters`` are below ``dstrial/``, dotted names like ``trial.runtime.TrialRuntime`` as well."""
+    text = text_of("ARCHITECTURE.md").partition("## Seams")[2]
+    elsewhere = ("tests", "docs", "benchmarks", "tools", "data", "pyproject")
+    paths = re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?`", text)
+    dotted = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)\.[A-Za-z_]+", text)
+    named = {
+        name.replace(".", "/") for name in (*paths, *dotted) if re.split("[./]", name)[0] not in elsewhere
+    }
+
+    missing = [
+        name
+        for name in sorted(named)
+        if not ((ROOT / "dstrial" / name).exists() or (ROOT / "dstrial" / f"{name}.py").exists())
+    ]
+
+    assert len(named) > 20
+    assert not missing
