@@ -42,7 +42,9 @@ def _has_namespaces() -> bool:
 def what_is_left(tmp_path: Path, scenario: str) -> dict[str, Any]:
     if not _has_namespaces():
         pytest.skip("Requires: [mount namespaces]")
-    env = {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "PYTEST_CURRENT_TEST")}
+    # torch's compiler names its directories, which lie in /tmp, for all children of the process that imports it.
+    ours = ("TMPDIR", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
     ended = subprocess.run(
         _unshared(tmp_path, sys.executable, str(PROGRAM), scenario, MOUNT_POINT),
         env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
