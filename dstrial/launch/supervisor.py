@@ -33,7 +33,8 @@ from dstrial.ranks.peer_errors import is_watchdogs_end
 _UNTOLD_GRACE_S = 2.0
 
 _TRACKER = b"from multiprocessing.resource_tracker import main;main("
-_TRACKER_TIMEOUT_S = 1.0
+# One may still be starting when what it tracks is killed.
+_TRACKER_TIMEOUT_S = 5.0
 
 
 class Supervisor:
@@ -217,7 +218,9 @@ def _kill_group(group: int) -> bool:
             continue
         with contextlib.suppress(OSError, IndexError):
             fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-            if int(fields[2]) != group or fields[0] in (b"Z", b"X"):
+            # A process whose first thread alone has ended is called a zombie, too, and counts its threads (proc(5)).
+            has_ended = fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
+            if int(fields[2]) != group or has_ended:
                 continue
             if _TRACKER in (entry / "cmdline").read_bytes():
                 has_tracker = True

@@ -60,6 +60,19 @@ def raise_on_rank_0_while_rank_1_hangs() -> None:
     time.sleep(600)
 
 
+def raise_on_rank_0_while_rank_1_works_in_another_thread() -> None:
+    """Its first thread alone has ended: the kernel calls rank 1 a zombie."""
+    import ctypes
+    import platform
+    import threading
+
+    if RANK == 0:
+        raise RuntimeError("nobody listens")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit(2)
+
+
 def stop_when_asked() -> None:
     from dstrial.ranks import StopSignals
 

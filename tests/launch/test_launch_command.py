@@ -110,8 +110,9 @@ def test_an_exit_code_without_a_traceback_is_passed_on(tmp_path: Path) -> None:
     assert "rank 1 failed first (exit code 7, host " in result.stderr
 
 
-def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(tmp_path: Path) -> None:
-    result = launch("--slots", "2", str(PROGRAMS), "raise_on_rank_0_while_rank_1_hangs", cwd=tmp_path)
+@pytest.mark.parametrize("how", ["hangs", "works_in_another_thread"])
+def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(how: str, tmp_path: Path) -> None:
+    result = launch("--slots", "2", str(PROGRAMS), f"raise_on_rank_0_while_rank_1_{how}", cwd=tmp_path)
     assert result.returncode == 1
     assert "rank 0 failed first" in result.stderr
     assert "rank(s) 1 did not end in time and were killed" in result.stderr

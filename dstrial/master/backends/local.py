@@ -39,10 +39,10 @@ from dstrial.master.backends.request import AllocationRequest
 logger = logging.getLogger(__name__)
 
 _STARTUP_HOOK = "startup-hook.sh"
-_KILL_TRIES = 50
+_KILL_TRIES = 80
 _KILL_PERIOD_S = 0.1
 # For how many tries those are left alive who delete what the killed ones have in /dev/shm.
-_TRACKER_TRIES = 20
+_TRACKER_TRIES = 50
 trial_umask: int | None = None
 """Umask of entrypoints, for a master whose own keeps everything private; None for that of this process."""
 # Supervisors that are children of this process, so that they can be reaped.
@@ -329,9 +329,17 @@ def _marked(assignment: str) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                if wanted in _environ(entry).split(b"\0"):
                     found.add(int(entry.name))
     return found
+
+
+def _environ(process: Path) -> bytes:
+    """Return the environment that a process was started with; where its first thread has ended, others still know it."""
+    for directory in (process, *(process / "task").iterdir()):
+        with contextlib.suppress(ProcessLookupError):
+            return (directory / "environ").read_bytes()
+    return b""
 
 
 def _write_private(path: Path, content: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -26,6 +27,7 @@ _CHUNK_BYTES = 1 << 18
 _MAX_LINE_BYTES = 8192
 _TRACKERS_END_S = 10.0  # a tracker may still be starting when what it tracks is killed
 _TRAILING_OUTPUT_S = 2.0
+_TABLE_READS = 5
 _TICK_S = 0.5
 
 
@@ -133,7 +135,7 @@ class _Output:
             self._wait(_TICK_S)
             self._reap()
             if self._requests.kill:
-                kill_descendants(spares=self._trackers())
+                kill_descendants(self._is_spared)
             elif self._requests.terminate and not was_terminated:
                 was_terminated = True
                 _signal_group(self._child.pid, signal.SIGTERM)
@@ -145,9 +147,9 @@ class _Output:
         began_s = time.monotonic()
         while True:
             passed_s = time.monotonic() - began_s
-            trackers = self._trackers() if passed_s < _TRACKERS_END_S else frozenset()
             awaits_output = bool(self._streams) and passed_s < _TRAILING_OUTPUT_S
-            if not kill_descendants(spares=trackers) and not trackers and not awaits_output:
+            is_patient = passed_s < _TRACKERS_END_S
+            if not kill_descendants(self._is_spared if is_patient else _nobody) and not awaits_output:
                 break
             self._wait(0.02)
             self._reap()
@@ -159,9 +161,9 @@ class _Output:
             os.fsync(self._log)
         return self._status
 
-    def _trackers(self) -> "frozenset[int]":
-        """Return those who delete what killed processes leave in /dev/shm, and end by themselves when that is done."""
-        return frozenset(pid for pid in descendants(os.getpid()) - {self._child.pid} if is_tracker(pid))
+    def _is_spared(self, pid: int) -> bool:
+        """Say whether a process is left to delete what killed ones leave in /dev/shm, and to end by itself."""
+        return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -229,29 +231,50 @@ class _Output:
 
 def descendants(pid: int) -> set[int]:
     """Return every process below ``pid`` that has not ended, by the kernel's table of parents."""
-    parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            parent, state = _parent_and_state(int(name))
-            if parent is not None and state != "Z":
-                parents.setdefault(parent, []).append(int(name))
+    parents, ended = _parents()
+    below = {process for process, parent in parents.items() if parent == pid}
     found: set[int] = set()
-    below = list(parents.get(pid, ()))
     while below:
-        child = below.pop()
-        if child not in found:
-            found.add(child)
-            below.extend(parents.get(child, ()))
-    return found
+        found |= below
+        below = {process for process, parent in parents.items() if parent in below} - found
+    return found - ended
 
 
-def kill_descendants(spares: "frozenset[int]" = frozenset()) -> bool:
-    """Send SIGKILL to everything below this process but ``spares``, and say whether there was anything."""
+def _parents() -> "tuple[dict[int, int], set[int]]":
+    """Return each process's parent, and who of them has ended.
+
+    What ends while the table is read is missing, and what it started is adopted by others: the table is read again then.
+    """
+    for _ in range(_TABLE_READS):
+        parents: dict[int, int] = {}
+        ended: set[int] = set()
+        for name in os.listdir("/proc"):
+            fields = _stat(name) if name.isdigit() else []
+            if fields:
+                parents[int(name)] = int(fields[1])
+                if _has_ended(fields):
+                    ended.add(int(name))
+        if all(parent in parents or parent == 0 for parent in parents.values()):
+            break
+    return parents, ended
+
+
+def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
+    """Send SIGKILL to everything below this process that is not spared, and say whether there was anything.
+
+    Each is asked about just before its signal: who is below another one is missed as long as that one is ending, so that a
+    set of spared ones from an earlier look lacks some.
+    """
     found = descendants(os.getpid())
-    for pid in found - spares:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    for pid in found:
+        if not is_spared(pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
     return bool(found)
+
+
+def _nobody(_: int) -> bool:
+    return False
 
 
 def is_tracker(pid: int) -> bool:
@@ -271,13 +294,18 @@ def is_tracker(pid: int) -> bool:
     )
 
 
-def _parent_and_state(pid: int) -> tuple[int | None, str]:
+def _stat(pid: str) -> list[bytes]:
+    """Return what ``/proc/PID/stat`` says behind the name: state, parent, group, ...; nothing of what is gone (proc(5))."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return None, ""
-    return int(fields[1]), fields[0].decode()
+        return []
+
+
+def _has_ended(fields: list[bytes]) -> bool:
+    """Say whether all of a process has ended: one whose first thread alone has ended is called a zombie, too (proc(5))."""
+    return fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
 
 
 def start_time(pid: int) -> str | None:
@@ -298,14 +326,8 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def _group_lives(group: int) -> bool:
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-                if int(fields[2]) == group and fields[0] != b"Z":
-                    return True
-    return False
+    found = (_stat(name) for name in os.listdir("/proc") if name.isdigit())
+    return any(int(fields[2]) == group and not _has_ended(fields) for fields in found if fields)
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:

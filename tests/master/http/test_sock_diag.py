@@ -26,7 +26,9 @@ def diag() -> Iterator[SockDiag]:
     found.close()
 
 
-def _pair(server: tuple[int, str], client: tuple[int, str]) -> tuple[socket.socket, socket.socket]:
+def _pair(
+    server: tuple[int, str], client: tuple[int, str], *, client_port: int = 0
+) -> tuple[socket.socket, socket.socket]:
     """A connection between two families and hosts: the client's end, then the server's."""
     family, host = server
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -35,6 +37,9 @@ def _pair(server: tuple[int, str], client: tuple[int, str]) -> tuple[socket.sock
         listener.bind((host, 0))
         listener.listen()
         connecting = socket.socket(client[0], socket.SOCK_STREAM)
+        if client_port:
+            connecting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            connecting.bind((client[1], client_port))
         connecting.connect((client[1], listener.getsockname()[1]))
         return connecting, listener.accept()[0]
 
@@ -84,7 +89,9 @@ def test_a_peer_that_only_ends_its_writing_is_still_known(diag: SockDiag) -> Non
 
 
 def test_a_socket_that_listens_at_the_peers_old_address_is_not_taken_for_the_peer(diag: SockDiag) -> None:
-    ours, theirs = _pair((V4, "127.0.0.1"), (V4, "127.0.0.1"))
+    # Below the ports that the kernel hands out (ip(7)), at an address of this test: nobody else takes it meanwhile.
+    own = f"127.83.{os.getpid() % 251}.1"
+    ours, theirs = _pair((V4, own), (V4, own), client_port=21_083)
     with theirs:
         peer, here = Endpoint(*theirs.getpeername()), Endpoint(*theirs.getsockname())
         # Gone without a trace, so that the kernel looks for who listens.

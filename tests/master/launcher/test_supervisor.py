@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from dstrial.master import backends
 from dstrial.master.backends import AllocationExit, AllocationRequest, Slot, SupervisorHandle
 from dstrial.master.backends.log_file import read_lines
 from dstrial.master.backends.model_definition import pack
+from dstrial.master.backends.supervisor import descendants
 
 pytestmark = pytest.mark.process
 
@@ -314,3 +317,66 @@ def test_killed_processes_leave_nothing_in_shared_memory(run: Callable[..., Star
         ended(started)
 
     wait_for(lambda: not any(place.exists() for place in places), f"{places} to go", deadline_s=5)
+
+
+# Its first thread ends, as a library may have it; the kernel calls such a process a zombie while its other threads work.
+_WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, multiprocessing, platform, subprocess, sys, threading, time
+if sys.argv[1] == "child":
+    child = subprocess.Popen(["sleep", "600"])
+    print(child.pid, flush=True)
+else:
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    print(semaphore._semlock.name, flush=True)
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit(2): of this thread alone
+"""
+
+
+def test_a_process_whose_first_thread_has_ended_lives_with_all_below_it() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _WITHOUT_ITS_FIRST_THREAD, "child"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        below = int(process.stdout.readline())
+        try:
+            wait_for(lambda: _state(process.pid) == "Z", "the end of the first thread")
+
+            assert {process.pid, below} <= descendants(os.getpid())
+        finally:
+            os.kill(below, signal.SIGKILL)
+            process.kill()
+
+
+def test_a_process_whose_first_thread_has_ended_is_killed_and_leaves_nothing_in_shared_memory(
+    run: Callable[..., Started],
+) -> None:
+    directory, handle = run([sys.executable, "-c", _WITHOUT_ITS_FIRST_THREAD, "semaphore"])
+    wait_for(lambda: printed(directory), "its name")
+    semaphore = Path("/dev/shm", f"sem.{printed(directory)[0][1].strip().removeprefix('/')}")
+    assert semaphore.exists()
+
+    backends.kill(handle, directory)
+
+    wait_for(lambda: backends.poll_exit(directory, handle), "its end")
+    assert not semaphore.exists()
+
+
+def test_a_process_whose_first_thread_has_ended_is_killed_without_its_supervisor(
+    run: Callable[..., Started],
+) -> None:
+    directory, handle = run(
+        ["sh", "-c", f'{sys.executable} -c "$0" semaphore & wait', _WITHOUT_ITS_FIRST_THREAD]
+    )
+    wait_for(lambda: printed(directory), "its name")
+    semaphore = Path("/dev/shm", f"sem.{printed(directory)[0][1].strip().removeprefix('/')}")
+
+    os.kill(handle.pid, signal.SIGKILL)
+    wait_for(lambda: backends.poll_exit(directory, handle), "the supervisor's end")
+    backends.kill(handle, directory)
+
+    wait_for(lambda: not semaphore.exists(), "the end of what used it")
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
