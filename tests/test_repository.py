@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import inspect
 import json
@@ -302,9 +303,26 @@ def declared(extra: str | None) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in listed}
 
 
+@functools.cache
+def installed_modules() -> dict[str, str]:
+    """Return the distribution of each installed module; ``packages_distributions`` of Python 3.10 knows few."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        lines = (distribution.read_text("RECORD") or "").splitlines()
+        modules = {
+            line.partition(",")[0].partition("/")[0] for line in lines if ".py," in line or ".so," in line
+        }
+        modules |= set(
+            (distribution.read_text("top_level.txt") or "").split()
+        )  # without wheel pip leaves no more
+        found |= dict.fromkeys(
+            (name.partition(".")[0] for name in modules), canonicalize_name(distribution.name)
+        )
+    return found
+
+
 def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
     """Return the names of the distributions whose modules are imported anywhere in the files of folders."""
-    distributions = importlib.metadata.packages_distributions()
     names = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if path.is_relative_to(ROOT / "dstrial/master/backends/site") or any(
@@ -316,9 +334,10 @@ def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.add(node.module.partition(".")[0])
-    foreign = names - set(sys.stdlib_module_names) - {"dstrial"}
+    foreign = names - sys.stdlib_module_names - {"tomllib", "dstrial"}  # 3.10 has no tomllib
+    distributions = installed_modules()
     assert foreign <= distributions.keys(), f"not installed: {foreign - distributions.keys()}"
-    return {canonicalize_name(distributions[name][0]) for name in foreign}
+    return {distributions[name] for name in foreign}
 
 
 def test_the_core_declares_what_it_imports_and_nothing_else() -> None:

@@ -223,7 +223,7 @@ def test_where_a_stop_is_asked_for_a_wait_is_told_sooner() -> None:
     assert "follows it after its next step" in str(wait.look())
 
 
-@pytest.mark.parametrize("pauses_s", [(0.0, 0.004, 0.001), (0.002, 0.0, 0.0)])
+@pytest.mark.parametrize("pauses_s", [(0.0005, 0.004, 0.001), (0.002, 0.0005, 0.0005)])
 def test_ranks_of_any_pace_stop_after_the_same_beat_whichever_of_them_wishes_to(
     pauses_s: tuple[float, ...],
 ) -> None:
