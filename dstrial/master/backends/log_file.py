@@ -37,7 +37,7 @@ def read_lines(directory: Path, offset: int, max_bytes: int) -> tuple[list[LogLi
 
 
 def parse(raw: str) -> LogLine:
-    """Return one line of a log file as a record: time, stream, the rank of its tag and the level of its prefix.
+    """Parse a log line: time, stream, the rank of its tag, the level of its prefix.
 
     A line that no supervisor wrote, which a power failure may leave, is text without a time.
     """

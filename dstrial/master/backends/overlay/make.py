@@ -1,4 +1,4 @@
-"""Make the virtual environment of an overlay: an own ``bin`` and an empty ``site-packages`` before those of the base."""
+"""Make an overlay's environment: its own ``bin`` and ``site-packages`` come first."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _move_scripts(staging: Path, overlay: Overlay) -> None:
 
 
 def _copy_scripts(source: Path, target: Path, overlay: Overlay) -> None:
-    """Give the base's commands (``deepspeed``, ``torchrun``, ``pip``) the overlay's Python, so that they see its packages."""
+    """Copy the base's commands (``torchrun``, ``pip``) for the overlay's Python."""
     for path in sorted(source.iterdir()):
         copy = target / path.name
         if copy.exists() or not path.is_file() or path.stat().st_size > _MAX_SCRIPT_BYTES:

@@ -1,4 +1,4 @@
-"""What runs first in a task with hooks: it finds or makes the overlay, and becomes the shell of hooks and command."""
+"""Runs first in a task with hooks: gets the overlay, becomes the hooks' shell."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main(path: str) -> None:
 
 
 def _take_part(overlay: Overlay, spec: dict[str, Any]) -> None:
-    """Put the overlay before the base in this process's environment, and say what its packages hide."""
+    """Put the overlay first in this process's environment; print what it hides."""
     record = overlay.read_record()
     if record["made_by"] != spec["task"]:
         _tell(f"environment {overlay.name}: shared, made by {record['made_by']}")
