@@ -1,4 +1,4 @@
-"""Detached runs: trials whose processes somebody else starts and ends, and who say themselves how they are.
+"""Detached runs: trials that others start and end, and that report their state.
 
 A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or finds those that it made before by ids
 of its own, and sends a heartbeat every minute. Nothing is scheduled, searched or collected for them. An experiment of detached
@@ -140,7 +140,7 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 
 
 def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
-    """Note a sign of life of a trial; one that had been given up goes on. Nothing happens to trials that are not detached."""
+    """Note a detached trial's sign of life; it goes on if it had been given up."""
     if trial.heartbeat_us is None:
         return
     trial_rows.update(tx, trial.id, heartbeat_us=now_us())
@@ -181,7 +181,7 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """End in ERROR the detached runs of which nothing was heard for too long, and experiments that never got a trial.
+    """End silent detached runs, and experiments that never got a trial, in ERROR.
 
     Args:
         tx: the write.

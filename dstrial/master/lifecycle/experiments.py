@@ -1,4 +1,4 @@
-"""What a person does with an experiment: create, pause, activate, cancel, kill, archive, continue, change, delete."""
+"""Create, pause, activate, stop, archive, continue, change, delete experiments."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
 
 
 def cancel(tx: Transaction, experiment_id: int) -> None:
-    """Cancel an experiment: trials save a checkpoint and end. Nothing happens to one that has ended."""
+    """Cancel an experiment, unless it has ended: trials save a checkpoint and end."""
     experiment_rows.require(tx.connection, experiment_id)
     endings.stop_experiment(tx, experiment_id, "STOPPING_CANCELED", "the experiment was canceled")
 
@@ -165,7 +165,7 @@ def unarchive(tx: Transaction, experiment_id: int) -> None:
 
 
 def delete(tx: Transaction, experiment_id: int) -> None:
-    """Begin to delete an experiment with its checkpoints, metrics and logs; it is DELETING until they are gone.
+    """Begin to delete an experiment, its checkpoints, metrics and logs (DELETING).
 
     Raises:
         StoreError: unknown, not ended, or with checkpoints that are registered as versions of models.
@@ -180,7 +180,7 @@ def delete(tx: Transaction, experiment_id: int) -> None:
 
 
 def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
-    """Refuse (400) to delete an experiment that has not ended, or whose checkpoints are registered."""
+    """Refuse (400) to delete an open experiment, or one with registered checkpoints."""
     if row.state not in TERMINAL | DELETING:
         raise InvalidError(
             f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."

@@ -30,7 +30,7 @@ def report_metrics(
     metrics: dict[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Store a report; one of the group "validation" goes to the searcher in the same transaction.
+    """Store a report; a "validation" report goes to the searcher in the same write.
 
     Args:
         tx: the write.
@@ -109,14 +109,14 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
 
 
 def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
-    """Store what a trial says it is doing: training, validating, checkpointing, restoring and so on."""
+    """Store what a trial does: training, validating, checkpointing, restoring, etc."""
     trial_rows.require(tx.connection, trial_id)
     trial_rows.update(tx, trial_id, runner_state=state)
     tx.publish(f"trial:{trial_id}")
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Take that a trial will end because its hyperparameters are invalid; it has ten seconds to do so.
+    """Note that a trial's hyperparameters are invalid; it has ten seconds to end.
 
     Raises:
         StoreError: unknown trial, another reason.

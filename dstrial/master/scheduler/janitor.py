@@ -1,4 +1,4 @@
-"""The thread that deletes: checkpoints by policy or by request, experiments, old logs, unused environments."""
+"""The thread that deletes checkpoints, experiments, old logs, unused overlays."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Janitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the piece of work in hand and end; what is left is done at the next start."""
+        """Finish the work in hand and end; the next start does the rest."""
         self._is_stopping = True
         self._event.set()
         self._thread.join()
@@ -172,7 +172,7 @@ class Janitor:
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:
-        """Delete the TensorBoard files of an experiment, where its storage is one that this machine reaches."""
+        """Delete an experiment's TensorBoard files, where this machine reaches them."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
             cluster_id = find_cluster_id(connection)

@@ -1,4 +1,4 @@
-"""What a trial's output says about whether to try it again: ``log_policies`` of the experiment config."""
+"""``log_policies``: what a trial's output says about trying it again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LogPolicy:
 
 
 def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
-    """Compile the policies of a config with defaults; one without a pattern is switched off.
+    """Compile the policies of a config with defaults, except those without a pattern.
 
     One that RE2 does not read is left out; an older version of dstrial may have accepted it.
     """
@@ -51,7 +51,7 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
 
 
 def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
-    """Return the policies whose pattern is in one of the texts, each with the first line that it is in."""
+    """Return the policies that match a text, each with its first matching line."""
     joined = "".join(texts)
     found = []
     for policy in policies:

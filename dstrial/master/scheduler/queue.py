@@ -1,4 +1,4 @@
-"""Which trials and commands get slots next, why a trial waits and who holds them; pure."""
+"""Decides who gets slots next, and says why a trial waits; pure."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def waiting_text(
     max_slots: int | None,
     before: str | None,
 ) -> str:
-    """Say for what a trial waits and who holds it, one line that begins with ``waiting for``.
+    """Say what a trial waits for and who holds it, in one ``waiting for …`` line.
 
     Args:
         num_slots: how many it needs.

@@ -118,7 +118,7 @@ class Scheduler:
     def _waiting(
         self, connection: Connection, rows: list[jobs.WaitingTrial], num_enabled: int
     ) -> list[Waiting]:
-        """Return who waits for how many slots; a trial that can go on with fewer than it asks for waits for those."""
+        """Return who waits for how many slots; resumable trials may wait for fewer."""
         waiting = []
         for row in rows:
             wanted, most = row.slots_per_trial, row.max_slots
@@ -139,7 +139,7 @@ class Scheduler:
     def _slots_to_go_on_with(
         self, connection: Connection, row: jobs.WaitingTrial, config: dict[str, Any], available: int
     ) -> int | None:
-        """Return what ``resumption`` says, which is asked again only when something has changed."""
+        """Return what ``resumption`` says; asks again only after a change."""
         known_for = (row.run_id, available, hash(row.config))
         known = self._fitting.get(row.id)
         if known is None or known[0] != known_for:
@@ -184,7 +184,7 @@ class Scheduler:
         self._database.write(lambda tx: add_master_line(tx, row.task_id, trial_id, text, level="WARNING"))
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """End a trial that may not start on the only machine, unless what cannot run waits here.
+        """End a trial excluded from the only machine; without ``launch_error`` it waits.
 
         Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
         """
@@ -203,7 +203,7 @@ class Scheduler:
         self._database.write(end)
 
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
-        """Free all slots and end; experiments stay as they are and go on at the next start.
+        """Free all slots and end; experiments keep their state for the next start.
 
         May be called again, from another thread, to kill what was being stopped gracefully.
 
@@ -245,7 +245,7 @@ class Scheduler:
         return self._database.write(ask)
 
     def _has_processes(self) -> bool:
-        """Say whether any allocation runs; of one that does not, the next master takes in what is left."""
+        """Say whether any allocation runs; the next master takes in what others left."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         return any(backends.poll_exit(Path(row.directory), self._handles.get(row.id)) is None for row in live)
@@ -316,7 +316,7 @@ class Scheduler:
             backends.kill(handle, Path(row.directory))
 
     def _take_in(self, row: Allocation) -> bool:
-        """Take in what an allocation has printed since the stored offset, and say whether there may be more."""
+        """Take in new output of an allocation; say whether there may be more."""
         offset = int(row.log_offset)
         lines, end = read_lines(Path(row.directory), offset, _CHUNK_BYTES)
         if not lines:
@@ -443,7 +443,7 @@ class Scheduler:
     def _begin_trial(
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
     ) -> Allocation | None:
-        """Give a trial slots, perhaps fewer than its config asks for, and start its processes."""
+        """Give a trial slots, perhaps fewer than configured, and start its processes."""
         ports = backends.choose_ports(set(used_ports))
         tokens, hashes = _new_tokens()
 
@@ -608,7 +608,7 @@ def _release(tx: Transaction, allocation: Allocation, why: str, *, is_kill: bool
 
 
 def _by_urgency(*groups: Iterable[tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]]) -> list[Waiting]:
-    """Merge what waits, by priority and place in the queue; what is equal stays in its order."""
+    """Merge what waits by priority, then place in the queue; stable for equals."""
     found = [pair for group in groups for pair in group]
     return [one for _, one in sorted(found, key=lambda pair: (pair[0].priority, pair[0].queue_position))]
 
@@ -622,7 +622,7 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
 def _note_policies(
     tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], agent_id: str
 ) -> None:
-    """Store which policies a trial's output has matched, and say so once for those that have an action."""
+    """Store which policies an output matched; log those with an action, once each."""
     for policy, line in matched:
         if policy.name is not None:
             trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)
@@ -640,7 +640,7 @@ def _note_policies(
 
 
 def _printed(directory: Path) -> Iterable[tuple[int | None, str]]:
-    """Yield rank and text of everything that an allocation printed to its standard error and output."""
+    """Yield rank and text of all that an allocation printed (stderr and stdout)."""
     offset = 0
     while True:
         lines, offset = read_lines(directory, offset, _CHUNK_BYTES)
