@@ -6,7 +6,7 @@ import time
 
 
 class Activity:
-    """Remembers the last use of each service; safe from any thread, and forgotten when the master ends."""
+    """Remembers each service's last use in memory; safe from any thread."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
@@ -16,7 +16,7 @@ class Activity:
         self._last_s[task_id] = time.monotonic()
 
     def idle_s(self, task_id: str) -> float:
-        """Return for how long nobody has used it, seconds; the first question begins the count."""
+        """Return the seconds since the last use; the first question begins the count."""
         return time.monotonic() - self._last_s.setdefault(task_id, time.monotonic())
 
     def forget(self, task_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Start, find and end the master that serves a state directory, as a process in the background.
+"""Start, find and end the background master of a state directory.
 
 The new process is told its port and options on its command line and tells through a pipe that it serves, or why
 it cannot. Nothing here imports what the server itself is made of.
@@ -73,7 +73,7 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a master in the background and wait until it answers; one that is started at the same time will do, too.
+    """Start a background master and wait for it; one started meanwhile also serves.
 
     Args:
         state: made if it does not exist.
@@ -132,7 +132,7 @@ def start(
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:
-    """Return the master that another command has started at the same time; None if it does not come to serve."""
+    """Return the master that another command just started; None if it never serves."""
     give_up_at_s = time.monotonic() + _OTHER_TIMEOUT_S
     while time.monotonic() < give_up_at_s:
         record = state.running()
@@ -177,7 +177,7 @@ def _died(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port to listen on; that of the last master while trials of its time report to it.
+    """Return the port to listen on, the last master's while trials report to it.
 
     Raises:
         MasterError: another port is asked for meanwhile, or the config file is wrong.
@@ -199,7 +199,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
 
 def living_allocations(state: StateDirectory) -> list[str]:
-    """Return the ids of the allocations whose supervisor lives, whether or not a master runs."""
+    """Return allocations with a living supervisor, whether or not a master runs."""
     found = supervisors(state)
     if not found:
         return []
@@ -248,7 +248,7 @@ def wait_for_end(
 
 
 def tail(path: Path, num_lines: int) -> list[str]:
-    """Return the last lines of a text file, without their line ends; none where there is no file."""
+    """Return a text file's last lines without line ends; none if it is missing."""
     if num_lines <= 0:
         return []
     try:

@@ -1,4 +1,4 @@
-"""The master's process: puts its parts together, serves on loopback, and ends in the order that loses nothing.
+"""The master's process: builds its parts, serves on loopback, ends losing nothing.
 
 ``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS`` is what ``dstrial up`` starts; ``serve`` is the
 same in the caller's own process.
@@ -118,7 +118,7 @@ class MasterServer(uvicorn.Server):
 
 
 class Refusal:
-    """Answers 503 to submissions once the master has begun to end; everything else goes on.
+    """Answers 503 to submissions once the master is ending; all else goes on.
 
     Args:
         app: the application.
@@ -252,7 +252,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> None:
-    """Write the log to the state directory, where the standard error of a master in the background goes, too."""
+    """Log to the state directory, as a background master's standard error does."""
     handlers: list[logging.Handler] = [logging.FileHandler(state.log_path, encoding="utf-8")]
     if shows_log:
         handlers.append(logging.StreamHandler())
@@ -324,7 +324,7 @@ def _run(
 
 
 class Ending:
-    """How the master ends: the trials first, while their reports are still taken; then the server.
+    """Ends the master: trials first, while reports are still taken, then the server.
 
     Args:
         server: serves the trials' reports.
@@ -341,7 +341,7 @@ class Ending:
         self._is_killing = False
 
     def request(self, cause: str) -> None:
-        """Stop the trials with a checkpoint; kill them at Ctrl-C while they are being stopped.
+        """Stop the trials with a checkpoint; Ctrl-C while they stop kills them.
 
         SIGTERM comes again from a second `dstrial down`, which asks for the same as the first, and SIGHUP after it from
         a session that ends.

@@ -1,4 +1,4 @@
-"""What request handlers and the scheduler work with, put together once when the master starts."""
+"""What handlers and the scheduler work with, built once at the master's start."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     async def check(self, function: Callable[[], T]) -> T:
-        """Run a function that reads and checks what a user has sent, so that other requests hardly notice."""
+        """Run a check of what a user has sent, so that other requests hardly notice."""
         return await asyncio.wrap_future(self.checker.submit(function))
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ def open_services(
     port: int,
     has_passwords: bool,
 ) -> Services:
-    """Make the services of a master, and at its first start its identity and its first users.
+    """Make a master's services; the first start makes its identity and users.
 
     Args:
         settings: of its configuration file.

@@ -1,4 +1,4 @@
-"""One HTTP request to a service and its answer back, both as they come and neither held in memory."""
+"""Streams one HTTP request to a service and its answer back, without buffering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application in front of the API: paths of the proxy go to services, all others to the API.
+"""The application in front of the API, which sends proxied paths to services.
 
 Requests of the proxy are held to the same rules as those of the API: a loopback name, a user's token or the cookie of the
 master's own page. The token itself never reaches a service.

@@ -51,7 +51,7 @@ class Service:
 
 
 def service_of(path: str) -> str:
-    """Return the service's name in a raw path below :data:`PREFIX`: a task's id, perhaps with a colon and a port."""
+    """Return the service in a raw path below :data:`PREFIX`: task id, maybe ``:port``."""
     return unquote(path[len(PREFIX) :].partition("/")[0])
 
 
@@ -90,7 +90,7 @@ def find(connection: Connection, name: str) -> Service:
 def forwarded(
     headers: Iterable[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request that its service sees: nothing that belongs to this connection, and no token.
+    """Return a request's headers for its service: no connection headers, no token.
 
     Args:
         headers: names in lower case.

@@ -1,4 +1,4 @@
-"""The page's handler: reads what it shows in one snapshot, and renders it with everything escaped."""
+"""The page's handler: reads a snapshot and renders it with everything escaped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _templates() -> jinja2.Environment:
 
 
 def render(name: str, status: int = 200, **values: Any) -> Response:
-    """Return a page made of a template, with everything escaped and nothing of others allowed in it."""
+    """Render a template: everything is escaped, and nothing foreign may load."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {
@@ -102,7 +102,7 @@ def _trials(connection: Connection, experiment: Experiment, names: SecretNames) 
 
 
 def _webhook(webhook: webhook_rows.Webhook) -> dict[str, Any]:
-    """What is shown of a webhook; its address, which may be a secret, as far as the host."""
+    """Return what is shown of a webhook; its URL may be secret, so only the host."""
     last_us = webhook.delivery["lastTime"]
     return {
         "id": webhook.id,
@@ -153,9 +153,9 @@ def _read(
 
 
 async def show_page(request: ApiRequest) -> Response:
-    """``GET /``: experiments; with ``?experiment=N`` its trials, with ``&trial=N`` that trial's log.
+    """``GET /``: experiments, trials of ``?experiment=N``, the log of ``&trial=N``.
 
-    ``GET /det/experiments/N`` is the same of one experiment, where ``core_v2.url_reverse_webui_exp_view`` of detached runs leads.
+    ``GET /det/experiments/N`` shows that experiment; ``core_v2.url_reverse_webui_exp_view`` of detached runs leads there.
     """
     services = request.services
     experiment_id = request.path_params.get("experiment_id", request.query_int("experiment"))
@@ -173,7 +173,7 @@ async def show_page(request: ApiRequest) -> Response:
 
 
 def login_page(services: Services, status: int = 200) -> Response:
-    """Return the login form, which names the file of passwords only where there is one."""
+    """Return the login form, which names an existing password file."""
     has_file = (services.state_dir / "credentials.json").exists()
     return render("login.html", status, has_file=has_file)
 
@@ -184,7 +184,7 @@ async def show_login(request: ApiRequest) -> Response:
 
 
 async def show_link(request: ApiRequest) -> Response:
-    """``GET /login``: the form, which opens a session by itself with the code behind the ``#`` of a login link."""
+    """``GET /login``: the form; a login link's code after ``#`` opens a session."""
     return login_page(request.services)
 
 

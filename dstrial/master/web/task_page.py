@@ -1,4 +1,4 @@
-"""Pages on the way to the service of a task: one that logs in, one that waits, one that says that the task has ended."""
+"""Pages on the way to a task's service: log in, wait, the task has ended."""
 
 from __future__ import annotations
 

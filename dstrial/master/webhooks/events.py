@@ -1,4 +1,4 @@
-"""What is told to which webhooks: written to the database in the transaction of what has happened."""
+"""Writes what webhooks are to send, in the transaction of what has happened."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _tell_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
 
 
 def _new(kind: str) -> dict[str, Any]:
-    """The same number and time however often it is sent, so that a receiver can tell a repetition."""
+    """Begin an event; retries keep its id and time, so receivers see repetitions."""
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 

@@ -35,7 +35,7 @@ class LogMatch:
 
 
 class LogTriggers:
-    """The compiled patterns, which are read again when webhooks have changed; for any thread.
+    """Compiled patterns, read again when webhooks change; safe from any thread.
 
     RE2's search takes time linear in the text, and ``store.webhooks`` bounds how many patterns there are, so that whoever
     stores lines may look through them first: half a MiB and 50 patterns take about 40 ms.
@@ -53,7 +53,7 @@ class LogTriggers:
         self._patterns: tuple[tuple[int, Any], ...] = ()
 
     def find(self, lines: Iterable[str]) -> list[LogMatch]:
-        """Return for each trigger the first line that it looks for; not to be called while the thread reads the database."""
+        """Return each trigger's first matching line; never call inside a database read."""
         patterns = self._current()
         if not patterns:
             return []
