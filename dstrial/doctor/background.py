@@ -44,7 +44,7 @@ class Background(Generic[T]):
             self._run(call)
 
     def result(self, timeout_s: float) -> T:
-        """Return what the call returned, or raise what it raised; may be asked by several threads.
+        """Return or raise what the call returned or raised; any number of threads may ask.
 
         Args:
             timeout_s: how long the call may take, counted from its beginning.
@@ -76,5 +76,5 @@ class Background(Generic[T]):
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return what a call returns, if it does so in time; arguments and errors as for ``Background``."""
+    """Return a call's result if it comes in time; arguments, errors as ``Background``."""
     return Background(call).result(timeout_s)

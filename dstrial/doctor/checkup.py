@@ -1,4 +1,4 @@
-"""Every check of ``dstrial doctor``, side by side, and their findings in a fixed order.
+"""Runs all checks of ``dstrial doctor`` in parallel; findings keep a fixed order.
 
 The order puts first what needs no import, so that it can be read while torch is imported.
 """
@@ -142,7 +142,7 @@ def _places(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, P
 
 
 def _slot_kind(hardware: devices.Hardware, environ: dict[str, str]) -> str:
-    """The kind of slots that a master would offer now; as ``master.launcher.devices.find_slots``."""
+    """The master's kind of slots now; as ``master.backends.devices.find_slots``."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
     if devices.visible(hardware, environ)[0]:

@@ -1,4 +1,4 @@
-"""The accelerators of a machine, who uses them and which are visible: values, and judgements over them."""
+"""A machine's accelerators, their users and visibility: values and judgements."""
 
 from __future__ import annotations
 

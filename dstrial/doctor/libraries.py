@@ -1,4 +1,4 @@
-"""What torch, DeepSpeed and Determined are on this machine, asked of a process that imports them or read from their files."""
+"""This machine's torch, DeepSpeed, Determined, by a probe process or their files."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def read_files() -> Libraries:
 
 
 def assignments(file: Path) -> dict[str, Any]:
-    """Return the constants that a module assigns to names at its top level, without running it."""
+    """Return the constants of a module's top-level assignments without running it."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -294,7 +294,7 @@ def assignments(file: Path) -> dict[str, Any]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version that a distribution's metadata says; None if it is not installed."""
+    """Return the version in a distribution's metadata; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The master of this machine: whether it runs and answers, and whether its directory is fit for it."""
+"""This machine's master: whether it runs and answers, and its directory's fitness."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def measure(state: StateDirectory) -> MasterState:
 
 
 def _answer(record: MasterRecord) -> str:
-    """Say what is wrong with how a master answers; the deadline is the caller's, which runs this in the background."""
+    """Say what is wrong with a master's answer; the caller's thread has the deadline."""
     from dstrial.doctor.background import NoAnswerError, within
 
     try:

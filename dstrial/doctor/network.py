@@ -1,4 +1,4 @@
-"""What ranks talk through: the interfaces, which of them gloo and NCCL would choose, and this machine's own name."""
+"""What ranks talk through: interfaces, gloo's and NCCL's choice, the host's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter and the packages beside it, against what dstrial says that it supports; imports none of them."""
+"""Interpreter and packages against dstrial's requirements; imports none of them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def measure() -> PythonEnvironment:
 
 
 def _declared() -> tuple[list[str] | None, str, bool]:
-    """What dstrial asks for: from its metadata, or from ``pyproject.toml`` where it runs from a checkout."""
+    """Return dstrial's requirements, from its metadata or a checkout's pyproject.toml."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         metadata = importlib.metadata.metadata("dstrial")
         return (importlib.metadata.requires("dstrial") or []), metadata["Requires-Python"] or "", True
@@ -189,7 +189,7 @@ def _judge_dstrial(python: PythonEnvironment) -> Finding:
 
 
 def judge_requirements(found: Sequence[Requirement] | None) -> list[Finding]:
-    """Judge packages: one line for all that are as they should be, one for each that is not."""
+    """Judge packages: a line for all good ones together, and a line per bad one."""
     if found is None:
         return [
             note(

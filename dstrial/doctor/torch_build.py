@@ -1,4 +1,4 @@
-"""Whether the torch that is installed fits the driver and the devices of this machine."""
+"""Whether the installed torch fits this machine's driver and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dstrial doctor --train``: short real trainings that show whether everything training needs works on this machine."""
+"""``dstrial doctor --train``: short real trainings that show what works here."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def facts_path(directory: Path, program: str) -> Path:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return what one program has noted; nothing where the file is not there or not whole."""
+    """Return a program's facts; none where the file is missing or incomplete."""
     try:
         found = read_json(path)
     except (OSError, DstrialError):

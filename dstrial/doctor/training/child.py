@@ -1,4 +1,7 @@
-"""The process of one check. ``python -m dstrial.doctor.training.child MODULE DIRECTORY SCRATCH SECONDS``."""
+"""The process of one check.
+
+``python -m dstrial.doctor.training.child MODULE DIRECTORY SCRATCH SECONDS``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def main(module: str, directory: Path, scratch: Path, seconds: float) -> int:
 
 
 def _end_with_parent() -> None:
-    """Have this check end, with all that it has started, when the command that runs it is killed."""
+    """End this check and all it has started when the command that runs it is killed."""
 
     def end(number: int, frame: object) -> None:
         del frame

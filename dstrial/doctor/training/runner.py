@@ -1,4 +1,4 @@
-"""Run training checks one after another, each in a process of its own, keep what they find and show how they go."""
+"""Run training checks one after another, each in its own process; show progress."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _not_reached(check: Check, left_s: float, minutes: float) -> Result:
 
 
 def check_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a check: this one, without what says that this process is a rank or belongs to a run.
+    """Return this environment for a check, without what marks a rank or a run.
 
     ``PYTHONPATH`` begins with where this dstrial lies and has no relative paths, since checks run in other directories.
     """

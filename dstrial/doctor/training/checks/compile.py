@@ -1,4 +1,4 @@
-"""``torch.compile`` of a small model inside a trial gives the same losses as without, to 1e-5.
+"""``torch.compile`` of a small model in a trial keeps its losses, to 1e-5.
 
 Inductor needs a C++ compiler on the CPU, and Triton with a C compiler and Python's headers on CUDA.
 """

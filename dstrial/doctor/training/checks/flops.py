@@ -1,4 +1,4 @@
-"""The peak of matrix products that this device reaches, and how much of it a small GPT uses in training (MFU).
+"""This device's peak of matrix products, and a small GPT's share of it (MFU).
 
 The GPT's FLOPs are counted by torch's counter, forward and backward, without recomputation. On an accelerator it
 has some 200 million parameters in bf16 and is expected at 10 to 70 % of the measured peak; on the CPU it is tiny, and the

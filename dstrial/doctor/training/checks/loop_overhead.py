@@ -1,4 +1,4 @@
-"""What dstrial's loop adds to each step, against DeepSpeed's own loop over the same engine.
+"""What dstrial's loop adds to each step, compared to DeepSpeed's on one engine.
 
 The time between two steps, without the steps themselves, in turns of both loops; the same method as ``make bench``, shorter.
 On the CPU figures of a busy machine say little.

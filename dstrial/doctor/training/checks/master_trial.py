@@ -1,4 +1,4 @@
-"""A ZeRO 1 trial through an embedded master of its own: submitted, scheduled, trained, validated, saved, COMPLETED.
+"""A ZeRO 1 trial goes through a master of its own from submission to COMPLETED.
 
 On CPU ranks the master's choice of devices (``CUDA_VISIBLE_DEVICES``) is not shown.
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled optimizers: FusedAdam on CUDA and CPUAdam with ZeRO offload build and train, or the reason is told.
+"""FusedAdam (CUDA) and CPUAdam with ZeRO offload build and train, or say why not.
 
 They are built in a folder of this check's own, in which a killed build has left its lock: without care every later build
 waits there for ever. On the CPU only CPUAdam exists.
@@ -67,7 +67,7 @@ def _build(bench: Bench, operator: str) -> Launched:
 
 
 def _reason(launched: Launched) -> str:
-    """Return the line that says what is missing here; empty if the failure is of another kind."""
+    """Return the line that says what is missing; empty for another kind of failure."""
     if launched.exit_code == 0:
         return ""
     return next(

@@ -1,7 +1,7 @@
-"""More than a thousand small tensors are saved behind the loop and training goes on; the process has one context.
+"""Over a thousand small tensors are saved behind the loop; training goes on.
 
-On CUDA the copies go through pinned memory, whose registration must leave no error behind for the next kernel and make no
-context on another device. On the CPU only the saving is shown.
+The process has one context: on CUDA the copies go through pinned memory, whose registration must leave no error for the next
+kernel and make no context on another device. On the CPU only the saving is shown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed reports what an uninterrupted one does: to the last bit in the same layout.
+"""A resumed run reports what an uninterrupted run does, bit by bit per layout.
 
 Three configurations with dropout are trained for 12 batches, and for 7 and on to 12. A run that is saved in ZeRO 1 and goes on
 in ZeRO 3 computes in another order: its losses stay within a bound.

@@ -1,4 +1,4 @@
-"""A checkpoint behind the loop: how long training stands still for it, and that its files hold what was then.
+"""How long a save behind the loop stops training, and whether its files are right.
 
 The same engine is saved by ``engine.save_checkpoint`` at the same batches. Training goes on, and changes the weights, while
 dstrial writes; afterwards both files are compared bit by bit. On the CPU the copy competes with training for the same memory

@@ -1,4 +1,4 @@
-"""Two gloo ranks: all-reduce, ZeRO 1, the control channel, and a rank that is killed is named within 15 seconds.
+"""Two gloo ranks all-reduce and train ZeRO 1; a killed rank is named within 15 s.
 
 With one accelerator both ranks share it (``DSTRIAL_SHARE_DEVICE=1``). On the CPU they are two CPU ranks, and sharing a device
 is not shown.
@@ -56,7 +56,7 @@ def _judge(launched: Launched) -> None:
 
 
 def _kill_one(bench: Bench, env: dict[str, str]) -> float:
-    """Have rank 1 kill itself inside a step; returns seconds until the launcher has named it and ended."""
+    """Have rank 1 kill itself in a step; return seconds until the launcher has ended."""
     noted = bench.scratch / "killed"
     bench.note(doing="two ranks, one of which is killed")
     fault = {"TRAINING_CHECK_FAULT": "kill:1:3", "TRAINING_CHECK_FAULT_TIME": str(noted)}

@@ -1,4 +1,4 @@
-"""Between two reports nothing of dstrial's waits for the device: loader, ``to_device``, loop.
+"""Between two reports dstrial's loader, ``to_device`` and loop never wait on CUDA.
 
 CUDA's own check (``torch.cuda.set_sync_debug_mode``) tells of each synchronisation with the line that causes it, over whole
 batches with a pinned loader and four workers; those of DeepSpeed are listed, those of dstrial fail. Then the same

@@ -1,4 +1,4 @@
-"""What a trial reports arrives at the master: training, validation, samples per second.
+"""A trial's reports reach the master: training, validation, samples per second.
 
 System metrics and memory per rank are for later: dstrial's trials do not report them yet.
 """

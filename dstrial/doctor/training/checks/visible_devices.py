@@ -1,6 +1,6 @@
-"""``CUDA_VISIBLE_DEVICES`` as index, UUID and MIG UUID: DeepSpeed's ``available_memory()`` answers under each.
+"""``CUDA_VISIBLE_DEVICES`` as index, UUID and MIG UUID works with DeepSpeed.
 
-DeepSpeed 0.19.8 turns the variable's words into integers where ZeRO 1 and 2 ask for memory; a UUID is none.
+``available_memory()`` of DeepSpeed 0.19.8, which ZeRO 1 and 2 call, turns the variable's words into integers; a UUID is none.
 On CPU ranks only the CPU's answer is shown; without MIG instances theirs is not.
 """
 

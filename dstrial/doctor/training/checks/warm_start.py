@@ -1,4 +1,7 @@
-"""A warm start (preload, fork, train) gives the losses of a fresh process. Not there yet."""
+"""A warm start (preload, fork, train) should give a fresh process's losses.
+
+Not there yet.
+"""
 
 from __future__ import annotations
 
