@@ -1,8 +1,8 @@
 """Tasks' environments over the base's: shared by digest, unchanged while in use.
 
-``backends.local`` starts ``start.main`` with the base's Python, which may have no dstrial: these modules need the standard library
-only and import each other by relative names. A copy of ``__init__``, ``store`` and ``pip_guard`` lies in every overlay as
-``_dstrial_overlay``, where a ``.pth`` file calls :func:`guard_pip` at each start of its Python.
+``backends.local`` starts ``start.main`` with the base's Python, which may have no dstrial: these modules need only the standard
+library and import each other by relative names. A copy of ``__init__``, ``base``, ``store`` and ``pip_guard`` lies in every
+overlay as ``_dstrial_overlay``, where a ``.pth`` file calls :func:`guard_pip` at each start of its Python.
 """
 
 from __future__ import annotations
