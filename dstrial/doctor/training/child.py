@@ -52,9 +52,10 @@ def _end_with_parent() -> None:
 
 
 def answer_of(module: str, bench: Bench) -> Mapping[str, Any]:
-    """Run a check and return its answer as JSON values."""
+    """Run a check, as ``Check.module`` names it, and return its answer as JSON values."""
+    module, _, function = module.partition(":")
     try:
-        found = importlib.import_module(module).run(bench)
+        found = getattr(importlib.import_module(module), function or "run")(bench)
     except NotApplicableError as none:
         return {"status": Status.NOT_APPLICABLE.value, "summary": str(none), "advice": none.advice}
     except CheckFailedError as failed:

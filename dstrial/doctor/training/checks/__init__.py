@@ -1,1 +1,1 @@
-"""A module per check says what it shows, and what it cannot show on CPU ranks."""
+"""A function per check says what it shows, and what it cannot show on CPU ranks."""
