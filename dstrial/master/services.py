@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from dstrial.master.activity import Activity
 from dstrial.master.clock import now_us
 from dstrial.master.http.login_links import LoginLinks
 from dstrial.master.http.login_throttle import Attempts
@@ -42,6 +41,25 @@ _NUM_READERS = 4
 
 VERSION = "0.38.1"
 """The release of Determined whose protocol is spoken; its clients warn about any other."""
+
+
+class Activity:
+    """Remembers each task service's last use in memory; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._last_s: dict[str, float] = {}
+
+    def touch(self, task_id: str) -> None:
+        """Note that somebody uses the service of a task now."""
+        self._last_s[task_id] = time.monotonic()
+
+    def idle_s(self, task_id: str) -> float:
+        """Return the seconds since the last use; the first question begins the count."""
+        return time.monotonic() - self._last_s.setdefault(task_id, time.monotonic())
+
+    def forget(self, task_id: str) -> None:
+        """Drop a task that has ended."""
+        self._last_s.pop(task_id, None)
 
 
 _NUM_CHECKERS = 2
