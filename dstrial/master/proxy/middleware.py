@@ -18,8 +18,7 @@ from dstrial.master.http.errors import error_response, status_and_text
 from dstrial.master.proxy import targets as named
 from dstrial.master.proxy.http_proxy import ServiceGoneError, relay
 from dstrial.master.services import Services
-from dstrial.master.web import task_page
-from dstrial.master.web.page import login_page
+from dstrial.master.web.page import ended_page, login_page, task_state, waiting_page
 
 logger = logging.getLogger("dstrial.master.proxy")
 
@@ -95,16 +94,16 @@ class Front:
         if "/" not in raw[len(named.PREFIX) :]:
             return RedirectResponse(f"{raw}/", status_code=307)
         if not service.is_ready and is_page:
-            return task_page.waiting(service.task_id)
+            return waiting_page(service.task_id)
         await relay(service, scope, receive, send)
         self._services.activity.touch(service.task_id)
         return None
 
     async def _interactive(self, raw: str) -> Response:
         task_id = raw[len(INTERACTIVE) :].partition("/")[0]
-        state = await self._services.read(task_page.state_of, task_id)
+        state = await self._services.read(task_state, task_id)
         if state == "ready":
             return RedirectResponse(f"{named.PREFIX}{task_id}/", status_code=307)
         if state == "ended":
-            return task_page.ended(task_id)
-        return task_page.waiting(task_id)
+            return ended_page(task_id)
+        return waiting_page(task_id)

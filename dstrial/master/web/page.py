@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jinja2
 from starlette.responses import Response
@@ -17,18 +20,22 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
 from dstrial.master.http.serializers import shown_state
 from dstrial.master.services import Services
-from dstrial.master.store import listings, logs
+from dstrial.master.store import commands, listings, logs
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.tokens import User
-from dstrial.master.web.plot import Plot, line_plot
 
 _MAX_EXPERIMENTS = 200
 _MAX_TRIALS = 50
 _LOG_LINES = 200
 _REFRESH_S = 10
+_WAITING_REFRESH_S = 1
+# Of a plot, pixels.
+_WIDTH, _HEIGHT = 420, 180
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 24
+_MAX_POINTS = 400
 
 
 @functools.cache
@@ -101,6 +108,67 @@ def _trials(connection: Connection, experiment: Experiment, names: SecretNames) 
     return shown
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plot:
+    """A plot with its axes, in pixels.
+
+    Attributes:
+        width: of the whole.
+        height: of the whole.
+        points: ``x,y x,y …`` of the line.
+        dots: the same points, each with a text to show.
+        y_labels: (y, text) of the highest and the lowest value.
+        x_labels: (x, text) of the first and the last batch.
+        left: where the y axis is.
+        bottom: where the x axis is.
+    """
+
+    width: int
+    height: int
+    points: str
+    dots: tuple[tuple[float, float, str], ...]
+    y_labels: tuple[tuple[float, str], ...]
+    x_labels: tuple[tuple[float, str], ...]
+    left: int = _LEFT
+    bottom: int = _HEIGHT - _BOTTOM
+
+
+def line_plot(series: Sequence[tuple[int, float]]) -> Plot | None:
+    """Return the plot of a metric over batches; None without a finite value.
+
+    Args:
+        series: batches and value, in the order of batches. Of a long one every n-th is drawn, and the last.
+    """
+    finite = [(batch, value) for batch, value in series if math.isfinite(value)]
+    if not finite:
+        return None
+    step = -(-len(finite) // _MAX_POINTS)
+    drawn = finite[::step] if (len(finite) - 1) % step == 0 else [*finite[::step], finite[-1]]
+    low, high = min(value for _, value in drawn), max(value for _, value in drawn)
+    first, last = drawn[0][0], drawn[-1][0]
+    bottom = _HEIGHT - _BOTTOM
+
+    def x_of(batch: int) -> float:
+        return round(_LEFT + (batch - first) / ((last - first) or 1) * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def y_of(value: float) -> float:
+        return round(bottom - (value - low) / ((high - low) or 1) * (bottom - _TOP), 1)
+
+    dots = tuple((x_of(batch), y_of(value), f"batch {batch}: {value:.5g}") for batch, value in drawn)
+    y_labels = (
+        ((y_of(high), f"{high:.4g}"),)
+        if high == low
+        else ((y_of(high), f"{high:.4g}"), (y_of(low), f"{low:.4g}"))
+    )
+    x_labels = (
+        ((x_of(first), str(first)),)
+        if first == last
+        else ((x_of(first), str(first)), (x_of(last), str(last)))
+    )
+    points = " ".join(f"{x},{y}" for x, y, _ in dots)
+    return Plot(_WIDTH, _HEIGHT, points, dots, y_labels, x_labels)
+
+
 def _webhook(webhook: webhook_rows.Webhook) -> dict[str, Any]:
     """Return what is shown of a webhook; its URL may be secret, so only the host."""
     last_us = webhook.delivery["lastTime"]
@@ -170,6 +238,30 @@ async def show_page(request: ApiRequest) -> Response:
         refresh_s=_REFRESH_S if values["is_live"] else 0,
         **values,
     )
+
+
+def task_state(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
+    """Say how far a command has come with its service.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = commands.require(connection, task_id)
+    if row.state in commands.ENDED:
+        return "ended"
+    return "ready" if row.is_ready else "waiting"
+
+
+def waiting_page(task_id: str) -> Response:
+    """Return a page that asks again every second."""
+    return render(
+        "task.html", task_id=task_id, refresh_s=_WAITING_REFRESH_S, text="is starting, or waits for slots"
+    )
+
+
+def ended_page(task_id: str) -> Response:
+    """Return the page of a task that has ended."""
+    return render("task.html", 404, task_id=task_id, refresh_s=0, text="has ended; start another one")
 
 
 def login_page(services: Services, status: int = 200) -> Response:
