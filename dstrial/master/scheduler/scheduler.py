@@ -30,8 +30,7 @@ from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
-from dstrial.master.scheduler.heartbeat_timeout import Silence
-from dstrial.master.scheduler.janitor import Janitor
+from dstrial.master.scheduler.janitor import Janitor, Silence
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
 from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
 from dstrial.master.store import allocations as allocation_rows
