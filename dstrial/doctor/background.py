@@ -16,22 +16,14 @@ T = TypeVar("T")
 
 
 class NoAnswerError(Exception):
-    """A call has not returned before its deadline.
-
-    Args:
-        seconds: how long it was waited for.
-    """
+    """A call has not returned before its deadline."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer within {seconds:.0f} s")
 
 
 class Background(Generic[T]):
-    """One call in a thread of its own, begun at once.
-
-    Args:
-        call: what to do.
-    """
+    """One call in a thread of its own, begun at once."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()

@@ -57,9 +57,6 @@ def run(options: CheckupOptions) -> Iterator[Group]:
     """Run every check at once; yield their findings as they come, in a fixed order.
 
     A check that does not end by its deadline, or that fails itself, is a problem with its name; all others go on.
-
-    Args:
-        options: what was asked for.
     """
     checks = {name: Background(check) for name, check in _checks(options).items()}
     for name, check in checks.items():

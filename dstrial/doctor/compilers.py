@@ -107,12 +107,7 @@ def _first_output(command: Sequence[str], *, whole: bool = False) -> str | None:
 
 
 def judge(compilers: Compilers, libraries: Libraries) -> list[Finding]:
-    """Judge what compiles, and the operators that it would compile.
-
-    Args:
-        compilers: what is there.
-        libraries: torch, and DeepSpeed with its operators.
-    """
+    """Judge what compiles, and the operators that it would compile."""
     return [
         *_judge_host(compilers),
         *_judge_nvcc(compilers, libraries.torch, libraries.deepspeed),

@@ -88,10 +88,6 @@ class Hardware:
 def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Say what programs see of the devices.
 
-    Args:
-        hardware: the devices.
-        environ: environment variables.
-
     Returns:
         The devices or MIG instances that ``CUDA_VISIBLE_DEVICES`` leaves, by UUID; and its first word that names none, if there
         is any: CUDA ignores whatever comes after it.

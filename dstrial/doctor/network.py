@@ -43,7 +43,6 @@ class Network:
     """What this machine knows of its network.
 
     Attributes:
-        hostname: its name.
         resolved: addresses that the name stands for; empty if for none.
         resolve_s: how long that took; None if it did not end.
         interfaces: in the kernel's order.

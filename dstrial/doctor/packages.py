@@ -49,7 +49,6 @@ class PythonEnvironment:
 
     Attributes:
         version: of Python.
-        executable: its path.
         prefix: the virtual environment; empty outside one.
         implementation: CPython, or another.
         system: Linux, or another.

@@ -118,11 +118,7 @@ class MasterServer(uvicorn.Server):
 
 
 class Refusal:
-    """Answers 503 to submissions once the master is ending; all else goes on.
-
-    Args:
-        app: the application.
-    """
+    """Answers 503 to submissions once the master is ending; all else goes on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

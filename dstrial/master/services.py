@@ -118,16 +118,12 @@ class Services:
     """One running master.
 
     Attributes:
-        settings: of its configuration file.
         state_dir: absolute path of the state directory.
-        database: the store.
         changes: who waits for a commit.
-        slots: the devices it offers.
         cluster_id: the same for the life of the state directory.
         master_id: another one at every start.
         agent_id: the one agent's name, that of the machine.
         address: its URL for processes of this machine, without a trailing slash.
-        start_us: when it started.
         executor: threads that read the database.
         checker: threads that check what users send.
         attempts: who has tried to log in.

@@ -42,12 +42,10 @@ class MasterRecord:
     """The content of ``master.json``.
 
     Attributes:
-        pid: process id of the master.
         start_time: when that process started, in the kernel's own ticks; tells a reused pid apart.
         port: the TCP port on which it listens, on 127.0.0.1.
         slots: one entry per slot: ``id``, ``kind`` (``cpu``, ``cuda``, ``rocm``), ``brand``, ``uuid``.
         cluster_id: that of ``GET //info``.
-        version: of dstrial.
         socket: absolute path of the UNIX socket for the directory's owner; empty for a master of an earlier release.
     """
 

@@ -33,7 +33,6 @@ class Launched:
         exit_code: of the launcher.
         output: what it and the ranks printed.
         facts: what rank 0 has noted.
-        seconds: how long it took.
     """
 
     exit_code: int
@@ -184,9 +183,6 @@ class Bench:
     @contextlib.contextmanager
     def master(self, *, slots: int) -> Iterator[Mapping[str, str]]:
         """Run an embedded master of this check's own while the block lasts.
-
-        Args:
-            slots: that it offers.
 
         Yields:
             Variables with which ``dstrial`` and ``det`` find it.

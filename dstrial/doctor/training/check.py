@@ -64,13 +64,9 @@ class Result:
     """How a check ended.
 
     Attributes:
-        name: of the check.
-        title: of the check.
-        status: how.
         summary: what was found, or why it failed, is not applicable or not reached.
         advice: what to do; empty where nothing is.
         not_shown: what this machine cannot show of it.
-        seconds: how long it took.
         deadline_s: how long it might have taken.
         facts: name -> JSON value, as far as the check came.
         output: the end of what it printed; empty where it ended well.

@@ -31,7 +31,6 @@ class Ended:
     Attributes:
         exit_code: as ``subprocess`` has it; negative for a signal.
         is_late: whether it was ended because its time was up.
-        seconds: how long it ran.
         num_left: processes that it left behind, which were ended.
     """
 

@@ -27,7 +27,6 @@ class Slot:
     Attributes:
         id: index of the device, from 0.
         kind: what it is.
-        brand: its name.
         uuid: what names it for good; a CPU slot's own name otherwise.
         visible_as: what names it in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
             ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index there. Empty otherwise.

@@ -54,7 +54,6 @@ class SupervisorHandle:
     """A supervisor, by what no other process shares with it.
 
     Attributes:
-        pid: its process id.
         start_time: when it started, as the kernel tells, with the boot it belongs to.
     """
 
@@ -69,7 +68,6 @@ class AllocationExit:
     Attributes:
         exit_code: of the entrypoint, as a shell sees it.
         signal: that ended it, None if none did.
-        time_us: when.
         explanation: what the exit code means, None for 0.
         was_lost: the supervisor died without leaving a record; the entrypoint died with it.
     """

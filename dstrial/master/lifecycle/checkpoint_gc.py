@@ -19,8 +19,6 @@ class Candidate:
     """A complete checkpoint, as the policy sees it.
 
     Attributes:
-        uuid: the checkpoint.
-        trial_id: its trial.
         steps: batches completed.
         metric: the searcher metric of a validation at the same batch; None without one.
     """

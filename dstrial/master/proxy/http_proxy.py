@@ -31,12 +31,7 @@ _CHUNK_BYTES = 64 * 1024
 
 
 class Front:
-    """Answers requests of the proxy, and hands the others on.
-
-    Args:
-        services: of the running master.
-        api: answers everything else.
-    """
+    """Answers requests of the proxy, and hands the others on."""
 
     def __init__(self, services: Services, api: ASGIApp) -> None:
         self._services = services

@@ -38,7 +38,6 @@ class Service:
     """A port of this machine on which a living task answers.
 
     Attributes:
-        task_id: the task.
         port: on 127.0.0.1.
         is_tcp: whether it speaks no HTTP, so that a WebSocket carries its bytes.
         is_ready: whether it has answered already.

@@ -110,11 +110,7 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
 
 
 class CommandWatch:
-    """Ends a running TensorBoard that nobody uses or that grows too large.
-
-    Args:
-        services: of the running master.
-    """
+    """Ends a running TensorBoard that nobody uses or that grows too large."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

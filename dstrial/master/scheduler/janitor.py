@@ -216,10 +216,6 @@ class Silence:
     """Looks from time to time for detached runs that have been silent for too long.
 
     A master that has just started has heard of nobody, and waits as long as for a run that it knows.
-
-    Args:
-        database: the store.
-        timeout_s: how long a run may be silent.
     """
 
     def __init__(self, database: Database, timeout_s: float) -> None:

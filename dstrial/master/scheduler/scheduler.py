@@ -63,11 +63,7 @@ _AGENT_OFF = -1
 
 
 class Scheduler:
-    """Owns the slots of this machine and the processes of trials and commands.
-
-    Args:
-        services: of the running master.
-    """
+    """Owns the slots of this machine and the processes of trials and commands."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

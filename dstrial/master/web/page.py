@@ -113,8 +113,6 @@ class Plot:
     """A plot with its axes, in pixels.
 
     Attributes:
-        width: of the whole.
-        height: of the whole.
         points: ``x,y x,y …`` of the line.
         dots: the same points, each with a text to show.
         y_labels: (y, text) of the highest and the lowest value.

@@ -60,11 +60,7 @@ class Delivery:
         self._thread.start()
 
     def stop(self, drain_s: float) -> None:
-        """Send what is due and has time, and end; the next start sends the rest.
-
-        Args:
-            drain_s: how long it may take, seconds.
-        """
+        """Send what is due and has time, and end; the next start sends the rest."""
         if self._thread.ident is None:
             return
         self._is_draining = True

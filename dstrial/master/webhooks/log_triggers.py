@@ -26,7 +26,6 @@ class LogMatch:
     """A line that a trigger looks for.
 
     Attributes:
-        trigger_id: the trigger.
         line: without its end.
     """
 

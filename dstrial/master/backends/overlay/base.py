@@ -40,11 +40,7 @@ def site_directories() -> list[str]:
 
 
 class Package:
-    """A package that is installed.
-
-    Args:
-        distribution: it.
-    """
+    """A package that is installed."""
 
     def __init__(self, distribution: metadata.Distribution) -> None:
         self.name = str(distribution.metadata["Name"] or "")
