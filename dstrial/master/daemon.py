@@ -90,6 +90,31 @@ def start(
     if may_take_another_port and not living_allocations(state) and not _is_free(port):
         port = 0
     options = dataclasses.replace(options, port=port)
+    process, told = _launch(state, options, meanwhile)
+    if told is None:
+        process.kill()
+        process.wait()
+        raise MasterError(
+            f"the master did not serve within {_START_TIMEOUT_S:g} s; expected it at once. See {state.log_path}."
+        )
+    message: dict[str, Any] = json.loads(told) if told else {}
+    if "record" not in message:
+        process.wait()
+        other = _wait_for_record(state) if message.get("is_in_use") else None
+        if other is not None:
+            return other
+        raise MasterError(message.get("error") or _died(state, process.returncode))
+    process.returncode = 0  # not a child any more, as far as subprocess is concerned
+    record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
+    # The whole way of a request, not only the port.
+    Client(record.address).get("/info")
+    return record
+
+
+def _launch(
+    state: StateDirectory, options: MasterOptions, meanwhile: Callable[[], None]
+) -> tuple[subprocess.Popen[bytes], bytes | None]:
+    """Start the process; return it and what it said, None if it said nothing in time."""
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
@@ -111,24 +136,7 @@ def start(
             os.close(theirs)
         meanwhile()
         told = _read_all(ready.fileno(), time.monotonic() + _START_TIMEOUT_S)
-    if told is None:
-        process.kill()
-        process.wait()
-        raise MasterError(
-            f"the master did not serve within {_START_TIMEOUT_S:g} s; expected it at once. See {state.log_path}."
-        )
-    message: dict[str, Any] = json.loads(told) if told else {}
-    if "record" not in message:
-        process.wait()
-        other = _wait_for_record(state) if message.get("is_in_use") else None
-        if other is not None:
-            return other
-        raise MasterError(message.get("error") or _died(state, process.returncode))
-    process.returncode = 0  # not a child any more, as far as subprocess is concerned
-    record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
-    # The whole way of a request, not only the port.
-    Client(record.address).get("/info")
-    return record
+    return process, told
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from dstrial.master.store.database import Database
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from dstrial.master.backends.devices import Slot
     from dstrial.master.http import Door
     from dstrial.master.scheduler import Scheduler
     from dstrial.master.services import Services
@@ -199,20 +200,24 @@ def serve(
             has_passwords=options.has_passwords,
         )
         stack.callback(services.close)
-        record = MasterRecord(
-            pid=os.getpid(),
-            start_time=str(process_start_time(os.getpid())),
-            port=port,
-            slots=tuple(
-                {"id": slot.id, "kind": slot.kind, "brand": slot.brand, "uuid": slot.uuid} for slot in slots
-            ),
-            cluster_id=services.cluster_id,
-            version=__version__,
-            socket=str(socket_path),
-        )
+        record = _record(services, slots, port, socket_path)
         # What start-up made is not looked at again by the garbage collector.
         gc.freeze()
         _run(state, services, record, listener, owner_listener, door, on_ready)
+
+
+def _record(services: Services, slots: Sequence[Slot], port: int, socket_path: Path) -> MasterRecord:
+    return MasterRecord(
+        pid=os.getpid(),
+        start_time=str(process_start_time(os.getpid())),
+        port=port,
+        slots=tuple(
+            {"id": slot.id, "kind": slot.kind, "brand": slot.brand, "uuid": slot.uuid} for slot in slots
+        ),
+        cluster_id=services.cluster_id,
+        version=__version__,
+        socket=str(socket_path),
+    )
 
 
 def _open_door(settings: MasterSettings, stack: contextlib.ExitStack) -> Door:

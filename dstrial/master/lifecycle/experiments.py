@@ -240,27 +240,10 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
-    searcher = row.searcher_type
-    problem = None
-    if row.state not in TERMINAL:
-        problem = (
-            f"experiment {experiment_id} is {row.state}; expected one that has ended. Activate it instead."
-        )
-    elif searcher not in ("single", "random", "grid"):
-        problem = (
-            f"experiment {experiment_id} has the searcher {searcher}; expected single, random or grid, whose "
-            "trials do not depend on each other. Create a new experiment."
-        )
-    elif submission is not None and searcher != "single":
-        problem = (
-            f"experiment {experiment_id} has the searcher {searcher}; expected single to continue with another "
-            "config. Continue without --config."
-        )
-    if problem is not None:
-        raise InvalidError(problem)
+    _check_continuable(row, submission)
     trials = trial_rows.of_experiment(tx.connection, experiment_id)
     again = [trial for trial in trials if trial.state != "COMPLETED"]
-    if searcher == "single":
+    if row.searcher_type == "single":
         again = trials
     if not again:
         raise InvalidError(
@@ -270,7 +253,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     if submission is not None:
         experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)
         _resample(tx, again[0].id, submission)
-    # Not unmanaged, as that was refused, so it has one.
+    # Detached experiments are refused above, so there is a snapshot.
     snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id).searcher_snapshot or "")
     reopened = {trial.request_id for trial in again}
     for name in ("closed", "failed", "cancelled", "stopped"):
@@ -291,6 +274,25 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
         trial_rows.reopen(tx, trial)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     return experiment_id
+
+
+def _check_continuable(row: experiment_rows.Experiment, submission: Submission | None) -> None:
+    searcher = row.searcher_type
+    problem = None
+    if row.state not in TERMINAL:
+        problem = f"experiment {row.id} is {row.state}; expected one that has ended. Activate it instead."
+    elif searcher not in ("single", "random", "grid"):
+        problem = (
+            f"experiment {row.id} has the searcher {searcher}; expected single, random or grid, whose "
+            "trials do not depend on each other. Create a new experiment."
+        )
+    elif submission is not None and searcher != "single":
+        problem = (
+            f"experiment {row.id} has the searcher {searcher}; expected single to continue with another "
+            "config. Continue without --config."
+        )
+    if problem is not None:
+        raise InvalidError(problem)
 
 
 def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
