@@ -37,7 +37,7 @@ _RETRIES = {
     "status_forcelist": [502, 503, 504],
 }
 _OWN_FILES = Path(__file__).parent
-# What HIP looks at. A second one, set by the user for the master, would count within the devices of the first.
+# The variable that HIP reads. A second variable, set by the user for the master, would select among the first's devices.
 _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 

@@ -24,7 +24,7 @@ _LAUNCHER_FRAMES = (
     "dstrial/launch/__main__.py",
 )
 _LAUNCHER_ERRORS = ("ChildFailedError", "RankFailedError", "subprocess.CalledProcessError")
-# What a rank says that has only lost another one.
+# Messages of ranks that only lost the connection to another rank.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -225,13 +225,13 @@ def _may_save_later(tx: Transaction, row: allocation_rows.Allocation, exit_: All
     if experiment.state not in ("ACTIVE", "PAUSED"):
         return False
     if row.preempt_acked and checkpoint_rows.latest_completed(tx.connection, row.trial_id) is None:
-        # One that ends with an error whenever it is asked to stop, and never saves.
+        # The trial fails whenever it is asked to stop, and never saves.
         return False
     return not exit_.was_lost or _losses(tx, row.trial_id, row.run_id) < _MAX_LOSSES
 
 
 def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Return how many runs in a row were lost without a report, with this one."""
+    """Return how many runs in a row were lost without a report, this run included."""
     count = 0
     for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
         if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):

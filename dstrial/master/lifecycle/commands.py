@@ -172,7 +172,7 @@ def unpause(tx: Transaction, task_id: str) -> None:
     if row.state not in ("PAUSED", "STOPPING_PAUSED"):
         raise InvalidError(f"task {task_id} is {row.state}; expected PAUSED. Leave it as it is.")
     for one in commands.tree(tx.connection, task_id):
-        # One that is still ending starts anew when it has ended.
+        # A task that is still ending starts again once it has ended.
         if commands.require(tx.connection, one).state in ("PAUSED", "STOPPING_PAUSED"):
             commands.update(tx, one, state="ACTIVE", stop_reason=None)
         _publish(tx, one)

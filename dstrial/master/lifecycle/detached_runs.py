@@ -147,7 +147,7 @@ def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = Fal
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
     if experiment.state in DELETING:
         return
-    # A person's end is CANCELED. Another one may be that of an earlier run, whose script knows no better.
+    # CANCELED is a person's decision. Another end may come from an earlier run's script, which knows no better.
     if trial.is_lost or (is_current_run and trial.state in ("COMPLETED", "ERROR")):
         _reopen(tx, trial, is_archived=bool(experiment.archived))
         _say(tx, trial, f"trial {trial.id} was heard of again")

@@ -68,7 +68,7 @@ def report_metrics(
         if not trial.is_stopped_by_searcher:
             endings.validation_completed(tx, trial, metrics)
         elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
-            # One that failed on its way to the end, and is there again.
+            # The trial failed while it was stopping, and has come to that point again.
             endings.stop_trial(tx, trial_id, "STOPPING_COMPLETED", endings.STOPPED_BY_SEARCHER)
 
 

@@ -55,7 +55,7 @@ def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[L
     joined = "".join(texts)
     found = []
     for policy in policies:
-        # The whole first: most policies match nothing, and one search of it costs less than one of each line.
+        # Search the whole text first: most policies match nothing, and that costs less than a search of each line.
         if policy.pattern.search(joined):
             line = next((line for line in joined.splitlines() if policy.pattern.search(line)), None)
             if line is not None:

@@ -51,14 +51,14 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _TICK_S = 0.05
 _IDLE_TICK_S = 1.0
-# Of one trial's output at a time, so that one that floods its log delays neither the others nor its own end.
+# Read from a trial's output at a time: a trial that floods its log delays neither the others nor its own end.
 _CHUNK_BYTES = 512 * 1024
 _KILL_AGAIN_S = 2.0
 _LOOK_AGAIN_S = 1.0
-# For how long a master that ends goes on storing what killed trials have printed.
+# How long a master that ends stores what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
 
-# In place of how many slots there are, where it is told why something waits.
+# Stands for the number of slots in `_told` while the agent is disabled.
 _AGENT_OFF = -1
 
 

@@ -16,7 +16,7 @@ from dstrial.master.store.database import Database
 
 def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, Any]]:
     for row in rows:
-        # One that another release of RE2 has accepted must not end the taking in of logs.
+        # A pattern that another release of RE2 has accepted must not stop the taking in of logs.
         with contextlib.suppress(ValueError):
             yield row.trigger_id, compile_pattern(row.condition)
 

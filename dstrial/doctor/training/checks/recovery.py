@@ -69,7 +69,7 @@ def _wait_until_back(bench: Bench, before: int, own: set[int]) -> float:
     began_s = time.monotonic()
     while (waited_s := time.monotonic() - began_s) < _BACK_WITHIN_S:
         left = set(marked(os.environ[MARKER_VARIABLE])) - own
-        # Others use the memory of the host, too; there only processes tell.
+        # Others use the memory of the host, too; there only processes count.
         if not left and (not bench.has_cuda or used_bytes(bench) <= before + _SLACK_BYTES):
             break
         time.sleep(0.1)

@@ -75,7 +75,7 @@ class _Install:
         self._words = list(words)
 
     def run(self) -> int:
-        """Do it, or say why not; returns the exit code."""
+        """Run the install, or say why not; return the exit code."""
         refused = next((word for word in self._words if _is_elsewhere(word)), None)
         if refused is not None:
             return _fail(

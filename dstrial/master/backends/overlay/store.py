@@ -112,7 +112,7 @@ class Overlay:
             return "another task"
 
     def use(self) -> int:
-        """Mark as used by this process and its children, which keep the descriptor open."""
+        """Mark as used; return the descriptor that the task's processes must keep open."""
         descriptor = os.open(self.beside("use"), os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         os.utime(descriptor)
@@ -165,7 +165,7 @@ def try_lock(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever deletes an overlay deletes this file, too: then another one counts.
+            # Whoever deletes an overlay deletes this file, too: another file counts then.
             if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
         except BlockingIOError:
