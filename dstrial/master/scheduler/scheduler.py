@@ -17,21 +17,21 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import DstrialError
 from dstrial.master import backends
 from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, SupervisorHandle
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
-from dstrial.master.backends.log_file import read_lines
+from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.janitor import Janitor, Silence
-from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
+from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, users
@@ -51,8 +51,6 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _TICK_S = 0.05
 _IDLE_TICK_S = 1.0
-# Read from a trial's output at a time: a trial that floods its log delays neither the others nor its own end.
-_CHUNK_BYTES = 512 * 1024
 _KILL_AGAIN_S = 2.0
 _LOOK_AGAIN_S = 1.0
 # How long a master that ends stores what killed trials have printed.
@@ -313,7 +311,7 @@ class Scheduler:
     def _take_in(self, row: Allocation) -> bool:
         """Take in new output of an allocation; say whether there may be more."""
         offset = int(row.log_offset)
-        lines, end = read_lines(Path(row.directory), offset, _CHUNK_BYTES)
+        lines, end = read_lines(Path(row.directory), offset, CHUNK_BYTES)
         if not lines:
             return False
         policies = () if _is_command(row) else self._policies_of(row.experiment_id)
@@ -323,11 +321,11 @@ class Scheduler:
         def store(tx: Transaction) -> None:
             if allocation_rows.advance_log(tx, row.id, offset, end):
                 add_task_logs(tx, row.task_id, row.trial_id or None, row.id, lines)
-                _note_policies(tx, row, matched, self._services.agent_id)
+                note_matches(tx, row, matched, self._services.agent_id)
                 events.tell_lines(tx, row.task_id, told)
 
         self._database.write(store)
-        return end - offset > _CHUNK_BYTES // 2
+        return end - offset > CHUNK_BYTES // 2
 
     def _policies_of(self, experiment_id: int) -> tuple[LogPolicy, ...]:
         if experiment_id not in self._policies:
@@ -339,13 +337,13 @@ class Scheduler:
     def _end(self, row: Allocation, exit_: AllocationExit) -> None:
         traceback = None
         if exit_.exit_code != 0:
-            traceback = first_traceback(_printed(Path(row.directory)))
+            traceback = first_traceback(printed(Path(row.directory)))
             if traceback is None or is_of_launcher(traceback):
-                explanation = explain_rank(_printed(Path(row.directory)))
+                explanation = explain_rank(printed(Path(row.directory)))
                 if explanation is not None:
                     exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
             if exit_.explanation is None:
-                failure = explain_failure(_printed(Path(row.directory)), traceback)
+                failure = explain_failure(printed(Path(row.directory)), traceback)
                 exit_ = dataclasses.replace(exit_, explanation=failure)
         exited = life.exited if _is_command(row) else allocations.allocation_exited
         self._database.write(lambda tx: exited(tx, row.id, exit_, traceback))
@@ -612,37 +610,6 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
     """Return the tokens of a new allocation by kind, and their hashes."""
     tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
-
-
-def _note_policies(
-    tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], agent_id: str
-) -> None:
-    """Store which policies an output matched; log those with an action, once each."""
-    for policy, line in matched:
-        if policy.name is not None:
-            trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)
-        column: Literal["retry_cancelled", "is_node_excluded"]
-        if policy.action == "cancel_retries":
-            column, then = "retry_cancelled", "the trial will not be started again if it fails"
-        elif policy.action == "exclude_node":
-            # Source: Determined 0.38.1, master/internal/logpattern, addRetryOnDifferentNode.
-            column, then = "is_node_excluded", f"therefore will not schedule on {agent_id} again if it fails"
-        else:
-            continue
-        if trial_rows.set_flag(tx, row.trial_id, column):
-            text = f'(log {json.dumps(line, ensure_ascii=False)} matched regex "{policy.text}") {then}'
-            add_master_line(tx, row.task_id, row.trial_id, text, level="WARNING", allocation_id=row.id)
-
-
-def _printed(directory: Path) -> Iterable[tuple[int | None, str]]:
-    """Yield rank and text of all that an allocation printed (stderr and stdout)."""
-    offset = 0
-    while True:
-        lines, offset = read_lines(directory, offset, _CHUNK_BYTES)
-        if not lines:
-            return
-        for line in lines:
-            yield line.rank, line.text
 
 
 def _failed_start(reason: str) -> AllocationExit:
