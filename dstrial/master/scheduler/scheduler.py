@@ -132,7 +132,7 @@ class Scheduler:
     def _slots_to_go_on_with(
         self, connection: Connection, row: jobs.WaitingTrial, config: dict[str, Any], available: int
     ) -> int | None:
-        """Return what ``resumption`` says; asks again only after a change."""
+        """Return what ``resume`` says, and ask it again only after a change."""
         known_for = (row.run_id, available, hash(row.config))
         known = self._fitting.get(row.id)
         if known is None or known[0] != known_for:
@@ -255,7 +255,7 @@ class Scheduler:
             self._event.clear()
 
     def _tick(self) -> float:
-        """Do what is due and return for how long nothing will be, seconds."""
+        """Do what is due; return in how many seconds there may be more."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         wait_s = _TICK_S if live else _IDLE_TICK_S

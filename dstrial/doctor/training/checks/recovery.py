@@ -65,7 +65,7 @@ def run(bench: Bench) -> Finding:
 
 
 def _wait_until_back(bench: Bench, before: int, own: set[int]) -> float:
-    """Wait until memory and processes are back; return seconds (timeout or more: not)."""
+    """Return the seconds until memory and processes are back, or ``_BACK_WITHIN_S``."""
     began_s = time.monotonic()
     while (waited_s := time.monotonic() - began_s) < _BACK_WITHIN_S:
         left = set(marked(os.environ[MARKER_VARIABLE])) - own

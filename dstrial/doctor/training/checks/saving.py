@@ -76,7 +76,7 @@ _ACROSS_STAGES = 1e-4
 
 
 def check_resume(bench: Bench) -> Finding:
-    """A resumed run reports what an uninterrupted run does, bit by bit per layout.
+    """A resumed run reports what an uninterrupted run does, to the bit in one layout.
 
     Three configurations with dropout are trained for 12 batches, and for 7 and on to 12. A run that is saved in ZeRO 1 and
     goes on in ZeRO 3 computes in another order: its losses stay within a bound.

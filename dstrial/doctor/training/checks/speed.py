@@ -32,7 +32,7 @@ def check_flops(bench: Bench) -> Finding:
 
 
 def check_synchronisation(bench: Bench) -> Finding:
-    """Between two reports dstrial's loader, ``to_device`` and loop never wait on CUDA.
+    """Between reports dstrial's loader, ``to_device`` and loop do not wait for CUDA.
 
     CUDA's own check (``torch.cuda.set_sync_debug_mode``) tells of each synchronisation with the line that causes it, over
     whole batches with a pinned loader and four workers; those of DeepSpeed are listed, those of dstrial fail. Then the same

@@ -29,7 +29,7 @@ class Checked(TextTrial):
     checked = 0
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        """Train a batch; errors are checked for between calls, warnings throughout."""
+        """Train a batch; the error mode checks only between DeepSpeed's own calls."""
         del epoch_idx
         characters, following = self.context.to_device(next(dataloader_iter))
         is_error = self.mode == "error"
