@@ -47,11 +47,7 @@ class Instant:
 
 
 def measure(began: Instant) -> Clock:
-    """Read the clocks.
-
-    Args:
-        began: both at the start of the command.
-    """
+    """Read the clocks; ``began`` has both at the start of the command."""
     now = Instant.now()
     return Clock(
         now=datetime.datetime.now().astimezone(),

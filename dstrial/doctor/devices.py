@@ -111,12 +111,9 @@ def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], 
 
 
 def judge(hardware: Hardware, environ: Mapping[str, str], *, num_required: int = 0) -> list[Finding]:
-    """Judge the devices.
+    """Judge the devices; ``environ`` may hide devices or ask for one.
 
-    Args:
-        hardware: what the drivers said.
-        environ: environment variables, which may hide devices or ask for one.
-        num_required: how many accelerators training needs.
+    ``num_required`` is how many accelerators training needs.
     """
     findings = [_judge_driver(hardware)]
     for device in hardware.devices:

@@ -16,11 +16,7 @@ def judge(
 ) -> list[Finding]:
     """Judge the libraries that train.
 
-    Args:
-        libraries: what was imported or read.
-        installed: distribution -> version that its metadata says.
-        hardware: the accelerators of this machine.
-        environ: environment variables, which may hide devices.
+    ``installed`` is distribution -> version that its metadata says; ``environ`` may hide devices.
     """
     findings = [_judge_failure(failure) for failure in libraries.failures]
     torch, deepspeed = libraries.torch, libraries.deepspeed

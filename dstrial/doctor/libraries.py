@@ -167,11 +167,7 @@ def import_all(deadline_s: float) -> Libraries:
 def read_probe(output: str, errors: str, return_code: int | None, deadline_s: float) -> Libraries:
     """Make values of what the probe wrote.
 
-    Args:
-        output: its standard output, lines of JSON.
-        errors: its standard error.
-        return_code: its exit status, negative for a signal; None if it had to be killed.
-        deadline_s: what it was given.
+    Its standard output has lines of JSON; ``return_code`` is negative for a signal, None if it was killed at ``deadline_s``.
     """
     begun = ""
     values: dict[str, Mapping[str, Any]] = {}

@@ -145,10 +145,7 @@ def _quota(group: Path) -> float | None:
 def judge(limits: Limits, environ: Mapping[str, str], *, num_devices: int = 0) -> list[Finding]:
     """Judge what this process may use.
 
-    Args:
-        limits: what the kernel said.
-        environ: environment variables, which choose how many threads a rank has.
-        num_devices: accelerators, whose ranks share memory.
+    ``environ`` chooses how many threads a rank has; the ranks of ``num_devices`` accelerators share memory.
     """
     return [
         _judge_cores(limits, environ),

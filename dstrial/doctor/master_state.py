@@ -98,10 +98,7 @@ def _is_free(port: int) -> bool:
 def judge(master: MasterState, *, version: str, accelerator: str) -> list[Finding]:
     """Judge the master.
 
-    Args:
-        master: what was measured.
-        version: of this dstrial.
-        accelerator: kind of the slots that a master would offer now, ``cuda`` for example.
+    ``version`` is that of this dstrial; ``accelerator`` is the kind of slots that a master would offer now, such as ``cuda``.
     """
     if master.error:
         return [problem("state directory", master.error, "Name another directory with --state-dir.")]

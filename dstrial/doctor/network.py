@@ -184,12 +184,9 @@ def nccl_interfaces(network: Network, environ: Mapping[str, str]) -> list[str]:
 
 
 def judge(network: Network, torch: TorchBuild | None, environ: Mapping[str, str]) -> list[Finding]:
-    """Judge what ranks talk through.
+    """Judge what ranks talk through; ``environ`` may choose an interface.
 
-    Args:
-        network: what was measured.
-        torch: the build, which may have NCCL; None if there is none.
-        environ: environment variables that choose an interface.
+    ``torch`` is the build, which may have NCCL; None if there is none.
     """
     return [
         *_judge_loopback(network),

@@ -116,11 +116,9 @@ def _declared() -> tuple[list[str] | None, str, bool]:
 
 
 def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:
-    """Compare what is asked for with what is installed.
+    """Compare what is asked for (as ``Requires-Dist``) with what is installed.
 
-    Args:
-        asked: as in ``Requires-Dist``.
-        installed: normalised name -> version.
+    ``installed`` is normalised name -> version.
     """
     from packaging.requirements import Requirement as Parsed
 

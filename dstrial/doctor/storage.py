@@ -72,10 +72,7 @@ class Directory:
 
 
 def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
-    """Look at directories, each file system measured once.
-
-    Args:
-        places: name and path of each.
+    """Look at directories by name and path, each file system measured once.
 
     Returns:
         One value per place, in order; a finding for one that does not answer.

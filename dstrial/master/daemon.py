@@ -228,16 +228,9 @@ def wait_for_end(
     timeout_s: float,
     on_progress: Callable[[int], None] = lambda _num_allocations: None,
 ) -> bool:
-    """Wait until a master has ended.
+    """Wait until a master has ended, at most ``timeout_s``; return whether it has.
 
-    Args:
-        state: its state directory.
-        record: the master.
-        timeout_s: how long, seconds.
-        on_progress: called with the number of living allocations whenever it changes.
-
-    Returns:
-        Whether it has.
+    ``on_progress`` is called with the number of living allocations whenever it changes.
     """
     give_up_at_s = time.monotonic() + timeout_s
     told: int | None = None

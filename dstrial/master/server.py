@@ -327,11 +327,7 @@ def _run(
 class Ending:
     """Ends the master: trials first, while reports are still taken, then the server.
 
-    Args:
-        server: serves the trials' reports.
-        app: told to refuse submissions.
-        scheduler: stops the trials.
-        delivery: sends what webhooks have not been told yet.
+    Meanwhile ``app`` refuses submissions, and ``delivery`` sends what webhooks have not been told yet.
     """
 
     def __init__(self, server: MasterServer, app: Refusal, scheduler: Scheduler, delivery: Delivery) -> None:

@@ -168,12 +168,9 @@ CHECKS: tuple[Check, ...] = (
 
 
 def chosen(only: Sequence[str], skip: Sequence[str], checks: Sequence[Check] = CHECKS) -> tuple[Check, ...]:
-    """Return the checks to run, in their order.
+    """Return the checks to run, in their order; no names in ``only`` stand for all.
 
-    Args:
-        only: names; empty for all. Those that always run are not left out for want of their name.
-        skip: names.
-        checks: all that there are.
+    Checks that always run are not left out for want of their name.
 
     Raises:
         DstrialError: a name is none.

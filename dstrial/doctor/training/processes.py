@@ -51,15 +51,8 @@ def run_marked(
 ) -> Ended:
     """Run a process until it ends or the deadline comes; end all that it has started.
 
-    At the deadline its Python processes are asked for their stacks (SIGUSR1) before they are killed.
-
-    Args:
-        command: program and arguments.
-        output: where stdout and stderr go.
-        cwd: the directory in which it runs.
-        env: its environment.
-        deadline_s: seconds.
-        on_wait: called again and again meanwhile.
+    At the deadline its Python processes are asked for their stacks (SIGUSR1) before they are killed. ``output`` gets stdout and
+    stderr; ``on_wait`` is called again and again meanwhile.
     """
     marker = secrets.token_hex(16)
     began_s = time.monotonic()

@@ -143,12 +143,8 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
 def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | None) -> str | None:
     """Return what failed and where, in one line of the launcher or a traceback.
 
-    Args:
-        lines: rank (None without a tag) and text, in the order in which they were printed.
-        traceback: what ``first_traceback`` found in them.
-
-    Returns:
-        For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None where nothing tells.
+    For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None where nothing tells. The lines are those of
+    ``first_traceback``, which found ``traceback`` in them.
     """
     rank: str | None = None
     report: list[str] = []
@@ -183,11 +179,7 @@ def _in_one_line(lines: Sequence[str]) -> str:
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
     """Return which signal ended the first failed rank, as torchrun (exit 1) prints it.
 
-    Args:
-        lines: rank (None without a tag) and text, in the order in which they were printed.
-
-    Returns:
-        The explanation; None where torchrun says nothing of that, or the rank ended by itself.
+    The lines are those of ``first_traceback``. None where torchrun says nothing of that, or the rank ended by itself.
     """
     for _, text in lines:
         found = _TORCHRUN_FAILURE.search(text)

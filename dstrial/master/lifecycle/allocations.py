@@ -125,11 +125,7 @@ def allocation_exited(
 ) -> None:
     """End an allocation whose log is taken in, and decide about its trial.
 
-    Args:
-        tx: the write.
-        allocation_id: the allocation; nothing happens if it has ended.
-        exit_: how it ended.
-        traceback: of the rank that failed first, None if its output has none.
+    Nothing happens if it has ended. ``traceback`` is that of the rank that failed first, None if its output has none.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":

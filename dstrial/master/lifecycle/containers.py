@@ -15,10 +15,7 @@ from dstrial.master.store.errors import Hint, InvalidError
 def place(connection: Connection, project_id: int | None, config: Mapping[str, Any]) -> projects.ProjectInfo:
     """Return a new experiment's project: the request's, the config's or the default.
 
-    Args:
-        connection: to the store.
-        project_id: as the request has it; the default project (1) and less leave it to the config.
-        config: an experiment config, perhaps not checked yet.
+    The default project (1) as ``project_id``, or less, leaves it to the config, which may not be checked yet.
 
     Raises:
         NotFoundError: there is no such project; it is archived or only one of the two names is given.

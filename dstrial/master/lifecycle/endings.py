@@ -29,11 +29,8 @@ STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
     """End a trial: with a checkpoint if it is ready, by force for KILLED and ERROR.
 
-    Args:
-        tx: the write.
-        trial_id: the trial; nothing happens if it has ended or stops more severely already.
-        stopping: STOPPING_COMPLETED, STOPPING_CANCELED, STOPPING_ERROR or STOPPING_KILLED.
-        why: for the trial's log, without a full stop.
+    Nothing happens if it has ended or stops more severely already. ``stopping`` is STOPPING_COMPLETED, STOPPING_CANCELED,
+    STOPPING_ERROR or STOPPING_KILLED; ``why`` goes to the trial's log, without a full stop.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     if not may_follow(trial.state, stopping):
@@ -74,12 +71,8 @@ def close_trial(
 ) -> None:
     """Put a trial without processes into its terminal state, and tell the searcher.
 
-    Args:
-        tx: the write.
-        trial_id: the trial.
-        state: COMPLETED, CANCELED or ERROR.
-        reason: why it ended early, where ``state`` does not say it.
-        why: for the experiment, if this trial ends it in ERROR.
+    ``state`` is COMPLETED, CANCELED or ERROR; ``reason`` says why it ended early, where ``state`` does not. ``why`` is for the
+    experiment, if this trial ends it in ERROR.
     """
     now = now_us()
     columns: dict[str, Any] = {"state": state, "end_us": now, "is_closed": True}

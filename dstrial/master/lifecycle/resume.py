@@ -46,9 +46,7 @@ def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
 def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
     """Return the saved run that a config's first trial starts from, or None.
 
-    Args:
-        connection: to the store.
-        config: not checked yet; what is wrong with it is said by its check.
+    ``config`` is not checked yet; its check says what is wrong with it.
     """
     saved = _of_run_directory(config)
     if saved is not None:
@@ -91,11 +89,7 @@ def slots_to_go_on_with(
 ) -> int | None:
     """Return the most slots on which a trial's own checkpoint goes on, or None.
 
-    Args:
-        connection: to the store.
-        trial: its row.
-        config: the experiment's.
-        num_available: slots that it can have, fewer than ``slots_per_trial``.
+    ``num_available`` are the slots that it can have, fewer than ``slots_per_trial``; ``config`` is the experiment's.
     """
     saved = _own(connection, trial, config)
     if saved is None:

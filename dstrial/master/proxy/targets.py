@@ -91,9 +91,7 @@ def forwarded(
 ) -> list[tuple[bytes, bytes]]:
     """Return a request's headers for its service: no connection headers, no token.
 
-    Args:
-        headers: names in lower case.
-        is_upgrade: whether those that ask for a WebSocket are kept.
+    Names are in lower case; with ``is_upgrade`` the headers that ask for a WebSocket stay.
     """
     kept = []
     for name, value in headers:

@@ -98,11 +98,7 @@ class _ServiceEnd(asyncio.Protocol):
 class Tunnel(asyncio.Protocol):
     """The connection of a client, and how it is tied to that of a service.
 
-    Args:
-        services: of the running master.
-        config: uvicorn's.
-        server_state: uvicorn's, which counts this connection.
-        app_state: uvicorn's.
+    ``config``, ``server_state`` (which counts this connection) and ``app_state`` are uvicorn's.
     """
 
     def __init__(self, services: Services, *, config: Any, server_state: Any, app_state: Any) -> None:

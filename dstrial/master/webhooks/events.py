@@ -39,18 +39,9 @@ def tell_state(tx: Transaction, experiment_id: int) -> None:
 def tell_alert(
     tx: Transaction, experiment_id: int, trial_id: int | None, *, title: str, description: str, level: str
 ) -> int:
-    """Tell what a trial's code has to say, ``core_context.alert``.
+    """Tell what a trial says by ``core_context.alert``; return to how many webhooks.
 
-    Args:
-        tx: the write.
-        experiment_id: an existing experiment.
-        trial_id: its trial, if it was one.
-        title: of the alert; cut if it is long, as an alert must not end a training.
-        description: of the alert; cut as well.
-        level: one of ``store.logs.LEVELS``, or empty.
-
-    Returns:
-        To how many webhooks.
+    A long title or description is cut, as an alert must not end a training. ``level`` is one of ``store.logs.LEVELS``, or empty.
     """
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
