@@ -139,12 +139,11 @@ def _imports(
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = ".".join(
-                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *base.split(".")]
-                )
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
             for alias in node.names:
                 target = f"{base}.{alias.name}"
-                found[is_late].update({target} if target in names else ({base.strip(".")} & set(names)))
+                found[is_late].update({target} if target in names else ({base} & set(names)))
         is_late = is_late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for child in ast.iter_child_nodes(node):
             visit(child, is_late)

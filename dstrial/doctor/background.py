@@ -16,22 +16,14 @@ T = TypeVar("T")
 
 
 class NoAnswerError(Exception):
-    """A call has not returned before its deadline.
-
-    Args:
-        seconds: how long it was waited for.
-    """
+    """A call has not returned before its deadline."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer within {seconds:.0f} s")
 
 
 class Background(Generic[T]):
-    """One call in a thread of its own, begun at once.
-
-    Args:
-        call: what to do.
-    """
+    """One call in a thread of its own, begun at once."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -44,7 +36,7 @@ class Background(Generic[T]):
             self._run(call)
 
     def result(self, timeout_s: float) -> T:
-        """Return what the call returned, or raise what it raised; may be asked by several threads.
+        """Return or raise what the call returned or raised; any number of threads may ask.
 
         Args:
             timeout_s: how long the call may take, counted from its beginning.
@@ -76,5 +68,5 @@ class Background(Generic[T]):
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return what a call returns, if it does so in time; arguments and errors as for ``Background``."""
+    """Return a call's result if it comes in time; arguments, errors as ``Background``."""
     return Background(call).result(timeout_s)

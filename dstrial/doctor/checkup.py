@@ -1,4 +1,4 @@
-"""Every check of ``dstrial doctor``, side by side, and their findings in a fixed order.
+"""Runs all checks of ``dstrial doctor`` in parallel; findings keep a fixed order.
 
 The order puts first what needs no import, so that it can be read while torch is imported.
 """
@@ -57,9 +57,6 @@ def run(options: CheckupOptions) -> Iterator[Group]:
     """Run every check at once; yield their findings as they come, in a fixed order.
 
     A check that does not end by its deadline, or that fails itself, is a problem with its name; all others go on.
-
-    Args:
-        options: what was asked for.
     """
     checks = {name: Background(check) for name, check in _checks(options).items()}
     for name, check in checks.items():
@@ -142,7 +139,7 @@ def _places(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, P
 
 
 def _slot_kind(hardware: devices.Hardware, environ: dict[str, str]) -> str:
-    """The kind of slots that a master would offer now; as ``master.launcher.devices.find_slots``."""
+    """The master's kind of slots now; as ``master.backends.devices.find_slots``."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
     if devices.visible(hardware, environ)[0]:

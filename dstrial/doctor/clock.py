@@ -1,4 +1,4 @@
-"""This machine's clock: whether its date can be right, whether it jumps, whether anything keeps it right."""
+"""This machine's clock: its date, jumps, and what keeps it right."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ class Instant:
 
 
 def measure(began: Instant) -> Clock:
-    """Read the clocks.
-
-    Args:
-        began: both at the start of the command.
-    """
+    """Read the clocks; ``began`` has both at the start of the command."""
     now = Instant.now()
     return Clock(
         now=datetime.datetime.now().astimezone(),
@@ -61,7 +57,10 @@ def measure(began: Instant) -> Clock:
 
 
 def _is_synchronised() -> bool | None:
-    """Ask the kernel; changes nothing, as no mode is set. Source: ``man 2 adjtimex`` (``struct timex``, STA_UNSYNC)."""
+    """Ask the kernel, changing nothing, as no mode is set.
+
+    Source: ``man 2 adjtimex`` (``struct timex``, STA_UNSYNC).
+    """
     buffer = ctypes.create_string_buffer(512)
     try:
         outcome = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)

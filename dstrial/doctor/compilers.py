@@ -1,4 +1,4 @@
-"""What compiles DeepSpeed's operators at their first use, which of them that concerns, and how to train without."""
+"""What compiles DeepSpeed's operators at first use, and how to train without."""
 
 from __future__ import annotations
 
@@ -107,12 +107,7 @@ def _first_output(command: Sequence[str], *, whole: bool = False) -> str | None:
 
 
 def judge(compilers: Compilers, libraries: Libraries) -> list[Finding]:
-    """Judge what compiles, and the operators that it would compile.
-
-    Args:
-        compilers: what is there.
-        libraries: torch, and DeepSpeed with its operators.
-    """
+    """Judge what compiles, and the operators that it would compile."""
     return [
         *_judge_host(compilers),
         *_judge_nvcc(compilers, libraries.torch, libraries.deepspeed),
@@ -199,7 +194,7 @@ def _judge_nvcc(
 
 
 def judge_operators(libraries: Libraries) -> list[Finding]:
-    """Judge DeepSpeed's operators: which are built, which would be compiled, which cannot be."""
+    """Judge which of DeepSpeed's operators are built, would be compiled, or cannot be."""
     deepspeed = libraries.deepspeed
     if deepspeed is None or not deepspeed.operators:
         return []

@@ -1,4 +1,4 @@
-"""The accelerators of a machine, who uses them and which are visible: values, and judgements over them."""
+"""A machine's accelerators, their users and visibility: values and judgements."""
 
 from __future__ import annotations
 
@@ -88,10 +88,6 @@ class Hardware:
 def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Say what programs see of the devices.
 
-    Args:
-        hardware: the devices.
-        environ: environment variables.
-
     Returns:
         The devices or MIG instances that ``CUDA_VISIBLE_DEVICES`` leaves, by UUID; and its first word that names none, if there
         is any: CUDA ignores whatever comes after it.
@@ -115,12 +111,9 @@ def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], 
 
 
 def judge(hardware: Hardware, environ: Mapping[str, str], *, num_required: int = 0) -> list[Finding]:
-    """Judge the devices.
+    """Judge the devices; ``environ`` may hide devices or ask for one.
 
-    Args:
-        hardware: what the drivers said.
-        environ: environment variables, which may hide devices or ask for one.
-        num_required: how many accelerators training needs.
+    ``num_required`` is how many accelerators training needs.
     """
     findings = [_judge_driver(hardware)]
     for device in hardware.devices:

@@ -1,4 +1,4 @@
-"""Ask NVIDIA's driver (through NVML) and the kernel which accelerators there are and who uses them; judges nothing."""
+"""Ask NVIDIA's driver (NVML) and the kernel for accelerators and their users."""
 
 from __future__ import annotations
 

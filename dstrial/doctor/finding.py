@@ -52,7 +52,6 @@ class Group:
 
     Attributes:
         name: the heading.
-        seconds: what the check took.
         findings: in the order in which they are shown.
     """
 

@@ -1,4 +1,4 @@
-"""The program that imports torch, DeepSpeed and Determined for ``dstrial doctor`` and says what they are.
+"""Imports torch, DeepSpeed and Determined for ``dstrial doctor`` and reports them.
 
 It is a process of its own, because an import may hang or end the process. It writes one JSON object per line to its standard
 output: ``{"begins": stage}``, then ``{"stage": stage, "seconds": …, "values": …}`` or ``{"stage": …, "error": …}``. What
@@ -82,7 +82,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _architectures(torch: Any) -> list[str]:
-    """What the build has kernels for; ``torch.cuda.get_arch_list`` itself says nothing without a device."""
+    """What the build has kernels for; ``torch.cuda.get_arch_list`` needs a device."""
     flags = torch._C._cuda_getArchFlags() if hasattr(torch._C, "_cuda_getArchFlags") else None
     return flags.split() if flags else []
 
@@ -119,7 +119,10 @@ def _operator(torch: Any, name: str, *, is_prebuilt: bool, is_compatible: bool) 
 
 
 def _build_roots(torch: Any) -> list[Path]:
-    """Where compiled operators lie; as torch 2.13 ``cpp_extension._get_build_directory``, which would make the directory."""
+    """Where compiled operators lie.
+
+    As torch 2.13 ``cpp_extension._get_build_directory``, which would make the directory.
+    """
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return [Path(chosen)]

@@ -1,4 +1,4 @@
-"""Whether torch, DeepSpeed and dstrial itself can be imported, and whether what is imported is what is installed."""
+"""Whether torch, DeepSpeed and dstrial import, and as the copies installed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ def judge(
 ) -> list[Finding]:
     """Judge the libraries that train.
 
-    Args:
-        libraries: what was imported or read.
-        installed: distribution -> version that its metadata says.
-        hardware: the accelerators of this machine.
-        environ: environment variables, which may hide devices.
+    ``installed`` is distribution -> version that its metadata says; ``environ`` may hide devices.
     """
     findings = [_judge_failure(failure) for failure in libraries.failures]
     torch, deepspeed = libraries.torch, libraries.deepspeed
@@ -118,7 +114,7 @@ def _took(libraries: Libraries, library: str) -> str:
 
 
 def _judge_copies(name: str, imported: str, file: str, installed: Mapping[str, str | None]) -> list[Finding]:
-    """Two copies of a library on the path: the one imported is not the one whose version was compared."""
+    """Judge double copies: the version imported is not the version compared."""
     said = installed.get(name)
     if said is None or said.partition("+")[0] == imported.partition("+")[0]:
         return []

@@ -1,4 +1,4 @@
-"""What torch, DeepSpeed and Determined are on this machine, asked of a process that imports them or read from their files."""
+"""This machine's torch, DeepSpeed, Determined, by a probe process or their files."""
 
 from __future__ import annotations
 
@@ -167,11 +167,7 @@ def import_all(deadline_s: float) -> Libraries:
 def read_probe(output: str, errors: str, return_code: int | None, deadline_s: float) -> Libraries:
     """Make values of what the probe wrote.
 
-    Args:
-        output: its standard output, lines of JSON.
-        errors: its standard error.
-        return_code: its exit status, negative for a signal; None if it had to be killed.
-        deadline_s: what it was given.
+    Its standard output has lines of JSON; ``return_code`` is negative for a signal, None if it was killed at ``deadline_s``.
     """
     begun = ""
     values: dict[str, Mapping[str, Any]] = {}
@@ -271,7 +267,7 @@ def read_files() -> Libraries:
 
 
 def assignments(file: Path) -> dict[str, Any]:
-    """Return the constants that a module assigns to names at its top level, without running it."""
+    """Return the constants of a module's top-level assignments without running it."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -294,7 +290,7 @@ def assignments(file: Path) -> dict[str, Any]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version that a distribution's metadata says; None if it is not installed."""
+    """Return the version in a distribution's metadata; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

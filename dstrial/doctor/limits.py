@@ -1,4 +1,4 @@
-"""What this process may use: cores, memory, shared memory, open files, processes, and how large a file may be."""
+"""What this process may use: cores, memory, shared memory, files, processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENOUGH_FILES = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What this process may use; None for a number stands for no limit, or for one that is not known.
+    """What this process may use; a number is None if unlimited or unknown.
 
     Attributes:
         cores: of the machine.
@@ -109,7 +109,7 @@ def _limit(kind: int, *, hard: bool = False) -> int | None:
 def core_quota(
     own_cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> float | None:
-    """Return how many cores' worth of time the control groups of this process have; None without a limit.
+    """Return how many cores' time the control groups give; None without a limit.
 
     Args:
         own_cgroups: the control groups of this process.
@@ -145,10 +145,7 @@ def _quota(group: Path) -> float | None:
 def judge(limits: Limits, environ: Mapping[str, str], *, num_devices: int = 0) -> list[Finding]:
     """Judge what this process may use.
 
-    Args:
-        limits: what the kernel said.
-        environ: environment variables, which choose how many threads a rank has.
-        num_devices: accelerators, whose ranks share memory.
+    ``environ`` chooses how many threads a rank has; the ranks of ``num_devices`` accelerators share memory.
     """
     return [
         _judge_cores(limits, environ),
@@ -197,7 +194,7 @@ def _judge_memory(limits: Limits) -> Finding:
 
 
 def judge_shared_memory(limits: Limits, *, num_devices: int) -> Finding:
-    """Judge ``/dev/shm``, through which loader workers hand over batches and ranks of a machine talk."""
+    """Judge ``/dev/shm``, through which loader workers and local ranks exchange data."""
     name = "/dev/shm"  # noqa: S108 - its name
     bigger = (
         "In a container, start it with `--shm-size=1g` or more (Kubernetes: an emptyDir with medium Memory)"

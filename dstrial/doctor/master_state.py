@@ -1,4 +1,4 @@
-"""The master of this machine: whether it runs and answers, and whether its directory is fit for it."""
+"""This machine's master: whether it runs and answers, and its directory's fitness."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def measure(state: StateDirectory) -> MasterState:
 
 
 def _answer(record: MasterRecord) -> str:
-    """Say what is wrong with how a master answers; the deadline is the caller's, which runs this in the background."""
+    """Say what is wrong with a master's answer; the caller's thread has the deadline."""
     from dstrial.doctor.background import NoAnswerError, within
 
     try:
@@ -98,10 +98,7 @@ def _is_free(port: int) -> bool:
 def judge(master: MasterState, *, version: str, accelerator: str) -> list[Finding]:
     """Judge the master.
 
-    Args:
-        master: what was measured.
-        version: of this dstrial.
-        accelerator: kind of the slots that a master would offer now, ``cuda`` for example.
+    ``version`` is that of this dstrial; ``accelerator`` is the kind of slots that a master would offer now, such as ``cuda``.
     """
     if master.error:
         return [problem("state directory", master.error, "Name another directory with --state-dir.")]

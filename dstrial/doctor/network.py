@@ -1,4 +1,4 @@
-"""What ranks talk through: the interfaces, which of them gloo and NCCL would choose, and this machine's own name."""
+"""What ranks talk through: interfaces, gloo's and NCCL's choice, the host's name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class Network:
     """What this machine knows of its network.
 
     Attributes:
-        hostname: its name.
         resolved: addresses that the name stands for; empty if for none.
         resolve_s: how long that took; None if it did not end.
         interfaces: in the kernel's order.
@@ -185,12 +184,9 @@ def nccl_interfaces(network: Network, environ: Mapping[str, str]) -> list[str]:
 
 
 def judge(network: Network, torch: TorchBuild | None, environ: Mapping[str, str]) -> list[Finding]:
-    """Judge what ranks talk through.
+    """Judge what ranks talk through; ``environ`` may choose an interface.
 
-    Args:
-        network: what was measured.
-        torch: the build, which may have NCCL; None if there is none.
-        environ: environment variables that choose an interface.
+    ``torch`` is the build, which may have NCCL; None if there is none.
     """
     return [
         *_judge_loopback(network),

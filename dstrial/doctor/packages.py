@@ -1,4 +1,4 @@
-"""The interpreter and the packages beside it, against what dstrial says that it supports; imports none of them."""
+"""Interpreter and packages against dstrial's requirements; imports none of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class PythonEnvironment:
 
     Attributes:
         version: of Python.
-        executable: its path.
         prefix: the virtual environment; empty outside one.
         implementation: CPython, or another.
         system: Linux, or another.
@@ -96,7 +95,7 @@ def measure() -> PythonEnvironment:
 
 
 def _declared() -> tuple[list[str] | None, str, bool]:
-    """What dstrial asks for: from its metadata, or from ``pyproject.toml`` where it runs from a checkout."""
+    """Return dstrial's requirements, from its metadata or a checkout's pyproject.toml."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         metadata = importlib.metadata.metadata("dstrial")
         return (importlib.metadata.requires("dstrial") or []), metadata["Requires-Python"] or "", True
@@ -117,11 +116,9 @@ def _declared() -> tuple[list[str] | None, str, bool]:
 
 
 def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:
-    """Compare what is asked for with what is installed.
+    """Compare what is asked for (as ``Requires-Dist``) with what is installed.
 
-    Args:
-        asked: as in ``Requires-Dist``.
-        installed: normalised name -> version.
+    ``installed`` is normalised name -> version.
     """
     from packaging.requirements import Requirement as Parsed
 
@@ -189,7 +186,7 @@ def _judge_dstrial(python: PythonEnvironment) -> Finding:
 
 
 def judge_requirements(found: Sequence[Requirement] | None) -> list[Finding]:
-    """Judge packages: one line for all that are as they should be, one for each that is not."""
+    """Judge packages: a line for all good ones together, and a line per bad one."""
     if found is None:
         return [
             note(

@@ -1,4 +1,4 @@
-"""The directories that training writes to: whether they can be written, what is free, and how fast they are.
+"""The directories that training writes to: permissions, free space, speed.
 
 Looking never makes a directory: where one does not exist yet, its nearest parent that does is looked at. What the speed
 probe writes has no name, so that nothing is left even of a killed command.
@@ -72,10 +72,7 @@ class Directory:
 
 
 def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
-    """Look at directories, each file system measured once.
-
-    Args:
-        places: name and path of each.
+    """Look at directories by name and path, each file system measured once.
 
     Returns:
         One value per place, in order; a finding for one that does not answer.
@@ -134,7 +131,7 @@ def _look(name: str, path: Path, share: int, measured: dict[int, Directory]) -> 
 
 
 def _probe(at: Path, max_bytes: int) -> tuple[float | None, float, float]:
-    """Write; return bytes per second, seconds of a small write, and how far ahead its files are dated."""
+    """Write; return bytes/s, seconds of a small write, and the files' clock lead."""
     with tempfile.TemporaryFile(dir=at) as file:
         descriptor = file.fileno()
         syncs = []
@@ -177,7 +174,7 @@ def judge(directories: Sequence[Directory | Finding]) -> list[Finding]:
 
 
 def judge_directory(directory: Directory) -> list[Finding]:
-    """Judge one directory: whether it can be written, then what is free, then its speed."""
+    """Judge a directory: whether it is writable, then its free space, then its speed."""
     name = directory.name
     free = size(directory.free_bytes)
     if directory.error:

@@ -1,4 +1,4 @@
-"""Whether the torch that is installed fits the driver and the devices of this machine."""
+"""Whether the installed torch fits this machine's driver and devices."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ def judge(
 ) -> list[Finding]:
     """Judge a build against devices and driver.
 
-    Args:
-        torch: the build; None if there is none, which the imports tell.
-        hardware: what the drivers said.
-        environ: environment variables, which may hide devices.
-        is_fast: whether torch was only read and not asked.
+    ``torch`` is None if there is none, which the imports tell; ``environ`` may hide devices; ``is_fast``: torch was only read and
+    not asked.
     """
     if torch is None:
         return []
@@ -86,11 +83,7 @@ def _judge_cuda(
 
 
 def driver_too_old(cuda: str, hardware: Hardware) -> Finding | None:
-    """Judge a build's CUDA release against the driver.
-
-    Args:
-        cuda: for example ``13.0``.
-        hardware: with its driver.
+    """Judge a build's CUDA release, for example ``13.0``, against the driver.
 
     Returns:
         A problem that says what to install; None if the driver is new enough or nothing is known.

@@ -48,7 +48,7 @@ def judge(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def shown(value: str) -> str:
-    """Return a value as it can be shown: user names and passwords in addresses are left out, and long values cut."""
+    """Return a value to show: no user names or passwords in URLs, and not too long."""
     value = re.sub(r"://[^/@\s]+@", "://…@", value)
     return value if len(value) <= _LONGEST else value[:_LONGEST] + "…"
 

@@ -147,7 +147,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _error_text(body: bytes, reason: str) -> str:
-    """The message of an error answer, in the order in which Determined's client looks for one."""
+    """Return an error answer's message, sought in the order of Determined's client."""
     try:
         value = json.loads(body)
         error = value.get("error") or {}

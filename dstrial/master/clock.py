@@ -1,4 +1,4 @@
-"""The master's clock: integer microseconds since 1970 UTC, and the protocol's text of them."""
+"""The master's clock: integer microseconds since 1970 UTC, and their text form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def now_us() -> int:
 
 
 def format_us(us: int) -> str:
-    """Return a time as ``2026-11-21T02:00:00.123456Z``: always as wide, so that texts sort as times do."""
+    """Return a time as ``2026-11-21T02:00:00.123456Z``; fixed width, so texts sort."""
     return (_EPOCH + us * _US).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 

@@ -1,4 +1,4 @@
-"""Start, find and end the master that serves a state directory, as a process in the background.
+"""Start, find and end the background master of a state directory.
 
 The new process is told its port and options on its command line and tells through a pipe that it serves, or why
 it cannot. Nothing here imports what the server itself is made of.
@@ -73,7 +73,7 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a master in the background and wait until it answers; one that is started at the same time will do, too.
+    """Start a background master and wait for it; one started meanwhile also serves.
 
     Args:
         state: made if it does not exist.
@@ -90,6 +90,31 @@ def start(
     if may_take_another_port and not living_allocations(state) and not _is_free(port):
         port = 0
     options = dataclasses.replace(options, port=port)
+    process, told = _launch(state, options, meanwhile)
+    if told is None:
+        process.kill()
+        process.wait()
+        raise MasterError(
+            f"the master did not serve within {_START_TIMEOUT_S:g} s; expected it at once. See {state.log_path}."
+        )
+    message: dict[str, Any] = json.loads(told) if told else {}
+    if "record" not in message:
+        process.wait()
+        other = _wait_for_record(state) if message.get("is_in_use") else None
+        if other is not None:
+            return other
+        raise MasterError(message.get("error") or _died(state, process.returncode))
+    process.returncode = 0  # not a child any more, as far as subprocess is concerned
+    record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
+    # The whole way of a request, not only the port.
+    Client(record.address).get("/info")
+    return record
+
+
+def _launch(
+    state: StateDirectory, options: MasterOptions, meanwhile: Callable[[], None]
+) -> tuple[subprocess.Popen[bytes], bytes | None]:
+    """Start the process; return it and what it said, None if it said nothing in time."""
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
@@ -111,28 +136,11 @@ def start(
             os.close(theirs)
         meanwhile()
         told = _read_all(ready.fileno(), time.monotonic() + _START_TIMEOUT_S)
-    if told is None:
-        process.kill()
-        process.wait()
-        raise MasterError(
-            f"the master did not serve within {_START_TIMEOUT_S:g} s; expected it at once. See {state.log_path}."
-        )
-    message: dict[str, Any] = json.loads(told) if told else {}
-    if "record" not in message:
-        process.wait()
-        other = _wait_for_record(state) if message.get("is_in_use") else None
-        if other is not None:
-            return other
-        raise MasterError(message.get("error") or _died(state, process.returncode))
-    process.returncode = 0  # not a child any more, as far as subprocess is concerned
-    record = MasterRecord(**{**message["record"], "slots": tuple(message["record"]["slots"])})
-    # The whole way of a request, not only the port.
-    Client(record.address).get("/info")
-    return record
+    return process, told
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:
-    """Return the master that another command has started at the same time; None if it does not come to serve."""
+    """Return the master that another command just started; None if it never serves."""
     give_up_at_s = time.monotonic() + _OTHER_TIMEOUT_S
     while time.monotonic() < give_up_at_s:
         record = state.running()
@@ -177,7 +185,7 @@ def _died(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port to listen on; that of the last master while trials of its time report to it.
+    """Return the port to listen on, the last master's while trials report to it.
 
     Raises:
         MasterError: another port is asked for meanwhile, or the config file is wrong.
@@ -199,7 +207,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
 
 def living_allocations(state: StateDirectory) -> list[str]:
-    """Return the ids of the allocations whose supervisor lives, whether or not a master runs."""
+    """Return allocations with a living supervisor, whether or not a master runs."""
     found = supervisors(state)
     if not found:
         return []
@@ -220,16 +228,9 @@ def wait_for_end(
     timeout_s: float,
     on_progress: Callable[[int], None] = lambda _num_allocations: None,
 ) -> bool:
-    """Wait until a master has ended.
+    """Wait until a master has ended, at most ``timeout_s``; return whether it has.
 
-    Args:
-        state: its state directory.
-        record: the master.
-        timeout_s: how long, seconds.
-        on_progress: called with the number of living allocations whenever it changes.
-
-    Returns:
-        Whether it has.
+    ``on_progress`` is called with the number of living allocations whenever it changes.
     """
     give_up_at_s = time.monotonic() + timeout_s
     told: int | None = None
@@ -248,7 +249,7 @@ def wait_for_end(
 
 
 def tail(path: Path, num_lines: int) -> list[str]:
-    """Return the last lines of a text file, without their line ends; none where there is no file."""
+    """Return a text file's last lines without line ends; none if it is missing."""
     if num_lines <= 0:
         return []
     try:

@@ -1,4 +1,4 @@
-"""How many files the master may open, and that what it starts gets the limit that the user gave it."""
+"""The open-file limit: the master's own, and the user's for what it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _soft_before: int | None = None
 
 
 def raise_limit() -> int:
-    """Let this process open more files, as far as it may; return for how many connections that is enough."""
+    """Raise this process's limit; return how many connections that is enough for."""
     global _soft_before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_FILES, hard)
@@ -29,7 +29,7 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Give a process that has just been started the limit from before: ``select`` fails beyond 1024 files."""
+    """Give a new process the earlier limit, as ``select`` fails beyond 1024 files."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))

@@ -12,7 +12,7 @@ _INDENT = "    "
 
 
 class LogFormatter(logging.Formatter):
-    """Writes time, level, logger and message; a line end in a message is shown, and does not begin another line.
+    """Writes time, level, logger and message; escapes line ends in a message.
 
     Lines of a traceback, which quote the user's own words, are indented, so that none can look like a message.
     """

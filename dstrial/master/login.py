@@ -1,4 +1,4 @@
-"""Log the operating system's user in with ``det``: the entries of this master in Determined's token store.
+"""Log the user in with ``det``: this master's entries in its token store.
 
 A master has two names, ``localhost`` and ``127.0.0.1``, and ``det`` keeps its tokens by name. An entry that this
 master did not issue is somebody's login to another master and is replaced only with the user's consent.
@@ -86,7 +86,7 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
 
 
 def log_in_as(record: MasterRecord, username: str) -> None:
-    """Make a user the active one of ``det`` at both names of a master; the tokens of others stay.
+    """Make a user ``det``'s active user at both of a master's names, and keep others.
 
     Raises:
         RequestError: the master knows no such user that is active.
@@ -115,7 +115,7 @@ def _token_store(address: str) -> Any:
 
 
 def _accepted_user(store: Any, record: MasterRecord) -> str | None:
-    """Return the user of an entry whose token this master accepts, the active one first."""
+    """Return the user of an entry whose token this master accepts, active first."""
     users = sorted(store.get_all_users(), key=lambda user: user != store.get_active_user())
     return next((user for user in users if is_accepted(record, store.get_token(user))), None)
 
@@ -130,7 +130,9 @@ def is_accepted(record: MasterRecord, token: str) -> bool:
 
 
 def new_token(record: MasterRecord, username: str = USERNAME) -> str:
-    """Return a token that the master gives the owner of its state directory, at its UNIX socket and without a password.
+    """Return a token for the owner of the state directory, without a password.
+
+    It comes through the master's UNIX socket.
 
     Raises:
         RequestError: there is no such user, or it is not active.
@@ -146,7 +148,7 @@ def new_token(record: MasterRecord, username: str = USERNAME) -> str:
 
 
 def browser_link(record: MasterRecord, username: str = USERNAME) -> str | None:
-    """Return an address that logs a browser in, once and within ten minutes; None for a master that makes none.
+    """Return a browser's login link, valid once within ten minutes; None if not made.
 
     The code stands behind the ``#``, which a browser keeps to itself: no request, log or ``Referer`` has it.
 
@@ -167,7 +169,7 @@ def browser_link(record: MasterRecord, username: str = USERNAME) -> str | None:
 
 
 def read_credentials(state: StateDirectory) -> dict[str, Any]:
-    """Return username -> password as the first start made them; empty where passwords are blank.
+    """Return username -> password of the first start; empty for blank passwords.
 
     Raises:
         ValueError: the file holds no JSON object.
@@ -182,7 +184,7 @@ def read_credentials(state: StateDirectory) -> dict[str, Any]:
 
 
 def session(record: MasterRecord) -> Client:
-    """Return a client that asks as the user who is logged in with ``det``, else as ``determined``.
+    """Return a client for ``det``'s logged-in user, else for ``determined``.
 
     Raises:
         MasterError: nobody is logged in and ``determined`` cannot be.

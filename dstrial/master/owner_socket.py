@@ -1,4 +1,4 @@
-"""The UNIX socket by which the owner of a state directory reaches its master, whatever happens at the port.
+"""The UNIX socket by which a state directory's owner always reaches its master.
 
 It lies in the state directory, which nobody else can enter. Its address has 108 bytes (unix(7) ``sun_path``), so that a
 longer path is named through ``/proc/self/fd``. On file systems without sockets it lies in a new directory of the user's
@@ -107,7 +107,7 @@ def _address(path: Path) -> Iterator[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a socket that nobody listens at any more, and the directory that was made for it; nothing else."""
+    """Remove an unused socket and the directory made for it, nothing else."""
     with contextlib.suppress(OSError):
         if path.name != _NAME or not stat.S_ISSOCK(path.lstat().st_mode):
             return

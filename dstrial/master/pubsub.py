@@ -1,4 +1,4 @@
-"""Who waits for a change: topics that writes publish, and coroutines and threads that wait for them."""
+"""Topics that writes publish, and the coroutines and threads that wait for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class Changes:
-    """Wakes coroutines of one event loop that wait for topics; publishing is safe from any thread.
+    """Wakes a loop's coroutines that wait for topics; any thread may publish.
 
     A waiter takes :meth:`version` before it looks at the database and passes it to :meth:`wait`, so that a change
     between the two is not lost.
@@ -60,7 +60,7 @@ class Changes:
         return True
 
     def listen(self, topic: str) -> threading.Event:
-        """Return an event that every publication of the topic sets, for a thread that clears it itself."""
+        """Return an event set at every publication; a waiting thread clears it itself."""
         event = threading.Event()
         with self._lock:
             self._thread_waiters.setdefault(topic, set()).add(event)

@@ -1,4 +1,4 @@
-"""The master's process: puts its parts together, serves on loopback, and ends in the order that loses nothing.
+"""The master's process: builds its parts, serves on loopback, ends losing nothing.
 
 ``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS`` is what ``dstrial up`` starts; ``serve`` is the
 same in the caller's own process.
@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from dstrial.master.store.database import Database
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from dstrial.master.backends.devices import Slot
     from dstrial.master.http import Door
     from dstrial.master.scheduler import Scheduler
     from dstrial.master.services import Services
@@ -118,11 +119,7 @@ class MasterServer(uvicorn.Server):
 
 
 class Refusal:
-    """Answers 503 to submissions once the master has begun to end; everything else goes on.
-
-    Args:
-        app: the application.
-    """
+    """Answers 503 to submissions once the master is ending; all else goes on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -203,20 +200,24 @@ def serve(
             has_passwords=options.has_passwords,
         )
         stack.callback(services.close)
-        record = MasterRecord(
-            pid=os.getpid(),
-            start_time=str(process_start_time(os.getpid())),
-            port=port,
-            slots=tuple(
-                {"id": slot.id, "kind": slot.kind, "brand": slot.brand, "uuid": slot.uuid} for slot in slots
-            ),
-            cluster_id=services.cluster_id,
-            version=__version__,
-            socket=str(socket_path),
-        )
+        record = _record(services, slots, port, socket_path)
         # What start-up made is not looked at again by the garbage collector.
         gc.freeze()
         _run(state, services, record, listener, owner_listener, door, on_ready)
+
+
+def _record(services: Services, slots: Sequence[Slot], port: int, socket_path: Path) -> MasterRecord:
+    return MasterRecord(
+        pid=os.getpid(),
+        start_time=str(process_start_time(os.getpid())),
+        port=port,
+        slots=tuple(
+            {"id": slot.id, "kind": slot.kind, "brand": slot.brand, "uuid": slot.uuid} for slot in slots
+        ),
+        cluster_id=services.cluster_id,
+        version=__version__,
+        socket=str(socket_path),
+    )
 
 
 def _open_door(settings: MasterSettings, stack: contextlib.ExitStack) -> Door:
@@ -252,7 +253,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> None:
-    """Write the log to the state directory, where the standard error of a master in the background goes, too."""
+    """Log to the state directory, as a background master's standard error does."""
     handlers: list[logging.Handler] = [logging.FileHandler(state.log_path, encoding="utf-8")]
     if shows_log:
         handlers.append(logging.StreamHandler())
@@ -324,13 +325,9 @@ def _run(
 
 
 class Ending:
-    """How the master ends: the trials first, while their reports are still taken; then the server.
+    """Ends the master: trials first, while reports are still taken, then the server.
 
-    Args:
-        server: serves the trials' reports.
-        app: told to refuse submissions.
-        scheduler: stops the trials.
-        delivery: sends what webhooks have not been told yet.
+    Meanwhile ``app`` refuses submissions, and ``delivery`` sends what webhooks have not been told yet.
     """
 
     def __init__(self, server: MasterServer, app: Refusal, scheduler: Scheduler, delivery: Delivery) -> None:
@@ -341,7 +338,7 @@ class Ending:
         self._is_killing = False
 
     def request(self, cause: str) -> None:
-        """Stop the trials with a checkpoint; kill them at Ctrl-C while they are being stopped.
+        """Stop the trials with a checkpoint; Ctrl-C while they stop kills them.
 
         SIGTERM comes again from a second `dstrial down`, which asks for the same as the first, and SIGHUP after it from
         a session that ends.

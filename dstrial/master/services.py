@@ -1,4 +1,4 @@
-"""What request handlers and the scheduler work with, put together once when the master starts."""
+"""What handlers and the scheduler work with, built once at the master's start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from dstrial.master.activity import Activity
 from dstrial.master.clock import now_us
 from dstrial.master.http.login_links import LoginLinks
 from dstrial.master.http.login_throttle import Attempts
@@ -42,6 +41,25 @@ _NUM_READERS = 4
 
 VERSION = "0.38.1"
 """The release of Determined whose protocol is spoken; its clients warn about any other."""
+
+
+class Activity:
+    """Remembers each task service's last use in memory; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._last_s: dict[str, float] = {}
+
+    def touch(self, task_id: str) -> None:
+        """Note that somebody uses the service of a task now."""
+        self._last_s[task_id] = time.monotonic()
+
+    def idle_s(self, task_id: str) -> float:
+        """Return the seconds since the last use; the first question begins the count."""
+        return time.monotonic() - self._last_s.setdefault(task_id, time.monotonic())
+
+    def forget(self, task_id: str) -> None:
+        """Drop a task that has ended."""
+        self._last_s.pop(task_id, None)
 
 
 _NUM_CHECKERS = 2
@@ -100,16 +118,12 @@ class Services:
     """One running master.
 
     Attributes:
-        settings: of its configuration file.
         state_dir: absolute path of the state directory.
-        database: the store.
         changes: who waits for a commit.
-        slots: the devices it offers.
         cluster_id: the same for the life of the state directory.
         master_id: another one at every start.
         agent_id: the one agent's name, that of the machine.
         address: its URL for processes of this machine, without a trailing slash.
-        start_us: when it started.
         executor: threads that read the database.
         checker: threads that check what users send.
         attempts: who has tried to log in.
@@ -173,7 +187,7 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     async def check(self, function: Callable[[], T]) -> T:
-        """Run a function that reads and checks what a user has sent, so that other requests hardly notice."""
+        """Run a check of what a user has sent, so that other requests hardly notice."""
         return await asyncio.wrap_future(self.checker.submit(function))
 
     def close(self) -> None:
@@ -193,7 +207,7 @@ def open_services(
     port: int,
     has_passwords: bool,
 ) -> Services:
-    """Make the services of a master, and at its first start its identity and its first users.
+    """Make a master's services; the first start makes its identity and users.
 
     Args:
         settings: of its configuration file.

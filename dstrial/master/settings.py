@@ -1,4 +1,4 @@
-"""The master's settings: those keys of Determined's master configuration that mean something on one machine."""
+"""The master's settings: Determined's keys that mean something on one machine."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class MasterSettings:
         return MasterDefaults(storage, self.environment_variables, self.launch_error, self.limits)
 
     def as_config(self) -> dict[str, Any]:
-        """Return the settings in the form of Determined's master configuration, their secrets masked."""
+        """Return the settings as Determined's master config, with secrets masked."""
         config = {
             "port": self.port or DEFAULT_PORT,
             "launch_error": self.launch_error,

@@ -42,12 +42,10 @@ class MasterRecord:
     """The content of ``master.json``.
 
     Attributes:
-        pid: process id of the master.
         start_time: when that process started, in the kernel's own ticks; tells a reused pid apart.
         port: the TCP port on which it listens, on 127.0.0.1.
         slots: one entry per slot: ``id``, ``kind`` (``cpu``, ``cuda``, ``rocm``), ``brand``, ``uuid``.
         cluster_id: that of ``GET //info``.
-        version: of dstrial.
         socket: absolute path of the UNIX socket for the directory's owner; empty for a master of an earlier release.
     """
 
@@ -77,7 +75,7 @@ class StateDirectory:
 
     @classmethod
     def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
-        """Return what the user asked for, else that of ``DSTRIAL_STATE_DIR``, else the user's data directory."""
+        """Return the user's choice, ``DSTRIAL_STATE_DIR``, or the user's data directory."""
         asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
         if asked:
             return cls(Path(asked).absolute())
@@ -148,14 +146,14 @@ class StateDirectory:
             ) from error
 
     def close_to_others(self) -> None:
-        """Take every right of other accounts from the files that an earlier master, or the command that starts it, made."""
+        """Take other accounts' rights to the files that earlier commands have made."""
         for path in self.path.iterdir():
             if path.is_file() and not path.is_symlink():
                 with contextlib.suppress(OSError):
                     path.chmod(0o600)
 
     def read_record(self) -> MasterRecord | None:
-        """Return the process that serves or served last; None if none ever did, or its record is damaged.
+        """Return the serving or last process; None if none, or its record is damaged.
 
         Raises:
             MasterError: the directory cannot be looked into.
@@ -186,7 +184,7 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the master of this directory while the block lasts; the kernel gives the lock back at any death.
+        """Hold this directory's lock while the block lasts; the kernel frees it at death.
 
         Raises:
             StateInUseError: another process is.
@@ -207,7 +205,7 @@ class StateDirectory:
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks since boot; None if it has ended.
+    """Return a process's start in kernel ticks since boot; None if it has ended.
 
     A process that has ended and that its parent has not waited for counts as ended.
     """

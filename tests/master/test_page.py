@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from dstrial.master.web.plot import line_plot
+from dstrial.master.web.page import line_plot
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process

@@ -1,4 +1,4 @@
-"""``dstrial doctor --train``: short real trainings that show whether everything training needs works on this machine."""
+"""``dstrial doctor --train``: short real trainings that show what works here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class TrainOptions:
     """What training checks are asked for.
 
     Attributes:
-        minutes: for all together.
         only: names of checks to run; empty for all.
         skip: names of checks to leave out.
         output: where JSON and report are kept; a new directory ``doctor/<stamp>`` below that of all runs if None.

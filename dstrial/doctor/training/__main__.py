@@ -1,4 +1,4 @@
-"""Run training checks without the ``dstrial`` command: ``python -m dstrial.doctor.training --minutes 8``."""
+"""Run training checks without the ``dstrial`` command."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from pathlib import Path
 from dstrial.doctor.training import TrainOptions, run_training_checks
 from dstrial.errors import DstrialError
 
+_DESCRIPTION = (
+    "Run training checks without the ``dstrial`` command: ``python -m dstrial.doctor.training --minutes 8``."
+)
+
 
 def main() -> int:
     """Read the command line and run; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m dstrial.doctor.training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m dstrial.doctor.training", description=_DESCRIPTION)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all checks together (default: 8)")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="a check to run, among others named so"

@@ -1,4 +1,4 @@
-"""What a check works with: directories, time, the facts that it finds, and dstrial's public doors."""
+"""What a check works with: directories, time, facts, dstrial's public functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Launched:
         exit_code: of the launcher.
         output: what it and the ranks printed.
         facts: what rank 0 has noted.
-        seconds: how long it took.
     """
 
     exit_code: int
@@ -92,7 +91,7 @@ class Bench:
 
     @property
     def num_slots(self) -> int:
-        """Ranks of a check that wants several where it can: all accelerators up to two, or two CPU ranks."""
+        """Ranks of a check that wants several: 1 or 2 accelerators, or 2 CPU ranks."""
         if self.is_cpu:
             return 2
         import torch
@@ -148,7 +147,7 @@ class Bench:
         return launched
 
     def run(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Launched:
-        """Run a command in the scratch directory; what it prints goes to this check's output, too.
+        """Run a command in the scratch directory; its output is this check's, too.
 
         Raises:
             CheckFailedError: it did not end in time.
@@ -184,9 +183,6 @@ class Bench:
     @contextlib.contextmanager
     def master(self, *, slots: int) -> Iterator[Mapping[str, str]]:
         """Run an embedded master of this check's own while the block lasts.
-
-        Args:
-            slots: that it offers.
 
         Yields:
             Variables with which ``dstrial`` and ``det`` find it.
@@ -243,7 +239,7 @@ class Bench:
 
 
 def _json_in(output: str) -> Any:
-    """Return the JSON that begins one of the lines and goes on to the end; None where there is none."""
+    """Return the JSON from the line that begins it to the end; None without any."""
     lines = output.splitlines(keepends=True)
     for idx, line in enumerate(lines):
         if line.startswith(("[", "{")):

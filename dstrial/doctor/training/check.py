@@ -32,7 +32,7 @@ class Check:
     Attributes:
         name: for ``--only`` and ``--skip``.
         title: what it shows, in one line.
-        module: has ``run(bench) -> Finding``.
+        module: has ``run(bench) -> Finding``; of ``module:function`` that function is called.
         needs_s: it is not begun with fewer seconds left than these.
         deadline_s: seconds after which it is ended as hanging.
         always: whether ``--only`` runs it too, because the report needs what it finds.
@@ -64,13 +64,9 @@ class Result:
     """How a check ended.
 
     Attributes:
-        name: of the check.
-        title: of the check.
-        status: how.
         summary: what was found, or why it failed, is not applicable or not reached.
         advice: what to do; empty where nothing is.
         not_shown: what this machine cannot show of it.
-        seconds: how long it took.
         deadline_s: how long it might have taken.
         facts: name -> JSON value, as far as the check came.
         output: the end of what it printed; empty where it ended well.
@@ -128,43 +124,53 @@ class NotApplicableError(Exception):
 _CHECKS = "dstrial.doctor.training.checks"
 
 
-def _check(name: str, title: str, needs_s: float, deadline_s: float, *, always: bool = False) -> Check:
-    return Check(name, title, f"{_CHECKS}.{name.replace('-', '_')}", needs_s, deadline_s, always)
+def _check(
+    name: str, title: str, needs_s: float, deadline_s: float, shared: str = "", *, always: bool = False
+) -> Check:
+    """Return a check of its own module, or of one that several share."""
+    function = name.replace("-", "_")
+    place = f"{shared}:check_{function}" if shared else function
+    return Check(name, title, f"{_CHECKS}.{place}", needs_s, deadline_s, always)
 
 
 CHECKS: tuple[Check, ...] = (
     _check("environment", "versions, driver, devices in torch and NVML, bf16", 5, 90, always=True),
     _check("precision", "ZeRO 0 to 3 in fp32, bf16 and fp16 train", 15, 150),
-    _check("master-trial", "a ZeRO 1 trial through the embedded master", 15, 120),
-    _check("visible-devices", "CUDA_VISIBLE_DEVICES as index, UUID and MIG UUID", 10, 90),
-    _check("shared-device", "two gloo ranks on one device; a killed one is named", 20, 120),
-    _check("save", "checkpoints behind the loop: the stall, and every bit of the files", 12, 90),
-    _check("resume", "a resumed run equals an uninterrupted one, across ZeRO stages too", 20, 150),
-    _check("synchronisation", "nothing of dstrial's waits for the device between reports", 12, 90),
+    _check("master-trial", "a ZeRO 1 trial through the embedded master", 15, 120, "master_trial"),
+    _check("visible-devices", "CUDA_VISIBLE_DEVICES as index, UUID and MIG UUID", 10, 90, "devices"),
+    _check("shared-device", "two gloo ranks on one device; a killed one is named", 20, 120, "devices"),
+    _check("save", "checkpoints behind the loop: the stall, and every bit of the files", 12, 90, "saving"),
+    _check("resume", "a resumed run equals an uninterrupted one, across ZeRO stages too", 20, 150, "saving"),
+    _check("synchronisation", "nothing of dstrial's waits for the device between reports", 12, 90, "speed"),
     _check(
-        "pinned-buffers", "more than 1,000 small tensors saved through pinned memory, one context", 12, 90
+        "pinned-buffers",
+        "more than 1,000 small tensors saved through pinned memory, one context",
+        12,
+        90,
+        "saving",
     ),
     _check("recovery", "SIGKILL inside a step and out of memory on purpose, then the next trial", 25, 150),
-    _check("flops", "matmul peak, FLOPs and MFU of a small GPT", 12, 90),
+    _check("flops", "matmul peak, FLOPs and MFU of a small GPT", 12, 90, "speed"),
     _check("dsat-worker", "five configurations in a living worker leave nothing behind", 15, 120),
-    _check("system-metrics", "metrics of a trial arrive at the master", 15, 120),
-    _check("warm-start", "a warm start trains as a fresh process does", 3, 60),
+    _check("system-metrics", "metrics of a trial arrive at the master", 15, 120, "master_trial"),
+    _check("warm-start", "a warm start trains as a fresh process does", 3, 60, "saving"),
     _check(
-        "operators", "DeepSpeed's FusedAdam and CPUAdam compile, behind a lock that a kill has left", 60, 300
+        "operators",
+        "DeepSpeed's FusedAdam and CPUAdam compile, behind a lock that a kill has left",
+        60,
+        300,
+        "kernels",
     ),
-    _check("compile", "torch.compile gives the same losses", 25, 240),
-    _check("loop-overhead", "what dstrial's loop adds to a step", 12, 90),
+    _check("compile", "torch.compile gives the same losses", 25, 240, "kernels"),
+    _check("loop-overhead", "what dstrial's loop adds to a step", 12, 90, "speed"),
     _check("memory-prediction", "predicted against measured memory of six configurations", 25, 150),
 )
 
 
 def chosen(only: Sequence[str], skip: Sequence[str], checks: Sequence[Check] = CHECKS) -> tuple[Check, ...]:
-    """Return the checks to run, in their order.
+    """Return the checks to run, in their order; no names in ``only`` stand for all.
 
-    Args:
-        only: names; empty for all. Those that always run are not left out for want of their name.
-        skip: names.
-        checks: all that there are.
+    Checks that always run are not left out for want of their name.
 
     Raises:
         DstrialError: a name is none.
@@ -210,7 +216,7 @@ def facts_path(directory: Path, program: str) -> Path:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return what one program has noted; nothing where the file is not there or not whole."""
+    """Return a program's facts; none where the file is missing or incomplete."""
     try:
         found = read_json(path)
     except (OSError, DstrialError):

@@ -1,4 +1,7 @@
-"""The process of one check. ``python -m dstrial.doctor.training.child MODULE DIRECTORY SCRATCH SECONDS``."""
+"""The process of one check.
+
+``python -m dstrial.doctor.training.child MODULE DIRECTORY SCRATCH SECONDS``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def main(module: str, directory: Path, scratch: Path, seconds: float) -> int:
 
 
 def _end_with_parent() -> None:
-    """Have this check end, with all that it has started, when the command that runs it is killed."""
+    """End this check and all it has started when the command that runs it is killed."""
 
     def end(number: int, frame: object) -> None:
         del frame
@@ -49,9 +52,10 @@ def _end_with_parent() -> None:
 
 
 def answer_of(module: str, bench: Bench) -> Mapping[str, Any]:
-    """Run a check and return its answer as JSON values."""
+    """Run a check, as ``Check.module`` names it, and return its answer as JSON values."""
+    module, _, function = module.partition(":")
     try:
-        found = importlib.import_module(module).run(bench)
+        found = getattr(importlib.import_module(module), function or "run")(bench)
     except NotApplicableError as none:
         return {"status": Status.NOT_APPLICABLE.value, "summary": str(none), "advice": none.advice}
     except CheckFailedError as failed:

@@ -1,4 +1,4 @@
-"""The processes of one check: started as a group of their own, and all ended with it.
+"""The processes of one check, started as their own group and ended with it.
 
 A check starts masters, launchers and ranks, which lead sessions of their own. What belongs to it is known by a variable
 that its processes inherit and no other process has; nothing is matched by name.
@@ -31,7 +31,6 @@ class Ended:
     Attributes:
         exit_code: as ``subprocess`` has it; negative for a signal.
         is_late: whether it was ended because its time was up.
-        seconds: how long it ran.
         num_left: processes that it left behind, which were ended.
     """
 
@@ -50,17 +49,10 @@ def run_marked(
     deadline_s: float,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run one process to its end, or to the deadline, and end everything that it has started.
+    """Run a process until it ends or the deadline comes; end all that it has started.
 
-    At the deadline its Python processes are asked for their stacks (SIGUSR1) before they are killed.
-
-    Args:
-        command: program and arguments.
-        output: where stdout and stderr go.
-        cwd: the directory in which it runs.
-        env: its environment.
-        deadline_s: seconds.
-        on_wait: called again and again meanwhile.
+    At the deadline its Python processes are asked for their stacks (SIGUSR1) before they are killed. ``output`` gets stdout and
+    stderr; ``on_wait`` is called again and again meanwhile.
     """
     marker = secrets.token_hex(16)
     began_s = time.monotonic()
@@ -111,7 +103,7 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 
 
 def end_marked(marker: str) -> int:
-    """Kill all processes that carry the marker, those that they start meanwhile too; returns how many there were."""
+    """Kill all marked processes, also those started meanwhile; return how many."""
     seen: set[int] = set()
     give_up_at_s = time.monotonic() + _ENDING_S
     while (left := marked(marker)) and time.monotonic() < give_up_at_s:
@@ -124,7 +116,7 @@ def end_marked(marker: str) -> int:
 
 
 def marked(marker: str) -> list[int]:
-    """Return the processes that have inherited the marker; one that has ended and is not yet reaped has none."""
+    """Return the processes that inherited the marker; zombies no longer have it."""
     wanted = f"{MARKER_VARIABLE}={marker}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):

@@ -1,4 +1,4 @@
-"""The JSON of a run of training checks, whole on disk after every check, and its report in Markdown."""
+"""A run's JSON, rewritten after every check, and its report in Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run training checks one after another, each in a process of its own, keep what they find and show how they go."""
+"""Run training checks one after another, each in its own process; show progress."""
 
 from __future__ import annotations
 
@@ -50,13 +50,9 @@ class Told:
 
 
 def run_checks(checks: Sequence[Check], record: Record, *, minutes: float, told: Told) -> list[Result]:
-    """Run checks until all have ended or the minutes are up.
+    """Run ``checks``, most telling first, until all have ended or the minutes are up.
 
-    Args:
-        checks: most telling first.
-        record: where each result is kept as soon as it is there.
-        minutes: for all together.
-        told: whom to tell.
+    Each result is in ``record`` as soon as it is there.
     """
     ends_at_s = time.monotonic() + 60.0 * minutes
     results: list[Result] = []
@@ -133,13 +129,8 @@ def judge(
 ) -> Result:
     """Say how a check ended, from how its process did. Pure.
 
-    Args:
-        check: the check.
-        ended: its process.
-        answer: what it has answered; empty without an answer, or with one that is none.
-        allowed_s: seconds that it had.
-        output: the end of its output.
-        doing: what it was at when it ended; empty if unknown.
+    ``answer`` is empty without an answer, or with one that is none; ``allowed_s`` is how long it had, seconds; ``output`` is the
+    end of its output; ``doing`` is what it was at when it ended, empty if unknown.
     """
     at = f", at {doing}" if doing else ""
     made = Result(
@@ -201,7 +192,7 @@ def _not_reached(check: Check, left_s: float, minutes: float) -> Result:
 
 
 def check_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a check: this one, without what says that this process is a rank or belongs to a run.
+    """Return this environment for a check, without what marks a rank or a run.
 
     ``PYTHONPATH`` begins with where this dstrial lies and has no relative paths, since checks run in other directories.
     """

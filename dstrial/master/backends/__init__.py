@@ -1,4 +1,4 @@
-"""Processes of trials and commands: the directory and environment of an allocation, its supervisor, its output, its end."""
+"""The processes of trials and commands: directories, environments, output, ends."""
 
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.local import (

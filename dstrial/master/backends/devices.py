@@ -1,4 +1,4 @@
-"""The devices of this machine, found through their vendors' libraries and without torch."""
+"""Finds this machine's devices through their vendors' libraries, without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class Slot:
     Attributes:
         id: index of the device, from 0.
         kind: what it is.
-        brand: its name.
         uuid: what names it for good; a CPU slot's own name otherwise.
         visible_as: what names it in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
             ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index there. Empty otherwise.
@@ -99,7 +98,7 @@ def _cuda() -> Iterator[Slot]:
 
 
 def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
-    """Yield NVIDIA's devices in NVML's order: GPUs, and the instances of those in MIG mode instead of them.
+    """Yield NVIDIA's devices in NVML's order; a GPU in MIG mode yields its instances.
 
     Args:
         nvml: ``pynvml``, initialised.
@@ -155,7 +154,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
 
 
 def _rocm() -> Iterator[Slot]:
-    """Yield AMD devices as the kernel driver lists them: nodes of its topology that have SIMD units."""
+    """Yield AMD devices: the nodes with SIMD units in the kernel driver's topology."""
     if not Path("/dev/kfd").exists():
         return
     index = 0

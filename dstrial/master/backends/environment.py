@@ -1,4 +1,4 @@
-"""What processes of trials and commands see: environment variables and cluster-info files, as in Determined's containers.
+"""Environment variables and cluster-info files, as in Determined's containers.
 
 Source of names and meanings: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
 """
@@ -37,12 +37,12 @@ _RETRIES = {
     "status_forcelist": [502, 503, 504],
 }
 _OWN_FILES = Path(__file__).parent
-# What HIP looks at. A second one, set by the user for the master, would count within the devices of the first.
+# The variable that HIP reads. A second variable, set by the user for the master, would select among the first's devices.
 _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return the experiment config as the trial reads it: its storage is a directory, since nothing is mounted."""
+    """Return the trial's experiment config, whose storage is a directory (no mounts)."""
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":
@@ -54,7 +54,7 @@ def trial_config(request: AllocationRequest) -> dict[str, Any]:
 
 
 def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
-    """Return the content of each file of ``info/``, which ``determined.get_cluster_info()`` reads."""
+    """Return each file of ``info/``, as ``determined.get_cluster_info()`` reads it."""
     files: dict[str, dict[str, Any]] = {
         "cluster.json": {
             "master_url": request.master_url,
@@ -133,7 +133,7 @@ def trial_environment(
 
 
 def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:
-    """Return where the ranks of a trial leave whole tracebacks, which outlive the allocation and go with the experiment."""
+    """Return where ranks leave tracebacks: they last until the experiment is deleted."""
     return allocation_directory.parent.parent / "tracebacks" / f"trial_{trial_id}"
 
 

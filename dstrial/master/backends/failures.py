@@ -24,7 +24,7 @@ _LAUNCHER_FRAMES = (
     "dstrial/launch/__main__.py",
 )
 _LAUNCHER_ERRORS = ("ChildFailedError", "RankFailedError", "subprocess.CalledProcessError")
-# What a rank says that has only lost another one.
+# Messages of ranks that only lost the connection to another rank.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -65,7 +65,7 @@ _SIGNALS = {
 
 
 def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None:
-    """Say what an exit status means, None for 0 and for one that means nothing special.
+    """Return what an exit status means; None for 0 and for an ordinary status.
 
     Determined's ``pid_client`` passes the signal of a rank on as a negative status, a shell as 128 and its number.
     """
@@ -141,14 +141,10 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
 
 
 def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | None) -> str | None:
-    """Say in one line what failed: the exception and its place, as the launcher or a traceback tells.
+    """Return what failed and where, in one line of the launcher or a traceback.
 
-    Args:
-        lines: rank (None without a tag) and text, in the order in which they were printed.
-        traceback: what ``first_traceback`` found in them.
-
-    Returns:
-        For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None where nothing tells.
+    For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None where nothing tells. The lines are those of
+    ``first_traceback``, which found ``traceback`` in them.
     """
     rank: str | None = None
     report: list[str] = []
@@ -166,7 +162,7 @@ def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | No
 
 
 def _in_one_line(lines: Sequence[str]) -> str:
-    """Return the message of a traceback with its innermost place; the first line of any other text."""
+    """Return a traceback's message and innermost place; of other text its first line."""
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), None)
     if start is None:
         return next(line for line in lines if line)
@@ -181,13 +177,9 @@ def _in_one_line(lines: Sequence[str]) -> str:
 
 
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Say which signal ended the rank that failed first, as torchrun tells, which itself exits 1.
+    """Return which signal ended the first failed rank, as torchrun (exit 1) prints it.
 
-    Args:
-        lines: rank (None without a tag) and text, in the order in which they were printed.
-
-    Returns:
-        The explanation; None where torchrun says nothing of that, or the rank ended by itself.
+    The lines are those of ``first_traceback``. None where torchrun says nothing of that, or the rank ended by itself.
     """
     for _, text in lines:
         found = _TORCHRUN_FAILURE.search(text)
@@ -215,5 +207,5 @@ def _is_root_cause(traceback: str) -> bool:
 
 
 def fingerprint(traceback: str) -> str:
-    """Return a hash of a traceback without what differs between runs: addresses, numbers, temporary paths, ids."""
+    """Hash a traceback without what varies: addresses, numbers, temporary paths, ids."""
     return hashlib.sha256(_VARIABLE_PARTS.sub("#", traceback).encode()).hexdigest()

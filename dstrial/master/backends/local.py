@@ -54,7 +54,6 @@ class SupervisorHandle:
     """A supervisor, by what no other process shares with it.
 
     Attributes:
-        pid: its process id.
         start_time: when it started, as the kernel tells, with the boot it belongs to.
     """
 
@@ -69,7 +68,6 @@ class AllocationExit:
     Attributes:
         exit_code: of the entrypoint, as a shell sees it.
         signal: that ended it, None if none did.
-        time_us: when.
         explanation: what the exit code means, None for 0.
         was_lost: the supervisor died without leaving a record; the entrypoint died with it.
     """
@@ -82,7 +80,7 @@ class AllocationExit:
 
 
 def prepare(request: AllocationRequest) -> None:
-    """Make the allocation's directory with everything that its supervisor needs; does not start it.
+    """Make the allocation's directory for its supervisor, which is not started yet.
 
     Raises:
         MasterError: the directory cannot be made.
@@ -130,7 +128,7 @@ def prepare(request: AllocationRequest) -> None:
 
 
 def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
-    """Return the entrypoint's command; behind the making of an environment and a shell with the hooks, if there are any.
+    """Return the entrypoint's command, behind an overlay and the hooks if it has any.
 
     What installs packages gets an environment of its own, so that the master's stays as it is.
     """
@@ -246,7 +244,7 @@ def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExi
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Send SIGTERM to the entrypoint's process group; what is left when that has ended is killed."""
+    """Send the entrypoint's group SIGTERM; the rest is killed when it has ended."""
     _signal(handle, signal.SIGTERM)
 
 
@@ -276,7 +274,7 @@ def kill(handle: SupervisorHandle | None, directory: Path) -> None:
 
 
 def resident_bytes(handle: SupervisorHandle) -> int:
-    """Return how much memory the processes of an allocation have in use; what they share counts for each."""
+    """Return an allocation's memory in bytes; shared memory counts once per process."""
     page, total = os.sysconf("SC_PAGE_SIZE"), 0
     for pid in supervisor.descendants(handle.pid):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -285,7 +283,7 @@ def resident_bytes(handle: SupervisorHandle) -> int:
 
 
 def remove(directory: Path) -> None:
-    """Delete the directory of an allocation that has ended, with its temporary directory."""
+    """Delete an ended allocation's directory, and its temporary directory."""
     spec = _read_json(directory / "spec.json")
     if spec is not None:
         _delete(Path(spec["temporary_directory"]))
@@ -307,7 +305,7 @@ def _delete(directory: Path) -> None:
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
-    """Signal this very process: a descriptor of it is opened before it is looked at again."""
+    """Signal exactly this process: open its descriptor first, then look again."""
     try:
         descriptor = os.pidfd_open(handle.pid)
     except (ProcessLookupError, AttributeError, OSError):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from dstrial.master.store.logs import LogLine
+
+CHUNK_BYTES = 512 * 1024
+"""Read at a time: an allocation that floods its log delays neither the others nor its own end."""
 
 _HEAD = re.compile(r"(\d{1,18}) ([oe]) ")
 _RANK = re.compile(r"\[rank=(\d{1,9})\] ?")
@@ -37,7 +41,7 @@ def read_lines(directory: Path, offset: int, max_bytes: int) -> tuple[list[LogLi
 
 
 def parse(raw: str) -> LogLine:
-    """Return one line of a log file as a record: time, stream, the rank of its tag and the level of its prefix.
+    """Parse a log line: time, stream, the rank of its tag, the level of its prefix.
 
     A line that no supervisor wrote, which a power failure may leave, is text without a time.
     """
@@ -56,3 +60,14 @@ def parse(raw: str) -> LogLine:
         if level is not None and text.startswith(f"{level}: "):
             text = text[len(level) + 2 :]
     return LogLine(time_us, _STREAMS[stream], level, rank, f"{text}\n")
+
+
+def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
+    """Yield rank and text of all that an allocation printed (stderr and stdout)."""
+    offset = 0
+    while True:
+        lines, offset = read_lines(directory, offset, CHUNK_BYTES)
+        if not lines:
+            return
+        for line in lines:
+            yield line.rank, line.text

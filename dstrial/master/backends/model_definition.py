@@ -1,4 +1,4 @@
-"""Model definitions: from the protocol's list of files to a gzip tar, and safely from that to a directory."""
+"""Model definitions: packs the protocol's files as gzip tars, unpacks them safely."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REGULAR, _DIRECTORY = ord("0"), ord("5")
 
 
 def pack(files: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return the gzip tar of files as ``POST /experiments`` carries them; the same files give the same bytes.
+    """Pack the files of ``POST /experiments``; equal files give equal bytes.
 
     Args:
         files: ``path``, ``type`` (48 a file, 53 a directory), ``content`` (base64), ``mtime`` (seconds, a string), ``mode``.

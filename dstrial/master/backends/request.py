@@ -21,25 +21,17 @@ class AllocationRequest:
 
     Attributes:
         allocation_id: ``{task_id}.{run_id}``.
-        task_id: the trial's task.
-        trial_id: the trial.
-        experiment_id: its experiment.
         run_id: how many allocations the trial has had, with this one.
         directory: where its files go, absolute; made with mode 0700.
         slots: the devices it may use.
         ports: free port by environment variable.
         config: the experiment config with defaults.
         hparams: concrete hyperparameters.
-        trial_seed: seed of the trial.
         steps_completed: batches completed by ``latest_checkpoint``; 0 without one and for a warm start.
         latest_checkpoint: uuid of the checkpoint to start from, if any.
         session_token: opens this trial only; ends with the allocation.
         user_token: the submitting user's; ends with the allocation.
-        username: the submitting user.
         master_url: where the trial reports to.
-        cluster_id: the cluster's id.
-        master_id: the master's id.
-        agent_id: the agent's id.
         resources_id: a UUID; also the container id.
         model_definition: gzip tar of the context directory; empty for none.
         entrypoint: as in the config.

@@ -1,4 +1,4 @@
-"""The process that owns one allocation. A script of its own that needs nothing but the standard library.
+"""The process that owns one allocation: a script of the standard library only.
 
     python -I -S supervisor.py DIRECTORY
 
@@ -79,7 +79,7 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def may_try_again(self) -> bool:
-        """Wait a little, for room on a full disk; False if everything is to be killed instead."""
+        """Wait shortly for room on a full disk; False if all is to be killed instead."""
         if not self.kill:
             time.sleep(_TICK_S)
         return not self.kill and os.path.exists("spec.json")
@@ -112,7 +112,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes]"
 
 
 class _Output:
-    """Follows the entrypoint: its output into the log, its end, and the end of everything it started."""
+    """Follows the entrypoint: logs its output, and ends all that it started."""
 
     def __init__(self, child: "subprocess.Popen[bytes]", requests: _Requests) -> None:
         self._child = child
@@ -309,7 +309,7 @@ def _has_ended(fields: list[bytes]) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a living process started, as an opaque text that no other process of that pid has."""
+    """Return a living process's start as opaque text, unique among uses of its pid."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

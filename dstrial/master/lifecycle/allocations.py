@@ -1,4 +1,4 @@
-"""The life of an allocation: assigned, started, ready, asked to stop, ended; and what its end means for its trial."""
+"""Allocations from assigned to ended, and what an end means for the trial."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> No
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
-    """Record that the trial's own code has called, so that it can be asked to stop from now on."""
+    """Record that a trial's own code has called, and may be asked to stop from now on."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready:
         allocation_rows.update(tx, allocation_id, is_ready=True)
@@ -123,13 +123,9 @@ def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
 def allocation_exited(
     tx: Transaction, allocation_id: str, exit_: AllocationExit, traceback: str | None = None
 ) -> None:
-    """End an allocation, all of whose lines are taken in, and decide what becomes of its trial.
+    """End an allocation whose log is taken in, and decide about its trial.
 
-    Args:
-        tx: the write.
-        allocation_id: the allocation; nothing happens if it has ended.
-        exit_: how it ended.
-        traceback: of the rank that failed first, None if its output has none.
+    Nothing happens if it has ended. ``traceback`` is that of the rank that failed first, None if its output has none.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -217,7 +213,7 @@ def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
 
 
 def _may_save_later(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
-    """Say whether a trial that failed while the searcher's stop was on its way is to come to that point again.
+    """Say whether a trial that failed during a searcher's stop is to run again.
 
     It goes on from its latest checkpoint, and its next validation there stops it again.
     """
@@ -225,13 +221,13 @@ def _may_save_later(tx: Transaction, row: allocation_rows.Allocation, exit_: All
     if experiment.state not in ("ACTIVE", "PAUSED"):
         return False
     if row.preempt_acked and checkpoint_rows.latest_completed(tx.connection, row.trial_id) is None:
-        # One that ends with an error whenever it is asked to stop, and never saves.
+        # The trial fails whenever it is asked to stop, and never saves.
         return False
     return not exit_.was_lost or _losses(tx, row.trial_id, row.run_id) < _MAX_LOSSES
 
 
 def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Return how many runs in a row were lost without a report, with this one."""
+    """Return how many runs in a row were lost without a report, this run included."""
     count = 0
     for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
         if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):
@@ -241,7 +237,7 @@ def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
 
 
 def _kind_of_error(traceback: str) -> str:
-    """The class in the last line, which a launcher shortens to its name where it is dstrial's."""
+    """Return the last line's class, in dstrial's case without its module."""
     return traceback.rpartition("\n")[2].partition(":")[0].rpartition(".")[2]
 
 

@@ -19,8 +19,6 @@ class Candidate:
     """A complete checkpoint, as the policy sees it.
 
     Attributes:
-        uuid: the checkpoint.
-        trial_id: its trial.
         steps: batches completed.
         metric: the searcher metric of a validation at the same batch; None without one.
     """
@@ -107,7 +105,7 @@ def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
 
 
 def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> Path:
-    """Return where the TensorBoard files of an experiment's trials lie on this machine.
+    """Return this machine's directory of an experiment's TensorBoard files.
 
     Raises:
         MasterError: the storage is no directory of this machine.
@@ -118,7 +116,7 @@ def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experimen
 
 
 def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
-    """Delete the TensorBoard files of an experiment's trials; nothing happens where there are none.
+    """Delete the TensorBoard files of an experiment's trials, if there are any.
 
     Raises:
         MasterError: the storage cannot be reached, or a file cannot be deleted.
@@ -134,10 +132,9 @@ def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experi
 
 
 def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
-    """Delete the files of a checkpoint that match, and return those that are left with their sizes in bytes.
+    """Delete a checkpoint's matching files; return the others, with sizes in bytes.
 
-    Nothing outside the checkpoint's directory is touched: links are deleted, not followed. Without patterns nothing is
-    deleted at all.
+    Nothing outside the checkpoint's directory is touched: links are deleted, not followed. No patterns delete nothing.
 
     Raises:
         MasterError: the storage cannot be reached, or a file cannot be deleted.
@@ -167,7 +164,7 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
 
 
 def remaining(directory: Path) -> dict[str, int]:
-    """Return the files below a directory with their sizes in bytes, directories with a final slash and 0."""
+    """Return a directory's files with bytes; directories have a final slash and 0."""
     found: dict[str, int] = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()

@@ -26,7 +26,7 @@ _STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
 
 
 def create(tx: Transaction, new: NewCommand) -> str:
-    """Store a command, which starts as soon as there are slots for it, and return its task id."""
+    """Store a command and return its task id; it starts as soon as slots are free."""
     if new.parent_id is not None:
         state = commands.require(tx.connection, new.parent_id, ("GENERIC",)).state
         if state == "CANCELED" or state.startswith("STOPPING"):
@@ -87,7 +87,7 @@ def _say(tx: Transaction, task_id: str, allocation_id: str | None, text: str, le
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
-    """Record the supervisor of an allocation; whatever has no port to wait for is ready then."""
+    """Record an allocation's supervisor; it is ready if it has no port to wait for."""
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
     if row.state != "TERMINATED":
@@ -115,7 +115,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
 def release(
     tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
 ) -> None:
-    """Ask the process of an allocation to end, with SIGTERM, or at once for ``is_kill``."""
+    """Ask an allocation's process to end: with SIGTERM, for ``is_kill`` at once."""
     now = now_us()
     if is_kill:
         if allocation.kill_us is not None:
@@ -136,7 +136,7 @@ def release(
 
 
 def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> None:
-    """Kill a command and the tasks that it has made; nothing happens to what has ended."""
+    """Kill a command and the tasks that it has made, except those that have ended."""
     for one in commands.tree(tx.connection, task_id):
         row = commands.require(tx.connection, one)
         if row.state not in ENDED:
@@ -144,7 +144,7 @@ def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> No
 
 
 def pause(tx: Transaction, task_id: str) -> None:
-    """Pause a generic task and those of the tasks that it has made which may be paused.
+    """Pause a generic task, and those tasks that it has made which may be paused.
 
     Raises:
         StoreError: unknown, it has ended or may not be paused.
@@ -172,7 +172,7 @@ def unpause(tx: Transaction, task_id: str) -> None:
     if row.state not in ("PAUSED", "STOPPING_PAUSED"):
         raise InvalidError(f"task {task_id} is {row.state}; expected PAUSED. Leave it as it is.")
     for one in commands.tree(tx.connection, task_id):
-        # One that is still ending starts anew when it has ended.
+        # A task that is still ending starts again once it has ended.
         if commands.require(tx.connection, one).state in ("PAUSED", "STOPPING_PAUSED"):
             commands.update(tx, one, state="ACTIVE", stop_reason=None)
         _publish(tx, one)
@@ -218,7 +218,7 @@ def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: 
 
 
 def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _traceback: str | None = None) -> None:
-    """End an allocation, all of whose lines are taken in, and decide what becomes of its command."""
+    """End an allocation whose log is taken in, and decide about its command."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
         return

@@ -1,4 +1,4 @@
-"""What holds experiments, projects and workspaces: where a new experiment goes, and how they are deleted."""
+"""Projects and workspaces: where a new experiment goes, and how they are deleted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from dstrial.master.store.errors import Hint, InvalidError
 
 
 def place(connection: Connection, project_id: int | None, config: Mapping[str, Any]) -> projects.ProjectInfo:
-    """Return the project of a new experiment: the request's, else the config's, else the one that is always there.
+    """Return a new experiment's project: the request's, the config's or the default.
 
-    Args:
-        connection: to the store.
-        project_id: as the request has it; the default project (1) and less leave it to the config.
-        config: an experiment config, perhaps not checked yet.
+    The default project (1) as ``project_id``, or less, leaves it to the config, which may not be checked yet.
 
     Raises:
         NotFoundError: there is no such project; it is archived or only one of the two names is given.
@@ -37,13 +34,13 @@ def place(connection: Connection, project_id: int | None, config: Mapping[str, A
 
 
 def delete_project(tx: Transaction, project_id: int) -> bool:
-    """Begin to delete a project with all of its experiments; it is DELETING until they are gone.
+    """Begin to delete a project and its experiments; DELETING until they are gone.
 
     Returns:
-        Whether it is gone already, as it held none.
+        Whether it is gone already, as it held no experiments.
 
     Raises:
-        StoreError: unknown, it is the one that is always there, or one of its experiments cannot be deleted.
+        StoreError: unknown, it is the default project, or one of its experiments cannot be deleted.
     """
     row = projects.require(tx.connection, project_id)
     projects.refuse_immutable(row, "be deleted")
@@ -61,14 +58,13 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
 
 
 def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
-    """Begin to delete a workspace with all of its projects and templates; it is DELETING until they are gone.
+    """Begin to delete a workspace, its projects and templates; DELETING until gone.
 
     Returns:
-        Whether it is gone already, as there were no experiments in it.
+        Whether it is gone already, as it held no experiments.
 
     Raises:
-        StoreError: unknown, it is the one that is always there, has models, or an experiment in it cannot be
-            deleted.
+        StoreError: unknown, it is the default, has models, or an experiment in it cannot be deleted.
     """
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
@@ -87,7 +83,7 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
 
 
 def finish_project(tx: Transaction, project_id: int) -> None:
-    """Delete a project whose experiments have been deleted; if one could not be, say so and keep it."""
+    """Delete a project without experiments; keep it, and say so, if some remain."""
     left = experiment_rows.of_project(tx.connection, project_id)
     if not left:
         projects.delete(tx, project_id)
@@ -99,7 +95,7 @@ def finish_project(tx: Transaction, project_id: int) -> None:
 
 
 def finish_workspace(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace whose projects have been deleted; if one could not be, say so and keep it."""
+    """Delete a workspace without projects; keep it, and say so, if some remain."""
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
         why = f"project {left[0].name!r} could not be deleted: {left[0].error}"

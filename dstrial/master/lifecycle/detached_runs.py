@@ -1,4 +1,4 @@
-"""Detached runs: trials whose processes somebody else starts and ends, and who say themselves how they are.
+"""Detached runs: trials that others start and end, and that report their state.
 
 A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or finds those that it made before by ids
 of its own, and sends a heartbeat every minute. Nothing is scheduled, searched or collected for them. An experiment of detached
@@ -114,12 +114,7 @@ def create_trial(
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
     """Begin another run of a detached trial, whatever has become of the one before.
 
-    Reports of the run before are refused from now on.
-
-    Args:
-        tx: the write.
-        trial_id: the trial.
-        resumes: whether to go on from its latest checkpoint.
+    Reports of the run before are refused from now on. With ``resumes`` it goes on from its latest checkpoint.
 
     Raises:
         StoreError: unknown, not detached, or its project is archived.
@@ -140,14 +135,14 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 
 
 def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
-    """Note a sign of life of a trial; one that had been given up goes on. Nothing happens to trials that are not detached."""
+    """Note a detached trial's sign of life; it goes on if it had been given up."""
     if trial.heartbeat_us is None:
         return
     trial_rows.update(tx, trial.id, heartbeat_us=now_us())
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
     if experiment.state in DELETING:
         return
-    # A person's end is CANCELED. Another one may be that of an earlier run, whose script knows no better.
+    # CANCELED is a person's decision. Another end may come from an earlier run's script, which knows no better.
     if trial.is_lost or (is_current_run and trial.state in ("COMPLETED", "ERROR")):
         _reopen(tx, trial, is_archived=bool(experiment.archived))
         _say(tx, trial, f"trial {trial.id} was heard of again")
@@ -156,10 +151,7 @@ def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = Fal
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
     """Take what a detached run says of itself.
 
-    Args:
-        tx: the write.
-        trial_id: the trial; one that a person has ended stays ended.
-        state: RUNNING, COMPLETED, CANCELED or ERROR; None for a heartbeat.
+    ``state`` is RUNNING, COMPLETED, CANCELED or ERROR; None for a heartbeat. A trial that a person has ended stays ended.
 
     Raises:
         StoreError: unknown, not detached, or another state.
@@ -181,14 +173,9 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """End in ERROR the detached runs of which nothing was heard for too long, and experiments that never got a trial.
+    """End detached runs not heard of since ``before_us`` in ERROR; return how many.
 
-    Args:
-        tx: the write.
-        before_us: the time at which a trial must have been heard of last.
-
-    Returns:
-        How many trials that were.
+    Experiments that never got a trial end, too.
     """
     rows = trial_rows.silent_since(tx.connection, before_us)
     for row in rows:
@@ -212,12 +199,7 @@ def is_anyone_silent(connection: Connection, before_us: int) -> bool:
 
 
 def refuse_detached(row: experiment_rows.Experiment, verb: str) -> None:
-    """Refuse (400) what the master would have to do to processes that are not its own.
-
-    Args:
-        row: an experiment.
-        verb: what was asked for, ``pause`` for example.
-    """
+    """Refuse (400) to ``verb`` an experiment whose processes are not the master's own."""
     if row.unmanaged:
         raise InvalidError(
             f"experiment {row.id} has detached runs; "

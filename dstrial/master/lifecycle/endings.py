@@ -27,13 +27,10 @@ STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 
 
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
-    """Bring a trial to its end: with a checkpoint if its processes have come so far, by force for STOPPING_KILLED.
+    """End a trial: with a checkpoint if it is ready, by force for KILLED and ERROR.
 
-    Args:
-        tx: the write.
-        trial_id: the trial; nothing happens if it has ended or stops more severely already.
-        stopping: STOPPING_COMPLETED, STOPPING_CANCELED, STOPPING_ERROR or STOPPING_KILLED.
-        why: for the trial's log, without a full stop.
+    Nothing happens if it has ended or stops more severely already. ``stopping`` is STOPPING_COMPLETED, STOPPING_CANCELED,
+    STOPPING_ERROR or STOPPING_KILLED; ``why`` goes to the trial's log, without a full stop.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     if not may_follow(trial.state, stopping):
@@ -47,7 +44,7 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
 
 
 def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
-    """Ask a trial's processes to end: with a checkpoint, or at once if nobody listens there yet or ``is_kill``."""
+    """Ask a trial's processes to end; at once if none listens yet or ``is_kill``."""
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is None:
         return
@@ -72,14 +69,10 @@ def _say(tx: Transaction, task_id: str, trial_id: int, allocation_id: str, text:
 def close_trial(
     tx: Transaction, trial_id: int, state: str, reason: ExitReason | None = None, why: str | None = None
 ) -> None:
-    """Put a trial, whose processes have ended, into its terminal state, and tell the searcher.
+    """Put a trial without processes into its terminal state, and tell the searcher.
 
-    Args:
-        tx: the write.
-        trial_id: the trial.
-        state: COMPLETED, CANCELED or ERROR.
-        reason: why it ended early, where ``state`` does not say it.
-        why: for the experiment, if this trial ends it in ERROR.
+    ``state`` is COMPLETED, CANCELED or ERROR; ``reason`` says why it ended early, where ``state`` does not. ``why`` is for the
+    experiment, if this trial ends it in ERROR.
     """
     now = now_us()
     columns: dict[str, Any] = {"state": state, "end_us": now, "is_closed": True}
@@ -115,7 +108,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
 
 
 def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
-    """End an experiment in ERROR, for a reason that is not one trial's; its trials are killed."""
+    """End an experiment in ERROR for no single trial's reason; its trials are killed."""
     experiment_rows.update(tx, experiment_id, end_reason=why)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         trial = trial_rows.require(tx.connection, trial_id)
@@ -124,7 +117,7 @@ def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
 
 
 def finish_if_over(tx: Transaction, experiment_id: int) -> None:
-    """End an experiment that has no open trial any more, if it was stopping or has detached runs, and no searcher."""
+    """End an experiment without open trials if it is stopping or has detached runs."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if trial_rows.open_ids(tx.connection, experiment_id):
         return
@@ -137,7 +130,10 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 
 
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
-    """Put an experiment into its terminal state; its checkpoints are collected afterwards, unless its runs are detached."""
+    """Put an experiment into its terminal state, and let its checkpoints be collected.
+
+    Checkpoints of detached runs are not collected.
+    """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
         return
@@ -179,7 +175,7 @@ def _tell_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReason 
 
 
 def _feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
-    """Let the searcher take an event; nothing happens once the experiment stops, and for unmanaged ones."""
+    """Give the searcher an event, unless the experiment stops or is unmanaged."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
         return

@@ -1,4 +1,4 @@
-"""What a person does with an experiment: create, pause, activate, cancel, kill, archive, continue, change, delete."""
+"""Create, pause, activate, stop, archive, continue, change, delete experiments."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _require_changeable(tx: Transaction, experiment_id: int, verb: str) -> str:
 
 
 def cancel(tx: Transaction, experiment_id: int) -> None:
-    """Cancel an experiment: trials save a checkpoint and end. Nothing happens to one that has ended."""
+    """Cancel an experiment, unless it has ended: trials save a checkpoint and end."""
     experiment_rows.require(tx.connection, experiment_id)
     endings.stop_experiment(tx, experiment_id, "STOPPING_CANCELED", "the experiment was canceled")
 
@@ -165,7 +165,7 @@ def unarchive(tx: Transaction, experiment_id: int) -> None:
 
 
 def delete(tx: Transaction, experiment_id: int) -> None:
-    """Begin to delete an experiment with its checkpoints, metrics and logs; it is DELETING until they are gone.
+    """Begin to delete an experiment, its checkpoints, metrics and logs (DELETING).
 
     Raises:
         StoreError: unknown, not ended, or with checkpoints that are registered as versions of models.
@@ -180,7 +180,7 @@ def delete(tx: Transaction, experiment_id: int) -> None:
 
 
 def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
-    """Refuse (400) to delete an experiment that has not ended, or whose checkpoints are registered."""
+    """Refuse (400) to delete an open experiment, or one with registered checkpoints."""
     if row.state not in TERMINAL | DELETING:
         raise InvalidError(
             f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."
@@ -240,27 +240,10 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
-    searcher = row.searcher_type
-    problem = None
-    if row.state not in TERMINAL:
-        problem = (
-            f"experiment {experiment_id} is {row.state}; expected one that has ended. Activate it instead."
-        )
-    elif searcher not in ("single", "random", "grid"):
-        problem = (
-            f"experiment {experiment_id} has the searcher {searcher}; expected single, random or grid, whose "
-            "trials do not depend on each other. Create a new experiment."
-        )
-    elif submission is not None and searcher != "single":
-        problem = (
-            f"experiment {experiment_id} has the searcher {searcher}; expected single to continue with another "
-            "config. Continue without --config."
-        )
-    if problem is not None:
-        raise InvalidError(problem)
+    _check_continuable(row, submission)
     trials = trial_rows.of_experiment(tx.connection, experiment_id)
     again = [trial for trial in trials if trial.state != "COMPLETED"]
-    if searcher == "single":
+    if row.searcher_type == "single":
         again = trials
     if not again:
         raise InvalidError(
@@ -270,7 +253,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     if submission is not None:
         experiment_rows.replace_config(tx, experiment_id, submission.config, submission.interpreter)
         _resample(tx, again[0].id, submission)
-    # Not unmanaged, as that was refused, so it has one.
+    # Detached experiments are refused above, so there is a snapshot.
     snapshot = json.loads(experiment_rows.require(tx.connection, experiment_id).searcher_snapshot or "")
     reopened = {trial.request_id for trial in again}
     for name in ("closed", "failed", "cancelled", "stopped"):
@@ -291,6 +274,25 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
         trial_rows.reopen(tx, trial)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     return experiment_id
+
+
+def _check_continuable(row: experiment_rows.Experiment, submission: Submission | None) -> None:
+    searcher = row.searcher_type
+    problem = None
+    if row.state not in TERMINAL:
+        problem = f"experiment {row.id} is {row.state}; expected one that has ended. Activate it instead."
+    elif searcher not in ("single", "random", "grid"):
+        problem = (
+            f"experiment {row.id} has the searcher {searcher}; expected single, random or grid, whose "
+            "trials do not depend on each other. Create a new experiment."
+        )
+    elif submission is not None and searcher != "single":
+        problem = (
+            f"experiment {row.id} has the searcher {searcher}; expected single to continue with another "
+            "config. Continue without --config."
+        )
+    if problem is not None:
+        raise InvalidError(problem)
 
 
 def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:

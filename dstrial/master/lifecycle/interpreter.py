@@ -22,16 +22,7 @@ def check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None
         ConfigError: it is no program that runs, or lacks a package.
     """
     if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
-        raise ConfigError(
-            [
-                ConfigProblem(
-                    _WHERE,
-                    interpreter,
-                    "the absolute path of a Python",
-                    "Take the output of `which python3`.",
-                )
-            ]
-        )
+        raise _error(interpreter, "the absolute path of a Python", "Take the output of `which python3`.")
     packages = _needed(entrypoint)
     code = f"import importlib.util as u; print(*(p for p in {packages!r} if u.find_spec(p) is None))"
     try:
@@ -44,30 +35,18 @@ def check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(
-            [
-                ConfigProblem(
-                    _WHERE,
-                    f"{interpreter}, which does not run ({error})",
-                    "a Python that runs",
-                    "Correct it.",
-                )
-            ]
+        raise _error(
+            f"{interpreter}, which does not run ({error})", "a Python that runs", "Correct it."
         ) from error
     missing = done.stdout.split()
     if missing:
-        names = " and ".join(missing)
         fix = f"Run {interpreter} -m pip install {' '.join(missing)}, or choose another."
-        raise ConfigError(
-            [
-                ConfigProblem(
-                    _WHERE,
-                    f"{interpreter}, which has no {names}",
-                    "a Python with what the entrypoint needs",
-                    fix,
-                )
-            ]
-        )
+        has = f"{interpreter}, which has no {' and '.join(missing)}"
+        raise _error(has, "a Python with what the entrypoint needs", fix)
+
+
+def _error(found: str, expected: str, fix: str) -> ConfigError:
+    return ConfigError([ConfigProblem(_WHERE, found, expected, fix)])
 
 
 def _needed(entrypoint: str | Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""From which checkpoint a trial would go on, and with how many slots it can; reads rows and manifests, loads nothing.
+"""Finds the checkpoint a trial goes on from, and the slots it can go on with.
 
-A trial whose checkpoint is ours keeps its batch on any number of slots that share it. So where there are fewer slots than
-``slots_per_trial`` says, it goes on with what is there instead of waiting for what may never come back.
+Reads rows and manifests only. A trial whose checkpoint is ours keeps its batch on any number of slots that share it. So with
+fewer slots than ``slots_per_trial`` it goes on with what is there, instead of waiting for what may never come back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOCAL_ID = 0
 
 
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
-    """Return what the checkpoint of the store says from which a trial starts next; None without one of ours."""
+    """Return the saved run that a trial starts from next; None without one of ours."""
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
         return _read(latest)
@@ -37,18 +37,16 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return what a checkpoint of another trial says, of which only the weights are taken over."""
+    """Return another trial's saved run, of which only the weights are taken over."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
 
 
 def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
-    """Return what the checkpoint says from which the first trial of a config starts; None without one.
+    """Return the saved run that a config's first trial starts from, or None.
 
-    Args:
-        connection: to the store.
-        config: not checked yet; what is wrong with it is said by its check.
+    ``config`` is not checked yet; its check says what is wrong with it.
     """
     saved = _of_run_directory(config)
     if saved is not None:
@@ -65,7 +63,7 @@ def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun
 
 
 def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
-    """Return what the checkpoint says that ``dstrial run --resume`` names in the environment of its trial."""
+    """Return the saved run that ``dstrial run --resume`` names in the environment."""
     environment = config.get("environment")
     variables = environment.get("environment_variables") if isinstance(environment, Mapping) else None
     if isinstance(variables, Mapping):
@@ -89,13 +87,9 @@ def _read(row: Checkpoint) -> SavedRun | None:
 def slots_to_go_on_with(
     connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> int | None:
-    """Return the most slots, of those a trial can have, on which its own checkpoint goes on; None if there are none.
+    """Return the most slots on which a trial's own checkpoint goes on, or None.
 
-    Args:
-        connection: to the store.
-        trial: its row.
-        config: the experiment's.
-        num_available: slots that it can have, fewer than ``slots_per_trial``.
+    ``num_available`` are the slots that it can have, fewer than ``slots_per_trial``; ``config`` is the experiment's.
     """
     saved = _own(connection, trial, config)
     if saved is None:
@@ -112,7 +106,7 @@ def slots_to_go_on_with(
 def why_it_waits(
     connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> str | None:
-    """Say what keeps a trial's own checkpoint from the slots that there are; None if it has none of ours."""
+    """Say why a trial's checkpoint cannot use the available slots; None without one."""
     saved = _own(connection, trial, config)
     if saved is None or num_available < 1:
         return None

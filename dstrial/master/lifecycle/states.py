@@ -19,7 +19,7 @@ _SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 
 
 
 def may_follow(state: str, stopping: str) -> bool:
-    """Say whether a stopping state may follow: never after an end, and only after a less severe one."""
+    """Say whether a stopping state may follow: not after an end or one as severe."""
     if state in TERMINAL or state in DELETING:
         return False
     return _SEVERITY[stopping] > _SEVERITY.get(state, 0)

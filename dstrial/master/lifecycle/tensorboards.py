@@ -1,4 +1,4 @@
-"""What a TensorBoard shows: the directories in which the event files of trials and experiments lie.
+"""What a TensorBoard shows: the directories of trials' and experiments' events.
 
 Trials hand their files over every few seconds while they run, so a TensorBoard that reads the storage itself needs
 nobody who copies them, and shows trials that begin later as well.
@@ -28,7 +28,7 @@ def sources(
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
 ) -> dict[str, Path]:
-    """Return name -> directory of everything that is to be shown; a directory need not exist yet.
+    """Return name -> directory of all that is shown; directories need not exist yet.
 
     Raises:
         StoreError: an experiment or trial that does not exist, none, more than 100 trials, and
@@ -70,6 +70,6 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
 
 
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
-    """Return the trials to show of an experiment; None for all, those that begin later among them."""
+    """Return an experiment's trials to show; None for all, later ones included."""
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

@@ -30,7 +30,7 @@ def report_metrics(
     metrics: dict[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Store a report; one of the group "validation" goes to the searcher in the same transaction.
+    """Store a report; a "validation" report goes to the searcher in the same write.
 
     Args:
         tx: the write.
@@ -68,7 +68,7 @@ def report_metrics(
         if not trial.is_stopped_by_searcher:
             endings.validation_completed(tx, trial, metrics)
         elif steps is not None and steps >= metric_rows.last_validation(tx.connection, trial_id):
-            # One that failed on its way to the end, and is there again.
+            # The trial failed while it was stopping, and has come to that point again.
             endings.stop_trial(tx, trial_id, "STOPPING_COMPLETED", endings.STOPPED_BY_SEARCHER)
 
 
@@ -109,14 +109,14 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
 
 
 def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
-    """Store what a trial says it is doing: training, validating, checkpointing, restoring and so on."""
+    """Store what a trial does: training, validating, checkpointing, restoring, etc."""
     trial_rows.require(tx.connection, trial_id)
     trial_rows.update(tx, trial_id, runner_state=state)
     tx.publish(f"trial:{trial_id}")
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Take that a trial will end because its hyperparameters are invalid; it has ten seconds to do so.
+    """Note that a trial's hyperparameters are invalid; it has ten seconds to end.
 
     Raises:
         StoreError: unknown trial, another reason.

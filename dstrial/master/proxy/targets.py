@@ -38,7 +38,6 @@ class Service:
     """A port of this machine on which a living task answers.
 
     Attributes:
-        task_id: the task.
         port: on 127.0.0.1.
         is_tcp: whether it speaks no HTTP, so that a WebSocket carries its bytes.
         is_ready: whether it has answered already.
@@ -51,7 +50,7 @@ class Service:
 
 
 def service_of(path: str) -> str:
-    """Return the service's name in a raw path below :data:`PREFIX`: a task's id, perhaps with a colon and a port."""
+    """Return the service in a raw path below :data:`PREFIX`: task id, maybe ``:port``."""
     return unquote(path[len(PREFIX) :].partition("/")[0])
 
 
@@ -90,11 +89,9 @@ def find(connection: Connection, name: str) -> Service:
 def forwarded(
     headers: Iterable[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request that its service sees: nothing that belongs to this connection, and no token.
+    """Return a request's headers for its service: no connection headers, no token.
 
-    Args:
-        headers: names in lower case.
-        is_upgrade: whether those that ask for a WebSocket are kept.
+    Names are in lower case; with ``is_upgrade`` the headers that ask for a WebSocket stay.
     """
     kept = []
     for name, value in headers:

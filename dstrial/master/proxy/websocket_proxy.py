@@ -1,4 +1,4 @@
-"""WebSockets to services: the bytes of a connection go to and fro after its handshake, whatever they mean.
+"""WebSockets to services: forwards a connection's bytes after its handshake.
 
 A service that speaks HTTP makes the handshake itself. For one that does not (``proxy_tcp``), as ``det experiment create
 --publish`` asks for, the handshake is made here, and what it says travels in binary frames, which ``wsproto`` reads and writes.
@@ -40,7 +40,7 @@ def tunnel_protocol(services: Services) -> type[asyncio.Protocol]:
 
 
 class FrameLimit(Extension):
-    """Refuses a client's frame of more than 16 MiB at its header, which wsproto leaves to its users.
+    """Refuses client frames over 16 MiB at their header, which wsproto does not.
 
     It is never offered in a handshake; wsproto has extensions see each header (``frame_protocol.py: extension_processing``).
     """
@@ -98,11 +98,7 @@ class _ServiceEnd(asyncio.Protocol):
 class Tunnel(asyncio.Protocol):
     """The connection of a client, and how it is tied to that of a service.
 
-    Args:
-        services: of the running master.
-        config: uvicorn's.
-        server_state: uvicorn's, which counts this connection.
-        app_state: uvicorn's.
+    ``config``, ``server_state`` (which counts this connection) and ``app_state`` are uvicorn's.
     """
 
     def __init__(self, services: Services, *, config: Any, server_state: Any, app_state: Any) -> None:
@@ -273,7 +269,7 @@ class Tunnel(asyncio.Protocol):
                 return
 
     def _answer_ping(self, payload: bytes) -> None:
-        """Answer at once, or a client that does not read with the last of its pings only (RFC 6455, section 5.5.3)."""
+        """Answer a ping; a client that does not read gets only the last (RFC 6455, 5.5.3)."""
         assert self._frames is not None
         if self._is_client_behind:
             self._due_pong = payload

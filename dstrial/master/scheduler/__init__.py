@@ -1,4 +1,4 @@
-"""Makes true what the rows say: gives slots, starts and ends processes, takes in their output, deletes files."""
+"""Makes rows true: assigns slots, runs processes, takes in output, deletes files."""
 
 from dstrial.master.scheduler.scheduler import Scheduler
 

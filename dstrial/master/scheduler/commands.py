@@ -1,4 +1,4 @@
-"""How commands are started, and what is watched while they run: readiness, use and memory of TensorBoards."""
+"""How commands start, and how running TensorBoards are watched."""
 
 from __future__ import annotations
 
@@ -110,11 +110,7 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
 
 
 class CommandWatch:
-    """Looks at the living allocation of a TensorBoard and ends one that nobody uses or that grows too large.
-
-    Args:
-        services: of the running master.
-    """
+    """Ends a running TensorBoard that nobody uses or that grows too large."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

@@ -1,4 +1,4 @@
-"""The thread that deletes: checkpoints by policy or by request, experiments, old logs, unused environments."""
+"""Cleans up: deletes what is not needed any more, and ends silent detached runs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from dstrial.master.advice import text_of
 from dstrial.master.backends import remove
 from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.backends.overlay.store import collect as collect_overlays
-from dstrial.master.lifecycle import checkpoint_gc, containers
+from dstrial.master.clock import now_us
+from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
 from dstrial.master.pubsub import Changes
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models, usage
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.metrics import as_number
 
 logger = logging.getLogger("dstrial.master.janitor")
+_scheduler_logger = logging.getLogger("dstrial.master.scheduler")
 
 _PERIOD_S = 3600.0
+_SILENCE_PERIOD_S = 1.0
 _LOOK_AGAIN_S = 5.0
 # An environment is made again from pip's cache; until then it takes the room of what was installed.
 _OVERLAY_UNUSED_S = 14 * 24 * 3600.0
 
 
 class Janitor:
-    """Performs the rows of ``work`` one after the other.
+    """The thread that performs the rows of ``work`` one after the other.
+
+    They delete checkpoints, experiments, old logs and unused environments.
 
     Args:
         database: the store.
@@ -64,7 +69,7 @@ class Janitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the piece of work in hand and end; what is left is done at the next start."""
+        """Finish the work in hand and end; the next start does the rest."""
         self._is_stopping = True
         self._event.set()
         self._thread.join()
@@ -172,7 +177,7 @@ class Janitor:
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:
-        """Delete the TensorBoard files of an experiment, where its storage is one that this machine reaches."""
+        """Delete an experiment's TensorBoard files, where this machine reaches them."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
             cluster_id = find_cluster_id(connection)
@@ -205,3 +210,27 @@ def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:
 def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
     usage.remember(tx, experiment_id)
     experiments.forget(tx, experiment_id)
+
+
+class Silence:
+    """Looks from time to time for detached runs that have been silent for too long.
+
+    A master that has just started has heard of nobody, and waits as long as for a run that it knows.
+    """
+
+    def __init__(self, database: Database, timeout_s: float) -> None:
+        self._database = database
+        self._timeout_s = timeout_s
+        self._next_s = time.monotonic() + timeout_s
+
+    def check(self) -> None:
+        """End the silent ones, if it is time to look."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + _SILENCE_PERIOD_S
+        before_us = now_us() - int(self._timeout_s * 1e6)
+        with self._database.read() as connection:
+            is_any = detached_runs.is_anyone_silent(connection, before_us)
+        if is_any:
+            count = self._database.write(lambda tx: detached_runs.give_up_silent(tx, before_us))
+            _scheduler_logger.warning("%d detached runs are given up: nothing was heard of them", count)

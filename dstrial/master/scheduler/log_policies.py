@@ -1,12 +1,17 @@
-"""What a trial's output says about whether to try it again: ``log_policies`` of the experiment config."""
+"""``log_policies``: what a trial's output says about trying it again."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dstrial.config.experiment_config.sections import compile_pattern
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.logs import add_master_line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class LogPolicy:
 
 
 def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
-    """Compile the policies of a config with defaults; one without a pattern is switched off.
+    """Compile the policies of a config with defaults, except those without a pattern.
 
     One that RE2 does not read is left out; an older version of dstrial may have accepted it.
     """
@@ -51,13 +56,33 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
 
 
 def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
-    """Return the policies whose pattern is in one of the texts, each with the first line that it is in."""
+    """Return the policies that match a text, each with its first matching line."""
     joined = "".join(texts)
     found = []
     for policy in policies:
-        # The whole first: most policies match nothing, and one search of it costs less than one of each line.
+        # Search the whole text first: most policies match nothing, and that costs less than a search of each line.
         if policy.pattern.search(joined):
             line = next((line for line in joined.splitlines() if policy.pattern.search(line)), None)
             if line is not None:
                 found.append((policy, line))
     return found
+
+
+def note_matches(
+    tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], agent_id: str
+) -> None:
+    """Store which policies an output matched; log those with an action, once each."""
+    for policy, line in matched:
+        if policy.name is not None:
+            trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)
+        column: Literal["retry_cancelled", "is_node_excluded"]
+        if policy.action == "cancel_retries":
+            column, then = "retry_cancelled", "the trial will not be started again if it fails"
+        elif policy.action == "exclude_node":
+            # Source: Determined 0.38.1, master/internal/logpattern, addRetryOnDifferentNode.
+            column, then = "is_node_excluded", f"therefore will not schedule on {agent_id} again if it fails"
+        else:
+            continue
+        if trial_rows.set_flag(tx, row.trial_id, column):
+            text = f'(log {json.dumps(line, ensure_ascii=False)} matched regex "{policy.text}") {then}'
+            add_master_line(tx, row.task_id, row.trial_id, text, level="WARNING", allocation_id=row.id)

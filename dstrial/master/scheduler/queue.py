@@ -1,4 +1,4 @@
-"""Which trials and commands get slots next, why a trial waits and who holds them; pure."""
+"""Decides who gets slots next, and says why a trial waits; pure."""
 
 from __future__ import annotations
 
@@ -87,15 +87,10 @@ def waiting_text(
     max_slots: int | None,
     before: str | None,
 ) -> str:
-    """Say for what a trial waits and who holds it, one line that begins with ``waiting for``.
+    """Say what a trial waits for and who holds it, in one ``waiting for …`` line.
 
-    Args:
-        num_slots: how many it needs.
-        num_enabled: how many there are.
-        holders: what runs, on one slot or more each.
-        experiment_id: its experiment.
-        max_slots: how many its experiment may use at once, None for any number.
-        before: what is first in the queue, None if that is the trial itself.
+    ``num_enabled`` slots exist, and each holder has at least one. The trial's experiment may use ``max_slots`` at once, None for
+    any number. ``before`` is first in the queue, None if that is the trial itself.
     """
     wanted = f"waiting for {_slots(num_slots)}"
     own = sum(holder.num_slots for holder in holders if holder.experiment_id == experiment_id)

@@ -17,22 +17,21 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import DstrialError
 from dstrial.master import backends
 from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, SupervisorHandle
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
-from dstrial.master.backends.log_file import read_lines
+from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
-from dstrial.master.scheduler.heartbeat_timeout import Silence
-from dstrial.master.scheduler.janitor import Janitor
-from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches
+from dstrial.master.scheduler.janitor import Janitor, Silence
+from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, users
@@ -52,23 +51,17 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _TICK_S = 0.05
 _IDLE_TICK_S = 1.0
-# Of one trial's output at a time, so that one that floods its log delays neither the others nor its own end.
-_CHUNK_BYTES = 512 * 1024
 _KILL_AGAIN_S = 2.0
 _LOOK_AGAIN_S = 1.0
-# For how long a master that ends goes on storing what killed trials have printed.
+# How long a master that ends stores what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
 
-# In place of how many slots there are, where it is told why something waits.
+# Stands for the number of slots in `_told` while the agent is disabled.
 _AGENT_OFF = -1
 
 
 class Scheduler:
-    """Owns the slots of this machine and the processes of trials and commands.
-
-    Args:
-        services: of the running master.
-    """
+    """Owns the slots of this machine and the processes of trials and commands."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -118,7 +111,7 @@ class Scheduler:
     def _waiting(
         self, connection: Connection, rows: list[jobs.WaitingTrial], num_enabled: int
     ) -> list[Waiting]:
-        """Return who waits for how many slots; a trial that can go on with fewer than it asks for waits for those."""
+        """Return who waits for how many slots; resumable trials may wait for fewer."""
         waiting = []
         for row in rows:
             wanted, most = row.slots_per_trial, row.max_slots
@@ -139,7 +132,7 @@ class Scheduler:
     def _slots_to_go_on_with(
         self, connection: Connection, row: jobs.WaitingTrial, config: dict[str, Any], available: int
     ) -> int | None:
-        """Return what ``resumption`` says, which is asked again only when something has changed."""
+        """Return what ``resume`` says, and ask it again only after a change."""
         known_for = (row.run_id, available, hash(row.config))
         known = self._fitting.get(row.id)
         if known is None or known[0] != known_for:
@@ -184,7 +177,7 @@ class Scheduler:
         self._database.write(lambda tx: add_master_line(tx, row.task_id, trial_id, text, level="WARNING"))
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """End a trial that may not start on the only machine, unless what cannot run waits here.
+        """End a trial excluded from the only machine; without ``launch_error`` it waits.
 
         Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
         """
@@ -203,7 +196,7 @@ class Scheduler:
         self._database.write(end)
 
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
-        """Free all slots and end; experiments stay as they are and go on at the next start.
+        """Free all slots and end; experiments keep their state for the next start.
 
         May be called again, from another thread, to kill what was being stopped gracefully.
 
@@ -245,7 +238,7 @@ class Scheduler:
         return self._database.write(ask)
 
     def _has_processes(self) -> bool:
-        """Say whether any allocation runs; of one that does not, the next master takes in what is left."""
+        """Say whether any allocation runs; the next master takes in what others left."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         return any(backends.poll_exit(Path(row.directory), self._handles.get(row.id)) is None for row in live)
@@ -262,7 +255,7 @@ class Scheduler:
             self._event.clear()
 
     def _tick(self) -> float:
-        """Do what is due and return for how long nothing will be, seconds."""
+        """Do what is due; return in how many seconds there may be more."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         wait_s = _TICK_S if live else _IDLE_TICK_S
@@ -316,9 +309,9 @@ class Scheduler:
             backends.kill(handle, Path(row.directory))
 
     def _take_in(self, row: Allocation) -> bool:
-        """Take in what an allocation has printed since the stored offset, and say whether there may be more."""
+        """Take in new output of an allocation; say whether there may be more."""
         offset = int(row.log_offset)
-        lines, end = read_lines(Path(row.directory), offset, _CHUNK_BYTES)
+        lines, end = read_lines(Path(row.directory), offset, CHUNK_BYTES)
         if not lines:
             return False
         policies = () if _is_command(row) else self._policies_of(row.experiment_id)
@@ -328,11 +321,11 @@ class Scheduler:
         def store(tx: Transaction) -> None:
             if allocation_rows.advance_log(tx, row.id, offset, end):
                 add_task_logs(tx, row.task_id, row.trial_id or None, row.id, lines)
-                _note_policies(tx, row, matched, self._services.agent_id)
+                note_matches(tx, row, matched, self._services.agent_id)
                 events.tell_lines(tx, row.task_id, told)
 
         self._database.write(store)
-        return end - offset > _CHUNK_BYTES // 2
+        return end - offset > CHUNK_BYTES // 2
 
     def _policies_of(self, experiment_id: int) -> tuple[LogPolicy, ...]:
         if experiment_id not in self._policies:
@@ -344,13 +337,13 @@ class Scheduler:
     def _end(self, row: Allocation, exit_: AllocationExit) -> None:
         traceback = None
         if exit_.exit_code != 0:
-            traceback = first_traceback(_printed(Path(row.directory)))
+            traceback = first_traceback(printed(Path(row.directory)))
             if traceback is None or is_of_launcher(traceback):
-                explanation = explain_rank(_printed(Path(row.directory)))
+                explanation = explain_rank(printed(Path(row.directory)))
                 if explanation is not None:
                     exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
             if exit_.explanation is None:
-                failure = explain_failure(_printed(Path(row.directory)), traceback)
+                failure = explain_failure(printed(Path(row.directory)), traceback)
                 exit_ = dataclasses.replace(exit_, explanation=failure)
         exited = life.exited if _is_command(row) else allocations.allocation_exited
         self._database.write(lambda tx: exited(tx, row.id, exit_, traceback))
@@ -443,7 +436,7 @@ class Scheduler:
     def _begin_trial(
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
     ) -> Allocation | None:
-        """Give a trial slots, perhaps fewer than its config asks for, and start its processes."""
+        """Give a trial slots, perhaps fewer than configured, and start its processes."""
         ports = backends.choose_ports(set(used_ports))
         tokens, hashes = _new_tokens()
 
@@ -608,7 +601,7 @@ def _release(tx: Transaction, allocation: Allocation, why: str, *, is_kill: bool
 
 
 def _by_urgency(*groups: Iterable[tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]]) -> list[Waiting]:
-    """Merge what waits, by priority and place in the queue; what is equal stays in its order."""
+    """Merge what waits by priority, then place in the queue; stable for equals."""
     found = [pair for group in groups for pair in group]
     return [one for _, one in sorted(found, key=lambda pair: (pair[0].priority, pair[0].queue_position))]
 
@@ -617,37 +610,6 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
     """Return the tokens of a new allocation by kind, and their hashes."""
     tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
-
-
-def _note_policies(
-    tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], agent_id: str
-) -> None:
-    """Store which policies a trial's output has matched, and say so once for those that have an action."""
-    for policy, line in matched:
-        if policy.name is not None:
-            trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)
-        column: Literal["retry_cancelled", "is_node_excluded"]
-        if policy.action == "cancel_retries":
-            column, then = "retry_cancelled", "the trial will not be started again if it fails"
-        elif policy.action == "exclude_node":
-            # Source: Determined 0.38.1, master/internal/logpattern, addRetryOnDifferentNode.
-            column, then = "is_node_excluded", f"therefore will not schedule on {agent_id} again if it fails"
-        else:
-            continue
-        if trial_rows.set_flag(tx, row.trial_id, column):
-            text = f'(log {json.dumps(line, ensure_ascii=False)} matched regex "{policy.text}") {then}'
-            add_master_line(tx, row.task_id, row.trial_id, text, level="WARNING", allocation_id=row.id)
-
-
-def _printed(directory: Path) -> Iterable[tuple[int | None, str]]:
-    """Yield rank and text of everything that an allocation printed to its standard error and output."""
-    offset = 0
-    while True:
-        lines, offset = read_lines(directory, offset, _CHUNK_BYTES)
-        if not lines:
-            return
-        for line in lines:
-            yield line.rank, line.text
 
 
 def _failed_start(reason: str) -> AllocationExit:

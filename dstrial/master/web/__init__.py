@@ -1,4 +1,4 @@
-"""One read-only page, made on the server: experiments, a plot of each trial's metrics, the end of a log."""
+"""A read-only page made on the server: experiments, metric plots, log ends."""
 
 from dstrial.master.web.page import routes
 

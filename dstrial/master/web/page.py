@@ -1,11 +1,14 @@
-"""The page's handler: reads what it shows in one snapshot, and renders it with everything escaped."""
+"""The page's handler: reads a snapshot and renders it with everything escaped."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jinja2
 from starlette.responses import Response
@@ -17,18 +20,22 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
 from dstrial.master.http.serializers import shown_state
 from dstrial.master.services import Services
-from dstrial.master.store import listings, logs
+from dstrial.master.store import commands, listings, logs
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.tokens import User
-from dstrial.master.web.plot import Plot, line_plot
 
 _MAX_EXPERIMENTS = 200
 _MAX_TRIALS = 50
 _LOG_LINES = 200
 _REFRESH_S = 10
+_WAITING_REFRESH_S = 1
+# Of a plot, pixels.
+_WIDTH, _HEIGHT = 420, 180
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 24
+_MAX_POINTS = 400
 
 
 @functools.cache
@@ -39,7 +46,7 @@ def _templates() -> jinja2.Environment:
 
 
 def render(name: str, status: int = 200, **values: Any) -> Response:
-    """Return a page made of a template, with everything escaped and nothing of others allowed in it."""
+    """Render a template: everything is escaped, and nothing foreign may load."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {
@@ -101,8 +108,67 @@ def _trials(connection: Connection, experiment: Experiment, names: SecretNames) 
     return shown
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plot:
+    """A plot with its axes, in pixels.
+
+    Attributes:
+        points: ``x,y x,y …`` of the line.
+        dots: the same points, each with a text to show.
+        y_labels: (y, text) of the highest and the lowest value.
+        x_labels: (x, text) of the first and the last batch.
+        left: where the y axis is.
+        bottom: where the x axis is.
+    """
+
+    width: int
+    height: int
+    points: str
+    dots: tuple[tuple[float, float, str], ...]
+    y_labels: tuple[tuple[float, str], ...]
+    x_labels: tuple[tuple[float, str], ...]
+    left: int = _LEFT
+    bottom: int = _HEIGHT - _BOTTOM
+
+
+def line_plot(series: Sequence[tuple[int, float]]) -> Plot | None:
+    """Return the plot of a metric over batches; None without a finite value.
+
+    Args:
+        series: batches and value, in the order of batches. Of a long one every n-th is drawn, and the last.
+    """
+    finite = [(batch, value) for batch, value in series if math.isfinite(value)]
+    if not finite:
+        return None
+    step = -(-len(finite) // _MAX_POINTS)
+    drawn = finite[::step] if (len(finite) - 1) % step == 0 else [*finite[::step], finite[-1]]
+    low, high = min(value for _, value in drawn), max(value for _, value in drawn)
+    first, last = drawn[0][0], drawn[-1][0]
+    bottom = _HEIGHT - _BOTTOM
+
+    def x_of(batch: int) -> float:
+        return round(_LEFT + (batch - first) / ((last - first) or 1) * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def y_of(value: float) -> float:
+        return round(bottom - (value - low) / ((high - low) or 1) * (bottom - _TOP), 1)
+
+    dots = tuple((x_of(batch), y_of(value), f"batch {batch}: {value:.5g}") for batch, value in drawn)
+    y_labels = (
+        ((y_of(high), f"{high:.4g}"),)
+        if high == low
+        else ((y_of(high), f"{high:.4g}"), (y_of(low), f"{low:.4g}"))
+    )
+    x_labels = (
+        ((x_of(first), str(first)),)
+        if first == last
+        else ((x_of(first), str(first)), (x_of(last), str(last)))
+    )
+    points = " ".join(f"{x},{y}" for x, y, _ in dots)
+    return Plot(_WIDTH, _HEIGHT, points, dots, y_labels, x_labels)
+
+
 def _webhook(webhook: webhook_rows.Webhook) -> dict[str, Any]:
-    """What is shown of a webhook; its address, which may be a secret, as far as the host."""
+    """Return what is shown of a webhook; its URL may be secret, so only the host."""
     last_us = webhook.delivery["lastTime"]
     return {
         "id": webhook.id,
@@ -153,9 +219,9 @@ def _read(
 
 
 async def show_page(request: ApiRequest) -> Response:
-    """``GET /``: experiments; with ``?experiment=N`` its trials, with ``&trial=N`` that trial's log.
+    """``GET /``: experiments, trials of ``?experiment=N``, the log of ``&trial=N``.
 
-    ``GET /det/experiments/N`` is the same of one experiment, where ``core_v2.url_reverse_webui_exp_view`` of detached runs leads.
+    ``GET /det/experiments/N`` shows that experiment; ``core_v2.url_reverse_webui_exp_view`` of detached runs leads there.
     """
     services = request.services
     experiment_id = request.path_params.get("experiment_id", request.query_int("experiment"))
@@ -172,8 +238,32 @@ async def show_page(request: ApiRequest) -> Response:
     )
 
 
+def task_state(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
+    """Say how far a command has come with its service.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = commands.require(connection, task_id)
+    if row.state in commands.ENDED:
+        return "ended"
+    return "ready" if row.is_ready else "waiting"
+
+
+def waiting_page(task_id: str) -> Response:
+    """Return a page that asks again every second."""
+    return render(
+        "task.html", task_id=task_id, refresh_s=_WAITING_REFRESH_S, text="is starting, or waits for slots"
+    )
+
+
+def ended_page(task_id: str) -> Response:
+    """Return the page of a task that has ended."""
+    return render("task.html", 404, task_id=task_id, refresh_s=0, text="has ended; start another one")
+
+
 def login_page(services: Services, status: int = 200) -> Response:
-    """Return the login form, which names the file of passwords only where there is one."""
+    """Return the login form, which names an existing password file."""
     has_file = (services.state_dir / "credentials.json").exists()
     return render("login.html", status, has_file=has_file)
 
@@ -184,7 +274,7 @@ async def show_login(request: ApiRequest) -> Response:
 
 
 async def show_link(request: ApiRequest) -> Response:
-    """``GET /login``: the form, which opens a session by itself with the code behind the ``#`` of a login link."""
+    """``GET /login``: the form; a login link's code after ``#`` opens a session."""
     return login_page(request.services)
 
 

@@ -1,4 +1,4 @@
-"""The threads that send what waits in the database, with retries; a receiver that hangs holds up its own webhook only."""
+"""Sends webhooks in threads, with retries; a hanging receiver delays only its own."""
 
 from __future__ import annotations
 
@@ -60,11 +60,7 @@ class Delivery:
         self._thread.start()
 
     def stop(self, drain_s: float) -> None:
-        """Send what is due and has time, and end; what is left is sent after the next start.
-
-        Args:
-            drain_s: how long it may take, seconds.
-        """
+        """Send what is due and has time, and end; the next start sends the rest."""
         if self._thread.ident is None:
             return
         self._is_draining = True
@@ -91,7 +87,7 @@ class Delivery:
             self._event.clear()
 
     def _begin_due(self) -> float:
-        """Begin to send what is due, and return after how many seconds to look again, if nothing happens before."""
+        """Begin to send what is due; return in how many seconds to look again."""
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)

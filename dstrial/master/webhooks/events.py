@@ -1,4 +1,4 @@
-"""What is told to which webhooks: written to the database in the transaction of what has happened."""
+"""Writes what webhooks are to send, in the transaction of what has happened."""
 
 from __future__ import annotations
 
@@ -39,18 +39,9 @@ def tell_state(tx: Transaction, experiment_id: int) -> None:
 def tell_alert(
     tx: Transaction, experiment_id: int, trial_id: int | None, *, title: str, description: str, level: str
 ) -> int:
-    """Tell what a trial's code has to say, ``core_context.alert``.
+    """Tell what a trial says by ``core_context.alert``; return to how many webhooks.
 
-    Args:
-        tx: the write.
-        experiment_id: an existing experiment.
-        trial_id: its trial, if it was one.
-        title: of the alert; cut if it is long, as an alert must not end a training.
-        description: of the alert; cut as well.
-        level: one of ``store.logs.LEVELS``, or empty.
-
-    Returns:
-        To how many webhooks.
+    A long title or description is cut, as an alert must not end a training. ``level`` is one of ``store.logs.LEVELS``, or empty.
     """
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
@@ -113,7 +104,7 @@ def _tell_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
 
 
 def _new(kind: str) -> dict[str, Any]:
-    """The same number and time however often it is sent, so that a receiver can tell a repetition."""
+    """Begin an event; retries keep its id and time, so receivers see repetitions."""
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 

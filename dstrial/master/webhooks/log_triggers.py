@@ -16,7 +16,7 @@ from dstrial.master.store.database import Database
 
 def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, Any]]:
     for row in rows:
-        # One that another release of RE2 has accepted must not end the taking in of logs.
+        # A pattern that another release of RE2 has accepted must not stop the taking in of logs.
         with contextlib.suppress(ValueError):
             yield row.trigger_id, compile_pattern(row.condition)
 
@@ -26,7 +26,6 @@ class LogMatch:
     """A line that a trigger looks for.
 
     Attributes:
-        trigger_id: the trigger.
         line: without its end.
     """
 
@@ -35,7 +34,7 @@ class LogMatch:
 
 
 class LogTriggers:
-    """The compiled patterns, which are read again when webhooks have changed; for any thread.
+    """Compiled patterns, read again when webhooks change; safe from any thread.
 
     RE2's search takes time linear in the text, and ``store.webhooks`` bounds how many patterns there are, so that whoever
     stores lines may look through them first: half a MiB and 50 patterns take about 40 ms.
@@ -53,7 +52,7 @@ class LogTriggers:
         self._patterns: tuple[tuple[int, Any], ...] = ()
 
     def find(self, lines: Iterable[str]) -> list[LogMatch]:
-        """Return for each trigger the first line that it looks for; not to be called while the thread reads the database."""
+        """Return each trigger's first matching line; never call inside a database read."""
         patterns = self._current()
         if not patterns:
             return []

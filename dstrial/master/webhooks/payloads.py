@@ -159,7 +159,7 @@ def _text(text: str, kind: str = "mrkdwn") -> dict[str, Any]:
 
 
 def _escaped(text: str, limit: int = _SLACK_TEXT // 2) -> str:
-    """Return a user's text so that Slack shows it: ``<!channel>`` in a log must not call everybody.
+    """Escape text for Slack: ``<!channel>`` in a log must not call everybody.
 
     Source: Slack's documentation, "Formatting text for app surfaces", which names these three characters.
     """

@@ -146,14 +146,9 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> Outcome | None:
-        """Send a body once, signed with the time now.
+        """Send a JSON body once, signed with the time; None if the master ended meanwhile.
 
-        Args:
-            url: as ``store.webhooks`` accepts one.
-            body: JSON.
-
-        Returns:
-            What came of it; None if the master ended meanwhile.
+        ``url`` is one that ``store.webhooks`` accepts.
         """
         deadline = Deadline(self._timeout_s)
         with self._lock:

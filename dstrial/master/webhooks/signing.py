@@ -1,4 +1,4 @@
-"""The key by which receivers tell that a webhook comes from this master, and the signature.
+"""Webhook signatures, and the key by which receivers know this master.
 
 Source: Determined 0.38.1 ``master/internal/webhooks/shipper.go``: HMAC-SHA256 of the time in whole seconds, a comma and the
 body, in hexadecimal digits.
@@ -20,7 +20,7 @@ SIGNATURE_HEADER = "X-Determined-AI-Signature"
 
 
 def load_key(path: Path, configured: str | None) -> str:
-    """Return the key: that of the settings, else the one in the state directory, which is made at the first start.
+    """Return the configured key, else the state directory's, made at first start.
 
     Args:
         path: of the file, readable for its owner only.

@@ -1,1 +1,1 @@
-"""One module per check: its docstring says what it shows and what it cannot show on CPU ranks."""
+"""A function per check says what it shows, and what it cannot show on CPU ranks."""

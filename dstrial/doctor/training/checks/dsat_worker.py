@@ -1,6 +1,7 @@
-"""Five configurations in one living worker: each is measured, and afterwards the ranks hold what they held after the first.
+"""Five configurations in a living worker leave nothing behind in its ranks.
 
-Memory of a device is not shown on CPU ranks; tensors, groups, threads, files and resident memory are.
+They hold afterwards what they held after the first. CPU ranks do not show a device's memory; they show tensors, groups,
+threads, files and resident memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SHOWN = (
 
 
 def run(bench: Bench) -> Finding:
-    """Search at random on this machine, without a master, and look at what the ranks told of themselves."""
+    """Search at random here, without a master, and check what the ranks report."""
     config = write_experiment(bench.scratch, slots=bench.num_slots, stage=1)
     output = bench.scratch / "search"
     words = [

@@ -1,6 +1,6 @@
-"""Versions, driver and devices; torch and NVML name the same devices in the same order; bf16 multiplies.
+"""Versions, driver and devices; torch and NVML agree on devices; bf16 multiplies.
 
-On the CPU there are no devices to compare; versions, compilers and bf16 are shown.
+They name the same devices in the same order. On the CPU there are none to compare; versions, compilers and bf16 are shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A ZeRO 1 trial through an embedded master of its own: submitted, scheduled, trained, validated, saved, COMPLETED.
-
-On CPU ranks the master's choice of devices (``CUDA_VISIBLE_DEVICES``) is not shown.
-"""
+"""Trials through a master of the check's own."""
 
 from __future__ import annotations
 
@@ -17,8 +14,11 @@ from dstrial.doctor.training.programs.program import deepspeed_config
 _MODEL_DEF = "from dstrial.doctor.training.programs.trial import TextTrial  # noqa: F401\n"
 
 
-def run(bench: Bench) -> Finding:
-    """Train and ask the master what became of it."""
+def check_master_trial(bench: Bench) -> Finding:
+    """A ZeRO 1 trial goes through a master of its own from submission to COMPLETED.
+
+    On CPU ranks the master's choice of devices (``CUDA_VISIBLE_DEVICES``) is not shown.
+    """
     began_s = time.monotonic()
     slots = bench.num_slots
     config = write_experiment(bench.scratch, slots=slots, stage=1)
@@ -69,3 +69,39 @@ def write_experiment(scratch: Path, *, slots: int, stage: int, **fields: Any) ->
     # JSON is YAML.
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")
     return path
+
+
+_MISSING = "system metrics and memory per rank, which this dstrial does not report"
+
+
+def check_system_metrics(bench: Bench) -> Finding:
+    """A trial's reports reach the master: training, validation, samples per second.
+
+    System metrics and memory per rank are for later: dstrial's trials do not report them yet.
+    """
+    config = write_experiment(bench.scratch, slots=1, stage=0)
+    with bench.master(slots=1) as env:
+        ended = bench.dstrial("run", str(config), str(config.parent), "--no-progress", env=env)
+        if ended.exit_code != 0:
+            raise CheckFailedError(
+                f"`dstrial run` ended with {ended.exit_code}: {last_line(ended.output)}",
+                "Read the log, below.",
+                ended.end,
+            )
+        described: dict[str, Any] = bench.det("trial", "describe", "1", "--json", "--metrics", env=env)
+    names: dict[str, set[str]] = {}
+    for workload in described["workloads"]:
+        for kind in ("training", "validation"):
+            metrics = ((workload.get(kind) or {}).get("metrics") or {}).get("avgMetrics") or {}
+            names.setdefault(kind, set()).update(metrics)
+    bench.note(**{f"{kind}_metrics": sorted(found) for kind, found in names.items()})
+    lacking = [name for name in ("loss", "samples_per_second") if name not in names.get("training", set())]
+    lacking += [name for name in ("validation_loss",) if name not in names.get("validation", set())]
+    if lacking:
+        raise CheckFailedError(
+            f"{', '.join(lacking)} did not arrive at the master", "Read the trial's log, below.", ended.end
+        )
+    return Finding(
+        f"{len(names['training'])} training and {len(names['validation'])} validation metrics arrived",
+        _MISSING,
+    )

@@ -1,4 +1,4 @@
-"""The memory that a dry run predicts for six configurations, against what training them takes.
+"""Dry runs' predicted memory of six configurations, against what training takes.
 
 A dry run needs no device; measured is torch's peak of allocated memory, so on the CPU only the prediction is shown.
 """

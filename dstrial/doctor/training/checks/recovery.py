@@ -1,4 +1,4 @@
-"""After SIGKILL inside a step, and after running out of memory on purpose, memory is back and the next trial trains.
+"""After SIGKILL in a step, or running out of memory, the next trial trains.
 
 On the CPU torch's allocator is asked for more than any machine has; a device is filled to its end. What NVML, or the kernel,
 tells of free memory must come back to what it was.
@@ -65,11 +65,11 @@ def run(bench: Bench) -> Finding:
 
 
 def _wait_until_back(bench: Bench, before: int, own: set[int]) -> float:
-    """Wait until memory and processes are back; returns seconds, ``_BACK_WITHIN_S`` or more if they are not."""
+    """Return the seconds until memory and processes are back, or ``_BACK_WITHIN_S``."""
     began_s = time.monotonic()
     while (waited_s := time.monotonic() - began_s) < _BACK_WITHIN_S:
         left = set(marked(os.environ[MARKER_VARIABLE])) - own
-        # Others use the memory of the host, too; there only processes tell.
+        # Others use the memory of the host, too; there only processes count.
         if not left and (not bench.has_cuda or used_bytes(bench) <= before + _SLACK_BYTES):
             break
         time.sleep(0.1)
@@ -77,7 +77,7 @@ def _wait_until_back(bench: Bench, before: int, own: set[int]) -> float:
 
 
 def used_bytes(bench: Bench) -> int:
-    """Return the used memory of all devices by NVML, or of the machine where there are none."""
+    """Return used bytes of all devices by NVML; without devices, the machine's."""
     if not bench.has_cuda:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}

@@ -1,1 +1,1 @@
-"""What checks have ranks run: small real models on real text, through dstrial's public names."""
+"""What ranks of checks run: small real models on text, through the public API."""

@@ -1,4 +1,4 @@
-"""A GPT of any size in plain torch, whose forward pass returns the loss, and text to train it on."""
+"""A GPT of any size in plain torch, whose forward returns the loss; and its text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each with a layer norm and a skip connection."""
+    """Causal self-attention and feed-forward, each with layer norm and a residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -71,7 +71,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Characters and the following characters, int64 (records, block_size) both, to the mean loss, shape () float32."""
+    """Maps characters and the characters that follow to their mean loss.
+
+    Both are int64 (records, block_size); the loss has shape () and is float32.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -106,7 +109,7 @@ VOCABULARY_SIZE = 128
 
 
 def read_text(num_chars: int) -> bytes:
-    """Return the first characters of the standard library's top-level modules, in the order of their names.
+    """Return the first characters of the top-level standard library, sorted by name.
 
     Raises:
         FileNotFoundError: the library is not installed as source.

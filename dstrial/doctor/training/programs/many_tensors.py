@@ -1,4 +1,4 @@
-"""Save a model of very many small tensors behind the loop, several times, then compute and count contexts."""
+"""Save a model of very many small tensors behind the loop; count CUDA contexts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def contexts() -> int:
-    """Return on how many devices NVML sees this process; 0 where it sees other process ids than ours."""
+    """Return how many devices NVML sees this process on; 0 if process ids differ."""
     import pynvml
 
     pynvml.nvmlInit()

@@ -1,4 +1,4 @@
-"""Measure the peak of allocated device memory of several configurations, one engine after the other."""
+"""Measure configurations' peaks of allocated device memory, engine by engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time what lies between two steps, under ``Trainer.fit`` and under a loop that only draws and trains."""
+"""Time what is between two steps: in ``Trainer.fit``, and in a bare loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train every ZeRO stage in every precision for five batches, one engine after the other in the same ranks."""
+"""Train each ZeRO stage in each precision for five batches, in the same ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all programs share: their arguments, their facts, their warnings, their DeepSpeed config."""
+"""What all programs share: arguments, facts, warnings, DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Program:
         self._facts = Facts(self.arguments.facts)
 
     def keep_group(self) -> None:
-        """Bring up the process group once, for several trainings one after the other in these ranks. Ranks: all.
+        """Bring up the process group once for several trainings. Ranks: all.
 
         A group that is ended and begun again meets the keys of the first in torchrun's store, and hangs.
         """
@@ -52,7 +52,7 @@ class Program:
         process_group.keep()
 
     def may_go_on_after(self, error: Exception) -> bool:
-        """Say whether this rank may try the next configuration: it may where no other rank waits for it."""
+        """Say whether this rank may try the next config: only if no other rank waits."""
         if self.is_alone:
             traceback.print_exception(error)
         return self.is_alone

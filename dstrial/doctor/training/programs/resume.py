@@ -1,4 +1,4 @@
-"""Train 12 batches in one go, and 7 and then on to 12, in three configurations and across ZeRO stages."""
+"""Train 12 batches at once, and as 7 and 5, in three configs and across stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def compared(before: int, after: int, precision: str) -> dict[str, float]:
-    """Train whole and in two parts and return how far the losses are apart. Ranks: all."""
+    """Return how far losses of whole and split training differ. Ranks: all."""
     whole, _ = train(_hparams(before, precision), _END)
     first, run_dir = train(_hparams(before, precision), _STOP)
     second, _ = train(_hparams(after, precision), _END, run_dir=run_dir)

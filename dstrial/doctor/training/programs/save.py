@@ -1,4 +1,4 @@
-"""Train with checkpoints behind the loop; save the same engine at the same batches with DeepSpeed alone, and compare."""
+"""Train with checkpoints behind the loop, and compare with DeepSpeed's own saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PERIOD, _NUM_SAVES = 5, 4
 
 
 class Saving(TextTrial):
-    """Saves with DeepSpeed after the steps after which dstrial saves, and notes how long everything else takes.
+    """Saves with DeepSpeed after the same steps as dstrial, and times everything else.
 
     Attributes:
         cycles_s: by batch: from the end of the last one, when its device was done, to the end of this one. A save of dstrial's

@@ -1,4 +1,4 @@
-"""Train with CUDA's synchronisation check on: first noting each place, then as errors outside of DeepSpeed's own calls."""
+"""Train with CUDA's synchronisation check: first notes places, then raises errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Checked(TextTrial):
     checked = 0
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        """Train one batch; the check is on in between where it is an error, and over all of it where it only tells."""
+        """Train a batch; the error mode checks only between DeepSpeed's own calls."""
         del epoch_idx
         characters, following = self.context.to_device(next(dataloader_iter))
         is_error = self.mode == "error"
@@ -71,7 +71,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _noted() -> Iterator[list[tuple[str, bool]]]:
-    """Collect where warnings of synchronisations come from, and whether the place is dstrial's."""
+    """Collect the places of synchronisation warnings, and whether they are dstrial's."""
     found: list[tuple[str, bool]] = []
 
     def note(
@@ -90,7 +90,7 @@ def _noted() -> Iterator[list[tuple[str, bool]]]:
 
 
 def _place() -> tuple[str, bool]:
-    """Return the innermost frame outside of torch's files, and whether it is dstrial's or Determined's for dstrial."""
+    """Return the innermost frame outside torch, and whether it is dstrial's."""
     for frame in reversed(traceback.extract_stack()[:-2]):
         path = Path(frame.filename)
         if _TORCH in path.parents or path.name in ("warnings.py", "synchronisation.py", "contextlib.py"):

@@ -1,4 +1,4 @@
-"""The trial that checks train: a small GPT on the standard library's text, configured by hyperparameters alone."""
+"""The trial that checks train: a small GPT configured by hyperparameters alone."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def train(
     trial_class: type[TextTrial] = TextTrial,
     **fit: Any,
 ) -> tuple[TextTrial, Path]:
-    """Train a trial of its own in this process, through ``dstrial.init`` and ``Trainer``.
+    """Train a trial in this process, through ``dstrial.init`` and ``Trainer``.
 
     Args:
         hparams: of the trial.

@@ -12,7 +12,7 @@ from dstrial.doctor.training.programs.trial import TextTrial, train
 
 
 class Talking(TextTrial):
-    """Sums the ranks' numbers on their device, and gathers words over the control channel."""
+    """All-reduces on the ranks' device, and gathers words over the control channel."""
 
     program: Program
 

@@ -1,8 +1,8 @@
-"""Environments of tasks over the base's: made once, shared by digest, never changed while they are used.
+"""Tasks' environments over the base's: shared by digest, unchanged while in use.
 
-``launcher`` starts ``start.main`` with the base's Python, which may have no dstrial: these modules need the standard library
-only and import each other by relative names. A copy of ``__init__``, ``store`` and ``pip_guard`` lies in every overlay as
-``_dstrial_overlay``, where a ``.pth`` file calls :func:`guard_pip` at each start of its Python.
+``backends.local`` starts ``start.main`` with the base's Python, which may have no dstrial: these modules need only the standard
+library and import each other by relative names. A copy of ``__init__``, ``base``, ``store`` and ``pip_guard`` lies in every
+overlay as ``_dstrial_overlay``, where a ``.pth`` file calls :func:`guard_pip` at each start of its Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PIP_MAIN = "pip._internal.cli.main"
 
 
 class _Finder:
-    """Wraps pip's ``main`` when it is imported; every form of the pip command goes through it.
+    """Wraps pip's ``main``, through which every pip command goes, when it is imported.
 
     Source: pip 21 to 25, ``pip/__main__.py`` and the console script ``pip``.
     """
@@ -44,5 +44,5 @@ class _Finder:
 
 
 def guard_pip() -> None:
-    """Have ``pip install`` of this Python go through :mod:`.pip_guard`; costs nothing until pip is imported."""
+    """Guard this Python's ``pip install``; costs nothing until pip is imported."""
     sys.meta_path.insert(0, _Finder())

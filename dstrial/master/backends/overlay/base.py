@@ -1,4 +1,4 @@
-"""What a base has: its directories of packages, what is installed there, and what of it has to stay as it is."""
+"""What a base has: package directories, packages, and which of them must stay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SUFFIXES = (
 
 
 def site_directories() -> list[str]:
-    """Return the directories of packages of the running Python, those of its user last."""
+    """Return the running Python's package directories, those of its user last."""
     found = [path for path in site.getsitepackages() if Path(path).is_dir()]
     # Not in a virtual environment, which does not look there either (site.py, venv()).
     if sys.prefix == sys.base_prefix and not os.environ.get("PYTHONNOUSERSITE"):
@@ -40,11 +40,7 @@ def site_directories() -> list[str]:
 
 
 class Package:
-    """A package that is installed.
-
-    Args:
-        distribution: it.
-    """
+    """A package that is installed."""
 
     def __init__(self, distribution: metadata.Distribution) -> None:
         self.name = str(distribution.metadata["Name"] or "")
@@ -54,7 +50,7 @@ class Package:
 
 
 def packages(paths: Sequence[str]) -> dict[str, Package]:
-    """Return what is installed in directories, by canonical name; the first of a name counts, as for imports."""
+    """Return installed packages by canonical name; the first counts, as for imports."""
     found: dict[str, Package] = {}
     for distribution in metadata.distributions(path=list(paths)):
         package = Package(distribution)
@@ -69,7 +65,7 @@ def canonical(name: str) -> str:
 
 
 def freeze(found: dict[str, Package]) -> list[str]:
-    """Return one line per package, with where it is from if that is no index, as ``pip freeze`` tells it."""
+    """Return a line per package as ``pip freeze``, with its origin if not an index."""
     return sorted(f"{name}=={package.version} {package.origin}".strip() for name, package in found.items())
 
 
@@ -126,7 +122,7 @@ def digest_of(
 
 
 def _named_files(text: str, files: Path) -> dict[str, str]:
-    """Return the digests of the files and directories of a model definition that a hook names, and that these name."""
+    """Return digests of the model's files that a hook names, and that these name."""
     found: dict[str, str] = {}
     by_name: dict[str, list[Path]] = {}
     for path in _files_below(files):

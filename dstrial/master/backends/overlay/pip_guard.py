@@ -1,4 +1,4 @@
-"""``pip install`` in an overlay: one at a time, each once, and never against what the base keeps.
+"""Runs ``pip install`` in an overlay: one at a time, each once, base kept intact.
 
 A copy of this module lies in every overlay. What a hook installs is recorded under a digest of the command and of the files
 that it names; whoever asks for the same afterwards, in the same overlay, is told so and goes on.
@@ -39,7 +39,7 @@ _NO_INDEX_SIGNS = (
 
 
 def guarded(main: Callable[..., int]) -> Callable[..., int]:
-    """Return pip's ``main`` with installs guarded; everything else, and what pip starts itself, is pip's."""
+    """Return pip's ``main`` with installs guarded, except those pip starts itself."""
 
     def guarded_main(args: list[str] | None = None) -> int:
         words = sys.argv[1:] if args is None else list(args)
@@ -75,7 +75,7 @@ class _Install:
         self._words = list(words)
 
     def run(self) -> int:
-        """Do it, or say why not; returns the exit code."""
+        """Run the install, or say why not; return the exit code."""
         refused = next((word for word in self._words if _is_elsewhere(word)), None)
         if refused is not None:
             return _fail(
@@ -98,7 +98,7 @@ class _Install:
             return _fail(str(error))
 
     def _without_editable(self, words: list[str]) -> list[str]:
-        """Install a copy of what lies in the files of this task, which are deleted before the overlay is."""
+        """Install copies of the task's files, which are deleted before the overlay is."""
         task_files = os.environ.get("DSTRIAL_ALLOCATION_DIR")
         kept: list[str] = []
         for word in words:
@@ -137,7 +137,7 @@ class _Install:
         return {name: package.version for name, package in base.packages(own).items()}
 
     def _shadowed(self, before: dict[str, str], after: dict[str, str]) -> list[str]:
-        """Say which packages of the base have another version here, among those that were installed just now."""
+        """Return which base packages have another version here, of those just installed."""
         paths = [path for path in sys.path if not path.startswith(sys.prefix + os.sep)]
         theirs = base.packages(paths)
         return [
@@ -194,7 +194,7 @@ class _Install:
         return code, lines
 
     def _constraints(self) -> list[str]:
-        """Return files of constraints as addresses, since pip splits the variable at spaces."""
+        """Return constraint files as URLs, since pip splits the variable at spaces."""
         paths = [Path(sys.prefix) / "dstrial-constraints.txt"]
         if self._overlay.beside("complete").exists():
             # Tasks train with what is there: from here on packages are added, and none is changed.
@@ -261,7 +261,7 @@ def _conflict(lines: list[str]) -> tuple[str, str] | None:
 
 
 def _kept_and_missing(lines: list[str], path: Path) -> tuple[str, str] | None:
-    """Return the same where pip says only that it finds nothing, as the version that is asked for is in no index."""
+    """Return the same pair where pip only says that no index has the version."""
     found = re.search(r"No matching distribution found for ([A-Za-z0-9._-]+)(.*)", "\n".join(lines))
     if found is None or not found.group(2).strip():
         return None
@@ -274,7 +274,7 @@ def _kept_and_missing(lines: list[str], path: Path) -> tuple[str, str] | None:
 
 
 def _key(words: list[str]) -> str:
-    """Return the digest of a command, with the content of the files that it names in place of their names."""
+    """Return a command's digest; files that it names count by their content."""
     parts = []
     for word in words:
         path = Path(re.sub(r"^(-r|-c|--requirement=|--constraint=)", "", word).partition("[")[0] or "/")

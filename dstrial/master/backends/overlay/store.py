@@ -112,7 +112,7 @@ class Overlay:
             return "another task"
 
     def use(self) -> int:
-        """Say that this process and those it starts use it; returns the descriptor that has to stay open in them."""
+        """Mark as used; return the descriptor that the task's processes must keep open."""
         descriptor = os.open(self.beside("use"), os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         os.utime(descriptor)
@@ -128,7 +128,7 @@ def acquire(
     tell: Tell,
     timeout_s: float,
 ) -> Overlay:
-    """Return the overlay of a digest, made if there is none, and in use by this process from now on.
+    """Return a digest's overlay, made if missing, and use it from now on.
 
     Args:
         root: directory of all overlays; made with mode 0700.
@@ -165,7 +165,7 @@ def try_lock(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever deletes an overlay deletes this file, too: then another one counts.
+            # Whoever deletes an overlay deletes this file, too: another file counts then.
             if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
         except BlockingIOError:
@@ -175,11 +175,11 @@ def try_lock(path: Path) -> int | None:
 
 
 def collect(root: Path, unused_s: float) -> list[str]:
-    """Delete overlays that no process uses and that no task has started in for a time, and broken ones at once.
+    """Delete overlays that are broken or long unused, unless a process uses them.
 
     Args:
         root: directory of all overlays.
-        unused_s: how long that is, seconds.
+        unused_s: seconds since a task last started in it.
 
     Returns:
         The names of those that were deleted.
@@ -211,7 +211,7 @@ def _is_collectable(overlay: Overlay, unused_s: float) -> bool:
 
 
 def _delete(overlay: Overlay) -> None:
-    """Delete everything of an overlay; the lock file last, as it is what others wait for."""
+    """Delete all of an overlay, last its lock file, on which others wait."""
     for path in (overlay.path, overlay.root / f".{overlay.name}.new"):
         if path.is_dir():
             gone = overlay.root / f".{overlay.name}.old"

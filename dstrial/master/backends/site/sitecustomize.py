@@ -1,4 +1,4 @@
-"""Prepares every Python that dstrial starts for Determined's package: its paths in allocations, and whose classes it has.
+"""Prepares each started Python for Determined's package: its paths, its classes.
 
 Python imports this module at its start because its directory is first on PYTHONPATH. It imports the
 ``sitecustomize`` that it hides, and changes ``determined`` only when (and if) that is imported.

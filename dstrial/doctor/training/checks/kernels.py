@@ -1,12 +1,12 @@
-"""DeepSpeed's compiled optimizers: FusedAdam on CUDA and CPUAdam with ZeRO offload build and train, or the reason is told.
-
-They are built in a folder of this check's own, in which a killed build has left its lock: without care every later build
-waits there for ever. On the CPU only CPUAdam exists.
-"""
+"""What is compiled at first use: DeepSpeed's operators and ``torch.compile``."""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sysconfig
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 from dstrial.doctor.training.bench import Bench, Launched, last_line
@@ -22,8 +22,12 @@ _REASONS = (
 )
 
 
-def run(bench: Bench) -> Finding:
-    """Build and train with each, at the same time."""
+def check_operators(bench: Bench) -> Finding:
+    """FusedAdam (CUDA) and CPUAdam with ZeRO offload build and train, or say why not.
+
+    They are built in a folder of this check's own, in which a killed build has left its lock: without care every later build
+    waits there for ever. On the CPU only CPUAdam exists.
+    """
     operators = ["cpu_adam"] + (["fused_adam"] if bench.has_cuda else [])
     with futures.ThreadPoolExecutor(len(operators)) as pool:
         began = {name: pool.submit(_build, bench, name) for name in operators}
@@ -67,7 +71,7 @@ def _build(bench: Bench, operator: str) -> Launched:
 
 
 def _reason(launched: Launched) -> str:
-    """Return the line that says what is missing here; empty if the failure is of another kind."""
+    """Return the line that says what is missing; empty for another kind of failure."""
     if launched.exit_code == 0:
         return ""
     return next(
@@ -78,3 +82,48 @@ def _reason(launched: Launched) -> str:
         ),
         "",
     )
+
+
+_LOSS_BOUND = 1e-5
+_COMPILERS = ("c++", "g++", "clang++", "gcc", "cc", "clang")
+
+
+def check_compile(bench: Bench) -> Finding:
+    """``torch.compile`` of a small model in a trial keeps its losses, to 1e-5.
+
+    Inductor needs a C++ compiler on the CPU, and Triton with a C compiler and Python's headers on CUDA.
+    """
+    _require_compiler(bench)
+    launched = bench.launch("compiled", env={"TORCHINDUCTOR_CACHE_DIR": str(bench.scratch / "inductor")})
+    found = launched.facts
+    difference = float(found["greatest_difference"])
+    if not difference <= _LOSS_BOUND:
+        raise CheckFailedError(
+            f"losses differ by {difference:.3g}; expected at most {_LOSS_BOUND:g}",
+            "Train without torch.compile here.",
+            launched.end,
+        )
+    if not found["num_graphs"]:
+        raise CheckFailedError("nothing was compiled", "See what torch printed, below.", launched.end)
+    return Finding(
+        f"{found['num_graphs']} graph(s) compiled in {found['compile_s']:.1f} s; losses equal to {difference:.1e}",
+        "Triton's kernels" if bench.is_cpu else "",
+    )
+
+
+def _require_compiler(bench: Bench) -> None:
+    if not any(map(shutil.which, _COMPILERS)):
+        raise NotApplicableError(
+            "there is no C++ compiler, which Inductor needs", "Install g++ to use torch.compile."
+        )
+    if bench.has_cuda:
+        if importlib.util.find_spec("triton") is None:
+            raise NotApplicableError(
+                "Triton is missing, which Inductor needs on CUDA", "Install triton to use torch.compile."
+            )
+        headers = Path(sysconfig.get_path("include")) / "Python.h"
+        if not headers.exists():
+            raise NotApplicableError(
+                f"{headers} is missing, which Triton compiles against",
+                "Install Python's headers (python3-dev) to use torch.compile.",
+            )
