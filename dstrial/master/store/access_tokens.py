@@ -1,4 +1,4 @@
-"""Rows of access tokens: what a person asks for so that scripts can ask in their name.
+"""Rows of access tokens, with which scripts ask in a person's name.
 
 Only a token's SHA-256 is stored. A row stays when its token has ended, so that a list can show what there was.
 """

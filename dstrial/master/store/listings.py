@@ -1,4 +1,4 @@
-"""Lists of experiments and trials: filters, orders and pages, from their own rows alone."""
+"""Lists of experiments and trials from their own rows: filters, orders and pages."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return experiments with their owner, number of trials, checkpoints, and how far their allocations are.
+    """Return experiments with owner, trials, checkpoints, and progress of allocations.
 
     Args:
         connection: to read from.
@@ -222,7 +222,7 @@ def list_experiments(
 
 
 def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> ListedExperiment | None:
-    """Return one experiment as :func:`list_experiments` does, None if it does not exist."""
+    """Return one experiment as :func:`list_experiments` does, None if unknown."""
     rows = list_experiments(connection, ExperimentFilter(ids=[experiment_id]))
     return rows[0] if rows else None
 
@@ -247,7 +247,7 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return the trials of an experiment, or one trial, with best and latest validation and best checkpoint.
+    """Return an experiment's trials, or one trial, with best and latest results.
 
     Args:
         connection: to read from.

@@ -1,4 +1,4 @@
-"""The model registry: models, and the checkpoints that are registered as their versions."""
+"""The model registry: models, and the checkpoints registered as their versions."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def list_models(
     sort_by: str | None = None,
     is_descending: bool = False,
 ) -> list[ModelInfo]:
-    """Return models with their owner's and workspace's name and their number of versions.
+    """Return models with owner's and workspace's names and their number of versions.
 
     Args:
         connection: to read from.
@@ -156,7 +156,7 @@ def list_models(
 
 
 def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
-    """Return one model, by its name or else by its number; names are compared whatever the case.
+    """Return one model, by its name (whatever the case) or else by its number.
 
     Raises:
         NotFoundError: there is none.
@@ -222,7 +222,7 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 
 
 def change(tx: Transaction, model_id: int, **fields: Any) -> None:
-    """Change fields of a model: name, description, notes, metadata, labels, workspace_id, is_archived."""
+    """Change columns of a model, those of ``_MODEL_FIELDS``."""
     _change(tx, "models", _MODEL_FIELDS, model_id, fields)
 
 
@@ -268,7 +268,7 @@ def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: 
 def list_versions(
     connection: sqlite3.Connection, model_id: int, *, by_time: bool = False, is_descending: bool = False
 ) -> list[VersionInfo]:
-    """Return the versions of a model with the name of who registered them, by number or by time."""
+    """Return a model's versions with who registered them, by number or by time."""
     order = "DESC" if is_descending else "ASC"
     column = "v.created_us" if by_time else "v.version"
     return fetch_all(

@@ -52,7 +52,7 @@ class Run(Trial):
 
 
 def list_runs(connection: sqlite3.Connection, project_id: int | None = None) -> list[Run]:
-    """Return the runs of a project, or all, by number, each with its experiment, owner, project and workspace."""
+    """Return a project's runs, or all, by number, with where each belongs."""
     return fetch_all(
         Run,
         connection,

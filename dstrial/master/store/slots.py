@@ -14,7 +14,7 @@ AGENT = -1
 
 
 def disabled(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
-    """Return the slots among ``slot_ids`` that take no work -> whether what runs there may finish.
+    """Return the ``slot_ids`` that are off -> whether what runs there may finish.
 
     An agent that is switched off switches off all of its slots; ``AGENT`` is among the keys then.
     """
@@ -51,6 +51,6 @@ def disable(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
 
 
 def enable(tx: Transaction, slot_id: int) -> None:
-    """Switch a slot, or with ``AGENT`` all that are off together with the agent, on again."""
+    """Switch a slot on again; ``AGENT`` all that were switched off with the agent."""
     tx.execute("DELETE FROM disabled_slots WHERE slot_id = ?", (slot_id,))
     tx.publish("scheduler")

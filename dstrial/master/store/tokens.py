@@ -1,4 +1,4 @@
-"""Tokens: rows that hold their SHA-256, and a store in memory that never outlives a commit that ends one."""
+"""Tokens: rows that hold their SHA-256, and a store of identities in memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def create_token(tx: Transaction, user_id: int) -> str:
 
 
 def create_allocation_tokens(tx: Transaction, allocation_id: str, user_id: int) -> tuple[str, str]:
-    """Return the tokens of a new allocation: ``DET_SESSION_TOKEN``, ``DET_USER_TOKEN``."""
+    """Make ``DET_SESSION_TOKEN`` and ``DET_USER_TOKEN`` of a new allocation."""
     return (
         _insert(tx, "allocation", user_id, allocation_id, None),
         _insert(tx, "user", user_id, allocation_id, None),
@@ -135,7 +135,7 @@ def end_token(tx: Transaction, token_hash: str) -> None:
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
-    """End a user's tokens, access tokens and those inside running trials among them; the trials' own stay valid."""
+    """End all tokens of a user but those that the user's allocations themselves hold."""
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),
@@ -148,7 +148,7 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Look a token up; None if it does not exist, was revoked, or its allocation has ended."""
+    """Look a token up; None if unknown, revoked, or its allocation has ended."""
     row = connection.execute(
         "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
         "a.experiment_id, a.run_id, u.* FROM tokens t JOIN users u ON u.id = t.user_id "
@@ -197,7 +197,7 @@ def _insert(
 
 
 class TokenStore:
-    """Finds identities, from memory as long as no commit has ended a token or changed a user since.
+    """Finds identities, from memory until a commit ends a token or changes a user.
 
     Args:
         read: runs a function of a connection in a reader's thread.

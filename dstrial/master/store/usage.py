@@ -1,4 +1,4 @@
-"""What allocations have used: how long, how many slots, for whom; those of deleted experiments included."""
+"""Times, slots and users of allocations, those of deleted experiments included."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def spans(connection: sqlite3.Connection, use: Use, now_us: int) -> list[tuple[str, int, int]]:
-    """Return what an allocation did and from when to when, microseconds, as its reports tell.
+    """Return (what, from, to) of an allocation, microseconds, as its reports tell.
 
     Each report ends a span that began with the report before it; what is after the last one is training.
     """
@@ -96,7 +96,7 @@ def spans(connection: sqlite3.Connection, use: Use, now_us: int) -> list[tuple[s
 
 
 def remember(tx: Transaction, experiment_id: int) -> None:
-    """Keep what the allocations of an experiment have used, before its rows are deleted."""
+    """Keep an experiment's use before its rows are deleted."""
     tx.execute(
         "INSERT OR REPLACE INTO past_usage (allocation_id, kind, user_id, experiment_id, workspace_name, labels, "  # noqa: S608 - a constant
         "num_slots, "

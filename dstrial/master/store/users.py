@@ -60,7 +60,7 @@ def has_users(connection: sqlite3.Connection) -> bool:
 
 
 def create_first_users(tx: Transaction, passwords: Mapping[str, str]) -> None:
-    """Make the users of a fresh master; ids 1 and 2, the administrator first, as Determined has them."""
+    """Make a fresh master's users as Determined does: admin has id 1, determined 2."""
     for name in sorted(FIRST_USERS):
         create_user(tx, username=name, admin=FIRST_USERS[name], password=client_hash(passwords[name]))
 
@@ -79,7 +79,7 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Whether a client's hash is that of the stored one; takes as long either way, blank ones excepted."""
+    """Whether a client's hash fits the stored one, in constant time unless blank."""
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")

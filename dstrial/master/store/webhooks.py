@@ -210,7 +210,7 @@ def check_url(url: str) -> None:
 
 
 def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
-    """Return webhooks by number: those of all workspaces, and those of the given ones; of any for None."""
+    """Return webhooks by number: global ones and those of the workspaces (None: all)."""
     rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
     return [
         _webhook(connection, row)
@@ -273,7 +273,7 @@ def delete(tx: Transaction, webhook_id: int) -> None:
 def triggered(
     connection: sqlite3.Connection, kind: str, condition: str | None = None
 ) -> list[TriggeredWebhook]:
-    """Return the triggers of a type, and of a condition if it is given, with the columns of their webhooks.
+    """Return triggers of a type, and of a condition if given, with their webhooks.
 
     The trigger's own number is ``trigger_id``.
     """
@@ -303,7 +303,7 @@ def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> Non
 
 
 def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
-    """Return for each webhook the waiting event that is due first, with the webhook's ``url`` and ``type``."""
+    """Return each webhook's first due event, with the webhook's ``url`` and ``type``."""
     return fetch_all(
         DueEvent,
         connection,

@@ -52,7 +52,7 @@ class WorkspaceInfo(Workspace):
 
 
 def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[WorkspaceInfo]:
-    """Return all workspaces by number, with their owner's name, what is in them, and when this user pinned them."""
+    """Return workspaces by number, with owner, contents, and this user's pin."""
     return fetch_all(WorkspaceInfo, connection, f"{_SELECT} ORDER BY w.id", {"user_id": user_id})
 
 
@@ -83,7 +83,7 @@ def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
-    """Refuse (400) a workspace that is archived or being deleted for what ``verb`` says."""
+    """Refuse (400) a workspace that cannot ``verb``: it is archived or being deleted."""
     state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -102,7 +102,7 @@ def refuse_immutable(row: Workspace, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
-    """Refuse a name that is empty or longer than 80 characters (400), or another workspace's (409)."""
+    """Refuse a name not of 1 to 80 characters (400), or taken (409)."""
     if not name.strip() or len(name) > 80:
         raise InvalidError(
             f"the workspace's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
@@ -137,7 +137,7 @@ def create(
 
 
 def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
-    """Change fields: name, is_archived, state, error, checkpoint_storage, agent_user_group (mappings or None)."""
+    """Change the fields of a workspace that are listed below."""
     for name, value in fields.items():
         assert name in ("name", "is_archived", "state", "error", "checkpoint_storage", "agent_user_group")
         kept = _json(value) if value is None or isinstance(value, Mapping) else value
