@@ -44,7 +44,7 @@ _SORT_KEYS: dict[str, Callable[[AccessToken], Any]] = {
 
 
 def duration_us(text: str) -> int | None:
-    """Read a duration as Go writes it, ``48h`` or ``1h30m``; None if it is none, or not above zero.
+    """Read a duration in Go's form, ``1h30m`` for example; None if it is not, or zero.
 
     Source: Go ``time.ParseDuration``.
     """
@@ -68,7 +68,7 @@ def _json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry(request: ApiRequest, lifespan: str | None) -> int | None:
-    """When a new token ends: as asked for, as set by default, and not after the token that asks for it.
+    """Return when a new token ends: as asked or by default, not after its maker's.
 
     Raises:
         RequestError: 400 for a lifespan that is none or too long, 403 for a token that dies with its task.
@@ -128,7 +128,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET tokens``: one's own, for administrators everybody's; those that have ended only on request."""
+    """``GET tokens``: one's own, for administrators all; ended ones only on request."""
     username = request.query("username") or None
     user_id = None if request.user.admin else request.user.id
     if username is not None:

@@ -1,4 +1,4 @@
-"""The machine as the protocol sees it: one agent, its slots, and one resource pool."""
+"""The machine in the protocol: one agent, its slots, and one resource pool."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _use(connection: Connection, slot_ids: tuple[int, ...]) -> _Use:
 
 
 def device_json(services: Services, slot_id: int) -> dict[str, Any]:
-    """Return one slot's device; one that this start of the master does not offer has no type."""
+    """Return one slot's device, without a type if this master does not offer the slot."""
     for slot in services.slots:
         if slot.id == slot_id:
             return message(

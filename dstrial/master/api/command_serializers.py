@@ -1,4 +1,4 @@
-"""What the routes of commands, TensorBoards and generic tasks share: their config, their lists, their states."""
+"""Configs, lists and states shared by commands, TensorBoards and generic tasks."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ async def one_of(request: ApiRequest, kind: CommandKind) -> commands.CommandInfo
 
 
 async def killed(request: ApiRequest, kind: CommandKind) -> commands.CommandInfo:
-    """Kill the command that the path names and return it; nothing happens to one that has ended."""
+    """Kill the command that the path names, unless it has ended, and return it."""
     row = await one_of(request, kind)
     await request.services.write(lambda tx: life.kill(tx, row.task_id))
     return await one_of(request, kind)
 
 
 async def prioritised(request: ApiRequest, kind: CommandKind) -> commands.CommandInfo:
-    """Give the command that the path names the priority of the body, 1 to 99, and return it."""
+    """Give the path's command the body's priority, 1 to 99, and return it."""
     priority = request.body().required_integer("priority", 1, 99)
     row = await one_of(request, kind)
     await request.services.write(lambda tx: life.set_priority(tx, row.task_id, priority))

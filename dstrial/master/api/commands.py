@@ -1,4 +1,4 @@
-"""``det command``: plain processes of this machine with a log, an exit code, and slots if they ask for some."""
+"""``det command``: processes of this machine with a log, an exit code and slots."""
 
 from __future__ import annotations
 

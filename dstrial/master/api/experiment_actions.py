@@ -1,4 +1,4 @@
-"""What is done with experiments, one or many: pause, activate, cancel, kill, archive, move, delete, keep logs."""
+"""Actions on experiments, one or many, for example pause, kill, move, delete."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def retain_logs(request: ApiRequest) -> Perform:
 
 
 def of_owner(perform: Perform, experiment_id: int, user: User | None) -> Callable[[Transaction], None]:
-    """Return the write for one experiment, refused (403) where ``user`` is neither its owner nor an administrator."""
+    """Return the write for one experiment; 403 if ``user`` may not change it."""
 
     def write(tx: Transaction) -> None:
         row = experiment_rows.require(tx.connection, experiment_id)
@@ -97,7 +97,7 @@ def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest]
 
 
 def _within(project_id: int, perform: Perform) -> Perform:
-    """Return an action that is refused (404) for experiments of other projects, unless all projects are meant."""
+    """Return an action that refuses (404) experiments of other projects than this one."""
 
     def act(tx: Transaction, experiment_id: int) -> None:
         if project_id != _ALL_PROJECTS:
@@ -108,7 +108,7 @@ def _within(project_id: int, perform: Perform) -> Perform:
 
 
 def _chosen(connection: Connection, project_id: int, body: Fields) -> list[int]:
-    """Return the experiments that a body names: by its filters if it has any, else by their numbers.
+    """Return the experiments that a body names, by its filters or else by numbers.
 
     Source: Determined 0.38.1, where filters replace the numbers.
     """
@@ -141,7 +141,7 @@ def _integers(fields: Fields, name: str) -> list[int]:
 
 
 def stored_states(names: list[str]) -> list[str]:
-    """Return stored states for those of the protocol; what clients see of an active one stands for it."""
+    """Return stored states for the protocol's; those of an active one become ACTIVE."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -164,7 +164,7 @@ _DELETE = plain(experiments.delete)
 
 
 async def preview_search(request: ApiRequest) -> dict[str, Any]:
-    """``POST preview-hp-search``: how many trials train how long, from the config alone."""
+    """``POST preview-hp-search``: how many trials train how long, by the config alone."""
     body = request.body()
     config = body.mapping("config")
     if config is None:

@@ -57,7 +57,7 @@ def checked(
     document: Document | None = None,
     active: Mapping[str, Any] | None = None,
 ) -> Submission:
-    """Check a config with its model definition; takes long enough to be done in a thread.
+    """Check a config with its model definition; so slow that it belongs in a thread.
 
     Args:
         services: of the running master.
@@ -110,7 +110,7 @@ def checked(
 
 
 def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
-    """Return a problem without the temporary directory in which the model definition was looked at."""
+    """Return a problem without the temporary directory of the model definition."""
     texts = (problem.where, problem.got, problem.expected, problem.fix)
     return ConfigProblem(
         *(text.replace(f"{context_dir}/", "").replace(context_dir, "the model definition") for text in texts)
@@ -133,7 +133,7 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
 
 
 def _trials_of(connection: Connection, experiment_id: int) -> dict[str, Any]:
-    """Return the ids of an experiment's trials, and the name by which a script knows the only one."""
+    """Return the ids of an experiment's trials, and the only trial's external name."""
     rows = trial_rows.of_experiment(connection, experiment_id)
     return {
         "trialIds": [row.id for row in rows],
@@ -142,7 +142,7 @@ def _trials_of(connection: Connection, experiment_id: int) -> dict[str, Any]:
 
 
 async def _all_shown(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
-    """Return experiments as ``v1Experiment``; beside other requests where a config is large, as all of it is looked through."""
+    """Return experiments as ``v1Experiment``; large ones beside other requests."""
 
     def show() -> list[dict[str, Any]]:
         return [experiment_json(services, row) for row in rows]
@@ -152,7 +152,7 @@ async def _all_shown(services: Services, rows: Sequence[listings.ListedExperimen
 
 
 async def create_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``POST experiments``: check a submission and, unless only that is asked for, store it with its first trials."""
+    """``POST experiments``: check a submission and, unless asked not to, store it."""
     body, services = request.body(), request.services
     if body.flag("unmanaged"):
         return await create_detached(request, body, None)
@@ -255,7 +255,7 @@ def _files(body: Fields) -> list[Any]:
 def _readable(
     services: Services, config: str, template: Mapping[str, Any] | None
 ) -> tuple[Document, dict[str, Any]]:
-    """Return a config, and its values over its template, empty if it is no mapping, which its check says.
+    """Return a config, and its values over its template; ``{}`` if it is no mapping.
 
     Raises:
         ConfigError: it cannot be read.
@@ -272,7 +272,7 @@ def _with_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Return a config with the secrets of those that it comes from where it has the mask, as what was shown has.
+    """Return a config with its sources' secrets in place of masks.
 
     Raises:
         ConfigError: neither of them knows one.
@@ -380,7 +380,7 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_by(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the checkpoint from which the trial of a single searcher goes on; None if it would start anew."""
+    """Return the checkpoint from which the only trial goes on; None if it starts anew."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
@@ -398,7 +398,7 @@ def _refuse_other_place(connection: Connection, project_id: int, changes: Mappin
 
 
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``POST experiments/continue``: let one that has ended go on, perhaps with another config."""
+    """``POST experiments/continue``: go on with an ended one, maybe another config."""
     body, services = request.body(), request.services
     experiment_id = body.required_integer("id")
     row = await services.read(experiment_rows.require, experiment_id)
@@ -424,7 +424,7 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH experiments/{id}``: name, description, notes, labels, resources and the policy for checkpoints."""
+    """``PATCH experiments/{id}``: texts, labels, resources, the checkpoint policy."""
     body = request.body()
     fields: dict[str, Any] = {}
     for name in ("name", "description", "notes"):
@@ -482,7 +482,7 @@ async def show_model_definition(request: ApiRequest) -> dict[str, Any]:
 
 
 async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/searcher/best_searcher_validation_metric``; 404 before the first validation."""
+    """``GET …/best_searcher_validation_metric``; 404 before the first validation."""
     row = await request.services.read(experiment_rows.require, request.path_params["experiment_id"])
     if row.best_metric is None:
         raise RequestError(404, f"experiment {row.id} has no validation yet.")
@@ -490,7 +490,7 @@ async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]
 
 
 async def validation_history(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/validation-history``: each validation that was the best so far."""
+    """``GET experiments/{id}/validation-history``: validations that were a new best."""
     experiment_id = request.path_params["experiment_id"]
 
     def read(connection: Connection) -> list[dict[str, Any]]:
@@ -518,7 +518,7 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
 
 
 async def stream_metric_names(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/metrics-stream/metric-names``: the names that trials have reported."""
+    """``GET experiments/metrics-stream/metric-names``: the names that trials reported."""
     ids = request.query_ints("ids")
     names = await request.services.read(metrics.metric_names, ids)
     searcher = [

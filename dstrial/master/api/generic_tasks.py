@@ -1,4 +1,4 @@
-"""Generic tasks: processes that can be paused and forked, and that make others (``det task create | fork | pause | …``)."""
+"""Generic tasks (``det task``): processes that pause, fork, and make others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return the files of a task: those that are sent, else those of the task that it is a copy of or that makes it."""
+    """Return a task's files: those sent, else its parent's or those of what it copies."""
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     if body.flag("inheritContext"):
@@ -118,7 +118,7 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:
-    """``POST tasks/{id}/kill``: a task and those that it has made; with ``killFromRoot`` all that belong together.
+    """``POST tasks/{id}/kill``: a task, its descendants; ``killFromRoot``: its tree.
 
     Source: Determined 0.38.1, KillGenericTask: "cannot cancel task … as it is in state", for COMPLETED and CANCELED.
     """
@@ -141,7 +141,7 @@ async def kill(request: ApiRequest) -> dict[str, Any]:
 
 
 async def pause(request: ApiRequest) -> dict[str, Any]:
-    """``POST tasks/{id}/pause``: its process ends, and begins anew when it is unpaused."""
+    """``POST tasks/{id}/pause``: end its process; another begins when it is unpaused."""
     task_id = request.path_params["task_id"]
     await request.services.write(lambda tx: life.pause(tx, task_id))
     return {}

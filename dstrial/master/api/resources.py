@@ -1,4 +1,4 @@
-"""Reports of usage: what was allocated when and to whom, in rows and summed by day or month.
+"""Reports of usage: allocations in rows, and summed by day or month.
 
 Source: Determined 0.38.1 for the columns, the kinds of rows, and what is summed (slots times seconds).
 """
@@ -44,7 +44,7 @@ _UTC = datetime.timezone.utc
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of the raw report; ``seconds`` is the part of it that lies in the time asked for."""
+    """One row of the raw report; ``seconds`` counts only the time asked for."""
 
     experiment_id: int | None
     kind: str
@@ -154,7 +154,7 @@ async def raw_csv(request: ApiRequest) -> Response:
 
 
 async def allocations_csv(request: ApiRequest) -> Response:
-    """``//resources/allocation/allocations-csv``: one row for each allocation; no images are pulled."""
+    """``//resources/allocation/allocations-csv``: a row per allocation; no images."""
     after_us, before_us = _window(request)
     found = await request.services.read(usage.uses, after_us, before_us)
     return _csv(
@@ -254,7 +254,7 @@ def _entry(
 
 
 async def show_aggregated(request: ApiRequest) -> dict[str, Any]:
-    """``GET resources/allocation/aggregated``: seconds times slots, by day or month, up to now."""
+    """``GET resources/allocation/aggregated``: seconds times slots, by day or month."""
     return message(
         bindings.v1ResourceAllocationAggregatedResponse, resourceEntries=await _aggregated(request)
     )

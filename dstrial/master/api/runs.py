@@ -1,4 +1,4 @@
-"""Runs, which are trials across experiments: search, and pause, resume, kill, archive, move or delete several."""
+"""Runs, which are trials across experiments: search them, and act on several."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _move(request: ApiRequest) -> Perform:
 
 
 def _chosen(connection: Connection, body: Fields, project_id: int | None) -> dict[int, int | None]:
-    """Return the runs that a body names, by its filter if it has one, else by their numbers, and the project of each."""
+    """Return the project of each run that a body names, by filter or else by number."""
     text = body.text("filter")
     if text:
         is_wanted = wanted_by(text)

@@ -134,7 +134,7 @@ async def rename_template(request: ApiRequest) -> dict[str, Any]:
 
 
 async def delete_template(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE templates/{name}``: experiments that were made with it stay as they are."""
+    """``DELETE templates/{name}``: experiments that were made with it do not change."""
     name = request.path_params["template"]
 
     def write(tx: Transaction) -> None:

@@ -1,4 +1,4 @@
-"""``det tensorboard``: one process for each, behind the master's proxy, that reads event files where trials put them."""
+"""``det tensorboard``: a process behind the proxy that reads trials' event files."""
 
 from __future__ import annotations
 

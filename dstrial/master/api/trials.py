@@ -1,4 +1,4 @@
-"""Trials: look at them, their workloads and checkpoints; what they say of themselves; kill one."""
+"""Trials: look at them, their workloads and checkpoints; take reports; kill one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_workloads(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/{id}/workloads``: training and validation reports and checkpoints, by batch."""
+    """``GET trials/{id}/workloads``: training, validation and checkpoints, by batch."""
     trial_id = request.path_params["trial_id"]
     which = request.query_choice("filter", bindings.GetTrialWorkloadsRequestFilterOption) or ""
     wanted_group = request.query("group")
@@ -172,7 +172,7 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
 
 
 async def start_run(request: ApiRequest) -> dict[str, Any]:
-    """``POST runs/start``: a rank is about to report; it learns the number of its checkpoint storage."""
+    """``POST runs/start``: a rank will report; return its checkpoint storage's number."""
     body = request.body()
     run_id = body.required_integer("runId")
     request.require_trial(run_id)
@@ -205,7 +205,7 @@ async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_source(request: ApiRequest) -> dict[str, Any]:
-    """``POST trial-source-info``: a trial uses a checkpoint or a version of a model, for batch inference for example."""
+    """``POST trial-source-info``: a trial uses a checkpoint or a model's version."""
     body = request.body()
     source = body.fields("trialSourceInfo") or body
     trial_id, uuid = source.required_integer("trialId"), source.required_text("checkpointUuid")

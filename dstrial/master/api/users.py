@@ -113,7 +113,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH users/{id}``: an administrator changes anything, others their own display name and password."""
+    """``PATCH users/{id}``: all for administrators, else display name and password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
     _require_admin(request, user_id, given)
@@ -157,7 +157,7 @@ async def set_password(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_many(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH users``: switch several users on or off; what fails is said beside its id."""
+    """``PATCH users``: switch several on or off; each failure is told beside its id."""
     body = request.body()
     activate = body.flag("activate")
     ids = body.items_of("userIds")

@@ -1,4 +1,4 @@
-"""Who is asking: host and origin of a request, its token, and what an allocation may touch."""
+"""Host and origin of a request, its token, and what an allocation may touch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNAUTHENTICATED = "the token of the request is missing or not valid (any more); 
 
 
 def check_host_and_origin(headers: Headers) -> None:
-    """Refuse a request that did not come by a loopback name, or from a page that did not (DNS rebinding).
+    """Refuse a Host or Origin that is not of this machine (DNS rebinding).
 
     Raises:
         RequestError: 403.
@@ -106,7 +106,7 @@ def may_use_checkpoint(
     *,
     is_change: bool = False,
 ) -> bool:
-    """Whether an allocation may read or, for ``is_change``, change a checkpoint; yes for one that does not exist."""
+    """Whether an allocation may read (or change) a checkpoint; yes for an unknown one."""
     experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
     if experiment_id is None or experiment_id == allocation.experiment_id:
         return True

@@ -1,4 +1,4 @@
-"""Login links: codes that the owner of a master gets at its socket, and that open a session in a browser once."""
+"""Login links: codes from the owner's socket that open a browser session once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_CODES = 16
 
 
 class LoginLinks:
-    """Codes that have not been used yet. They lie in the master's memory only, as digests, and end with it.
+    """Unused codes: digests in the master's memory, which end with it.
 
     Args:
         clock: the time, seconds; it must not go back.
@@ -26,7 +26,7 @@ class LoginLinks:
         self._codes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def create(self, user_id: int) -> str:
-        """Return a new code of 256 random bits for a user; the oldest of too many is forgotten."""
+        """Return a user's new code of 256 random bits; the oldest of too many is dropped."""
         code = secrets.token_urlsafe(32)
         self._codes[_digest(code)] = user_id, self._clock() + LIFETIME_S
         while len(self._codes) > _MAX_CODES:
@@ -34,7 +34,7 @@ class LoginLinks:
         return code
 
     def spend(self, code: str) -> int | None:
-        """Return whose code it is, which is used up thereby; None for one that is unknown, used or too old."""
+        """Use a code up and return whose it is; None if unknown, used or too old."""
         found = self._codes.pop(_digest(code), None)
         return None if found is None or self._clock() > found[1] else found[0]
 

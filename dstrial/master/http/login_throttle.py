@@ -28,14 +28,14 @@ _MAX_QUEUED = 100
 
 
 class KnownPasswords:
-    """Passwords that have been right since the master started, as digests with a key that only this process has."""
+    """Passwords that were right since the start, as digests with this process's key."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
         self._digests: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, stored: str, hashed: str) -> None:
-        """Remember that a client's hash is that of a stored one, until the stored one changes."""
+        """Remember that a client's hash fits a stored one, until the stored one changes."""
         self._digests[self._digest(stored, hashed)] = None
         if len(self._digests) > _MAX_NAMES:
             self._digests.popitem(last=False)
@@ -49,7 +49,7 @@ class KnownPasswords:
 
 
 class Attempts:
-    """Compares passwords in turn, and answers wrong ones the later the more of them there were in a row.
+    """Compares passwords in turn, and delays answers to repeated wrong ones.
 
     An *account* is the user id of the process that tries, None where it is not known; it is not the name that is tried.
     """
@@ -106,7 +106,7 @@ class Attempts:
 
     @contextlib.asynccontextmanager
     async def _turn(self, account: int | None) -> AsyncIterator[None]:
-        """Compare while the block lasts, after those of the same account that came before, and others' in between."""
+        """Hold the turn while the block lasts: per account in order, accounts in turns."""
         if self._is_comparing:
             queue = self._queues.setdefault(account, deque())
             if len(queue) >= _MAX_QUEUED:

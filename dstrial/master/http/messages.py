@@ -1,4 +1,4 @@
-"""Build answers in the shapes of Determined's generated classes, and the pages of lists."""
+"""Answers in the shapes of Determined's generated classes, and pages of lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_LIMIT = 100
 
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return one message with every field of its generated class; those not given are null.
+    """Return a message with every field of its class; those not given are null.
 
     Args:
         bindings_class: a class of ``determined.common.api.bindings``.

@@ -1,4 +1,4 @@
-"""Write answers as JSON, with nothing in their texts that the terminal of whoever reads them would obey.
+"""Answers as JSON whose texts cannot control the reader's terminal.
 
 Clients print names, descriptions and messages as they come (``det experiment list``). What is the user's data (configs,
 metrics, metadata) goes as ``orjson.Fragment`` and stays byte for byte what was stored; clients print it as JSON or YAML,

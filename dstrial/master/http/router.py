@@ -1,4 +1,4 @@
-"""Carries requests to handlers: routes, who may call them, size limits, and one error shape for all of them.
+"""Routes requests to handlers: access, size limits, one error shape for all.
 
 The rules of access are here and nowhere else; a handler that takes ids from a body asks the request for them
 (``require_trial`` and its like).
@@ -165,7 +165,7 @@ class ApiRequest:
         return peer_of_scope(self.scope)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Return what comes of some work, which is cancelled when the client leaves meanwhile."""
+        """Return the result of some work; cancel it if the client leaves meanwhile."""
 
         async def leave() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -195,7 +195,7 @@ class ApiRequest:
         return None if self.identity is None else self.identity.allocation
 
     def body(self) -> Fields:
-        """Return the JSON object of the body; an empty body is an empty object, whatever its Content-Type.
+        """Return the body's JSON object, ``{}`` if it is empty, whatever its Content-Type.
 
         Raises:
             RequestError: it is no JSON object.
@@ -283,7 +283,7 @@ class ApiRequest:
         return value
 
     def query_choices(self, name: str, choices: type[enum.Enum]) -> list[str]:
-        """Return every value of a query parameter that names members of an enumeration of the protocol.
+        """Return all values of a query parameter; they name members of an enumeration.
 
         Raises:
             RequestError: one of them does not exist.
@@ -311,7 +311,7 @@ class ApiRequest:
         self._require("trial", trial_id, "trial_id")
 
     def require_experiment(self, experiment_id: int) -> None:
-        """Refuse (403) an allocation that asks for another experiment than its own, or would change it."""
+        """Refuse (403) an allocation another experiment, or a change of its own."""
         self._require("experiment", experiment_id, "experiment_id")
         if self.allocation is not None and self.route.method != "GET":
             raise RequestError(403, "an allocation's token may only read its experiment; use a user's token")
@@ -325,7 +325,10 @@ class ApiRequest:
         self._require("allocation", allocation_id, "id")
 
     async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
-        """Refuse (403) an allocation a checkpoint that is neither of its experiment nor, to read, what it started from."""
+        """Refuse (403) an allocation a checkpoint that it may not read, or change.
+
+        It reads its experiment's and what it started from, and changes its experiment's.
+        """
         if self.allocation is not None and not await self.services.read(
             guard.may_use_checkpoint, self.allocation, checkpoint_uuid, is_change=is_change
         ):
@@ -359,7 +362,7 @@ def _not_own(noun: str, asked: int | str) -> RequestError:
 
 
 def _check_num_values(content: bytes) -> None:
-    """Refuse a body of more values than would be read in a moment; those of 16 MiB may take a GiB.
+    """Refuse a body of too many values: those of 16 MiB may take a GiB.
 
     Raises:
         RequestError: there are more than ``_MAX_VALUES``.

@@ -1,4 +1,4 @@
-"""Answers that are streams: one JSON object per line, and nothing else, until the end."""
+"""Answers that are streams: one JSON object per line until the end."""
 
 from __future__ import annotations
 
