@@ -1,4 +1,4 @@
-"""The ``dstrial`` command line: finds the subcommand's module, imports only that one, and calls it.
+"""The ``dstrial`` command line: imports only the subcommand's module and calls it.
 
 A subcommand's module offers ``add_parser(subparsers)``, which adds its arguments, and ``main(args)``, which
 returns the exit status; it may offer ``completed(words)``, which adds what users may leave out of its command line. Importing

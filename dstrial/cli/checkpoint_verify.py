@@ -1,4 +1,4 @@
-"""``dstrial checkpoint verify``: whether a checkpoint is whole, and if not, which file of which rank is not."""
+"""``dstrial checkpoint verify``: whether a checkpoint is whole, or what is not."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 
 
 def _uuid_of(path: Path) -> str:
-    """Return the name under which a directory's checkpoint was stored: the mark's, where it was copied, else its own."""
+    """Return the UUID in a directory's mark, as it may be a copy, else its name."""
     try:
         name = read_mark(path).get("uuid")
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""``dstrial doctor``: whether this machine has what training needs; with ``--train``, whether training works on it."""
+"""``dstrial doctor``: whether training can work here, and with ``--train`` does."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _seconds_argument(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Look and print; return 0 if there is no problem, else 1. With ``--train``, train."""
+    """Look and print; return 0 if there is no problem, else 1; train with ``--train``."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What others have named may not be written in every encoding; a sign in its place may.
         sys.stdout.reconfigure(errors="backslashreplace")

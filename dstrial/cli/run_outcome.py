@@ -39,7 +39,7 @@ class Verdict:
 
 
 def outcome_of(run_directory: RunDirectory, followed: Followed) -> LaunchOutcome:
-    """Return how the ranks of the last attempt ended: as their launcher wrote, else as the master knows."""
+    """Return how the last attempt's ranks ended, by their launcher or else the master."""
     fields = None
     with contextlib.suppress(DstrialError):
         fields = read_json(run_directory.outcome_path)
@@ -116,7 +116,7 @@ def summary(
     resume_command: Sequence[str],
     steps_before: int | None = None,
 ) -> list[str]:
-    """What to print at the end: state, last and best validation, where everything lies, how to go on.
+    """Return the lines of the end: state, validations, places, and how to go on.
 
     Args:
         run_directory: the run.
@@ -192,7 +192,7 @@ def _what_remains(
 
 
 def failure_text(outcome: LaunchOutcome) -> str:
-    """The rank that failed first and its traceback, to be the last thing on the screen; empty if none failed."""
+    """Return the first failing rank and its traceback, the last text; empty for none."""
     text = ""
     if outcome.killed_ranks and not outcome.ended_at_once:
         names = ", ".join(map(str, outcome.killed_ranks))

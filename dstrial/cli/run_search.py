@@ -1,4 +1,4 @@
-"""``dstrial run`` of a search: follow many trials, and show at the end how each one did."""
+"""``dstrial run`` of a search: follow many trials, and show each result."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def search(
 
 
 def _tell_start(starts: list[Start], told: set[str], out: LastingStream) -> None:
-    """Say what holds up the first trial of a search, each thing once; the others' logs say it of them."""
+    """Say once what holds up a search's first trial; the others' logs say it of them."""
     for start in starts[:1]:
         age_s = time.time() - start.since_s
         if age_s >= _SILENCE_S and start.text not in told:
@@ -83,7 +83,7 @@ def best_trial(view: ExperimentView, *, smaller_is_better: bool) -> TrialView | 
 
 
 def progress_line(view: ExperimentView, metric: str, *, smaller_is_better: bool) -> str:
-    """One line on a search, for example ``40 %  2 active, 6 completed  accuracy 0.93 (trial 4)``."""
+    """Return a line on a search, like ``40 %  2 active  accuracy 0.93 (trial 4)``."""
     counts: dict[str, int] = {}
     for trial in view.trials:
         counts[trial.state.lower()] = counts.get(trial.state.lower(), 0) + 1
