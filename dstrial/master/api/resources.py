@@ -21,7 +21,7 @@ from dstrial.master.clock import format_us, now_us, parse_time
 from dstrial.master.http.fields import shown
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.store import usage
+from dstrial.master.store import allocations
 from dstrial.master.store.database import Connection
 
 _RAW = ("experiment_id", "kind", "username", "labels", "slots", "start_time", "end_time", "seconds")
@@ -82,8 +82,8 @@ async def _raw_rows(request: ApiRequest) -> list[_Row]:
 
     def read(connection: Connection) -> list[_Row]:
         rows = []
-        for use in usage.uses(connection, after_us, before_us):
-            for kind, start_us, end_us in usage.spans(connection, use, now):
+        for use in allocations.uses(connection, after_us, before_us):
+            for kind, start_us, end_us in allocations.spans(connection, use, now):
                 overlap_us = min(end_us, before_us) - max(start_us, after_us)
                 if overlap_us > 0:
                     rows.append(
@@ -156,7 +156,7 @@ async def raw_csv(request: ApiRequest) -> Response:
 async def allocations_csv(request: ApiRequest) -> Response:
     """``//resources/allocation/allocations-csv``: a row per allocation; no images."""
     after_us, before_us = _window(request)
-    found = await request.services.read(usage.uses, after_us, before_us)
+    found = await request.services.read(allocations.uses, after_us, before_us)
     return _csv(
         _ALLOCATIONS,
         (
@@ -216,7 +216,7 @@ async def _aggregated(request: ApiRequest) -> list[dict[str, Any]]:
         while day <= last:
             following = _next(day, is_monthly)
             start_us, end_us = _us(day), _us(following)
-            found = usage.uses(connection, start_us, end_us)
+            found = allocations.uses(connection, start_us, end_us)
             entries.append(_entry(found, day, (start_us, end_us), is_monthly, pool_name, now))
             day = following
         return entries
@@ -225,7 +225,7 @@ async def _aggregated(request: ApiRequest) -> list[dict[str, Any]]:
 
 
 def _entry(
-    found: Iterable[usage.Use],
+    found: Iterable[allocations.Use],
     day: datetime.date,
     window_us: tuple[int, int],
     is_monthly: bool,
