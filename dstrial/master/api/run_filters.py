@@ -17,7 +17,7 @@ from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import shown
-from dstrial.master.store.runs import Run
+from dstrial.master.store.listings import Run
 
 Wanted: TypeAlias = "Callable[[Run], bool]"
 
