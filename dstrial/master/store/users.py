@@ -38,15 +38,7 @@ class StoredUser(User):
 
     def without_password(self) -> User:
         """Return the user as handlers may see one."""
-        return User(
-            self.id,
-            self.username,
-            self.display_name,
-            self.admin,
-            self.active,
-            self.modified_us,
-            self.last_auth_us,
-        )
+        return User(**{field.name: getattr(self, field.name) for field in dataclasses.fields(User)})
 
 
 def new_passwords(*, is_blank: bool) -> dict[str, str]:
