@@ -19,7 +19,7 @@ from dstrial.master.http.router import ApiRequest
 from dstrial.master.http.serializers import as_data as as_data
 from dstrial.master.http.serializers import shown_config
 from dstrial.master.lifecycle import commands as life
-from dstrial.master.store import commands, projects, templates, workspaces
+from dstrial.master.store import commands, projects, workspaces
 
 _SORTS: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
     "SORT_BY_ID": lambda row: row.task_id,
@@ -48,7 +48,7 @@ async def checked(
     services = request.services
     template: dict[str, Any] | None = None
     if template_name:
-        template = json.loads((await services.read(templates.require, template_name)).config)
+        template = json.loads((await services.read(workspaces.require_template, template_name)).config)
 
     def check() -> CommandConfig:
         check_value(given, "the command's config", services.settings.limits)

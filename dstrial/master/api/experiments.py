@@ -37,7 +37,7 @@ from dstrial.master.lifecycle import containers, detached_runs, experiments, res
 from dstrial.master.lifecycle.interpreter import check_interpreter
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, metrics, projects, templates, workspaces
+from dstrial.master.store import listings, metrics, projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 
@@ -161,7 +161,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     config = body.text("config") or ""
     template: dict[str, Any] | None = None
     if template_name:
-        template = json.loads((await services.read(templates.require, template_name)).config)
+        template = json.loads((await services.read(workspaces.require_template, template_name)).config)
     if parent_id is not None:
         parent = await services.read(experiment_rows.require, parent_id)
         if not config:
