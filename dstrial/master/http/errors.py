@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.advice import text_of
-from dstrial.master.http.responses import to_json
+from dstrial.master.http.messages import to_json
 from dstrial.master.store.database import OperationalError
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError, StoreError
 

@@ -25,8 +25,8 @@ from dstrial.master.http import access as guard
 from dstrial.master.http import unsupported
 from dstrial.master.http.errors import error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
+from dstrial.master.http.messages import to_json
 from dstrial.master.http.peers import Peer, peer_of_scope
-from dstrial.master.http.responses import to_json
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:

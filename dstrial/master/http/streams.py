@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from dstrial.errors import DstrialError, RequestError
 from dstrial.master.http.errors import status_and_text
-from dstrial.master.http.responses import to_json
+from dstrial.master.http.messages import to_json
 from dstrial.master.store.database import SqlError
 from dstrial.master.store.errors import StoreError
 
