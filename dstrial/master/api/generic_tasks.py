@@ -10,8 +10,7 @@ from determined.common.api import bindings
 from dstrial.config.parsing.documents import read_yaml_text
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
-from dstrial.master.api import command_serializers as shapes
-from dstrial.master.api.commands import MAX_BODY_BYTES
+from dstrial.master.api.commands import MAX_BODY_BYTES, checked
 from dstrial.master.api.tasks import submitted
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.http.fields import Fields
@@ -38,7 +37,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
     forked = None if forked_from is None else await services.read(commands.require, forked_from, _KIND)
     known = [] if forked is None else [json.loads(forked.config)]
     given = await _given(request, body, forked_from)
-    spec = await shapes.checked(request, given, "GENERIC", None, *known)
+    spec = await checked(request, given, "GENERIC", None, *known)
     # Where what is sent back has the mask of a secret, the copy keeps what is behind it.
     original = unmasked(given, [*known, spec.config], "the config")
     project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)

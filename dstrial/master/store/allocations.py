@@ -1,4 +1,4 @@
-"""Rows of allocations, and what they have used, those of deleted experiments included."""
+"""Rows of allocations and of their use, also of experiments that are deleted."""
 
 from __future__ import annotations
 

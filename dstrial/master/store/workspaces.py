@@ -1,4 +1,4 @@
-"""Rows of workspaces, which hold projects, models and templates; rows of templates."""
+"""Rows of workspaces, which hold projects, models and templates, and of templates."""
 
 from __future__ import annotations
 
