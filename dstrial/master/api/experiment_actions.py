@@ -15,6 +15,7 @@ from dstrial.master.http.access import require_owner
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import stored_states
 from dstrial.master.lifecycle import experiments
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, projects
@@ -116,36 +117,18 @@ def _chosen(connection: Connection, project_id: int, body: Fields) -> list[int]:
         projects.require(connection, project_id)
     filters = body.fields("filters")
     if filters is None:
-        given = body.items_of("experimentIds") or []
-        if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in given):
-            raise body.wrong("experimentIds", "whole numbers of 32 bits")
-        return list(dict.fromkeys(given))
+        return list(dict.fromkeys(body.ids("experimentIds")))
     wanted = listings.ExperimentFilter(
         archived=filters.flag("archived"),
         name=filters.text("name"),
         description=filters.text("description"),
-        user_ids=_integers(filters, "userIds"),
+        user_ids=filters.ids("userIds"),
         states=stored_states(filters.texts("states") or []),
         labels=filters.texts("labels") or [],
-        not_ids=_integers(filters, "excludedExperimentIds"),
+        not_ids=filters.ids("excludedExperimentIds"),
         project_id=None if project_id == _ALL_PROJECTS else project_id,
     )
     return [row.id for row in listings.list_experiments(connection, wanted)]
-
-
-def _integers(fields: Fields, name: str) -> list[int]:
-    values = fields.items_of(name) or []
-    if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in values):
-        raise fields.wrong(name, "whole numbers of 32 bits")
-    return values
-
-
-def stored_states(names: list[str]) -> list[str]:
-    """Return stored states for the protocol's; those of an active one become ACTIVE."""
-    states = {name.removeprefix("STATE_") for name in names}
-    if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
-        states.add("ACTIVE")
-    return sorted(states)
 
 
 _EACH: tuple[tuple[str, str, Prepare, bool], ...] = (

@@ -16,6 +16,7 @@ from dstrial.config import SavedRun
 from dstrial.config.experiment_config.storage import laid_over
 from dstrial.config.experiment_config.submission import (
     LABEL,
+    MasterDefaults,
     Submission,
     check_submission,
     continued_config,
@@ -25,14 +26,13 @@ from dstrial.config.merge import merge_template
 from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
-from dstrial.master.api.experiment_actions import stored_states
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.fields import shown as shown_text
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
-from dstrial.master.http.serializers import as_data, experiment_json
+from dstrial.master.http.serializers import as_data, experiment_json, stored_states
 from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
 from dstrial.master.lifecycle.interpreter import check_interpreter
 from dstrial.master.services import Services
@@ -74,13 +74,6 @@ def checked(
         ConfigError: with every problem.
         RequestError: the model definition cannot be unpacked.
     """
-    defaults = services.settings.defaults(services.state_dir)
-    if active is not None:
-        storage = active.get("checkpoint_storage") or defaults.checkpoint_storage
-        defaults = dataclasses.replace(defaults, checkpoint_storage=storage, environment_variables=())
-    elif storage is not None:
-        whole = laid_over(storage, defaults.checkpoint_storage)
-        defaults = dataclasses.replace(defaults, checkpoint_storage=whole)
     with tempfile.TemporaryDirectory(prefix="dstrial-check-") as name:
         context_dir = Path(name)
         unpack(tgz, context_dir)
@@ -88,7 +81,7 @@ def checked(
             submission = check_submission(
                 config,
                 context_dir=context_dir,
-                defaults=defaults,
+                defaults=_defaults(services, storage, active),
                 num_slots=None if is_detached else len(services.slots),
                 resumed=resumed,
                 template=template,
@@ -107,6 +100,18 @@ def checked(
     if submission.interpreter is not None and not is_detached:
         check_interpreter(submission.interpreter, submission.config["entrypoint"])
     return submission
+
+
+def _defaults(
+    services: Services, storage: Mapping[str, Any] | None, active: Mapping[str, Any] | None
+) -> MasterDefaults:
+    defaults = services.settings.defaults(services.state_dir)
+    if active is not None:
+        storage = active.get("checkpoint_storage") or defaults.checkpoint_storage
+        return dataclasses.replace(defaults, checkpoint_storage=storage, environment_variables=())
+    if storage is None:
+        return defaults
+    return dataclasses.replace(defaults, checkpoint_storage=laid_over(storage, defaults.checkpoint_storage))
 
 
 def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:

@@ -130,11 +130,8 @@ def _chosen(connection: Connection, body: Fields, project_id: int | None) -> dic
         return {
             row.id: row.project_id for row in listings.list_runs(connection, project_id) if is_wanted(row)
         }
-    given = body.items_of("runIds") or []
-    if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in given):
-        raise body.wrong("runIds", "whole numbers of 32 bits")
     held_by = {row.id: row.project_id for row in listings.list_runs(connection)}
-    return {run_id: held_by.get(run_id) for run_id in given}
+    return {run_id: held_by.get(run_id) for run_id in body.ids("runIds")}
 
 
 def _each(prepare: Callable[[ApiRequest], Perform], text: str, *, is_owners: bool = False) -> Any:

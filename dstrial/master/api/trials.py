@@ -12,7 +12,13 @@ from dstrial.master.api.experiment_checkpoints import checkpoints_page
 from dstrial.master.clock import now_us
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
-from dstrial.master.http.serializers import as_data, checkpoint_workload, metrics_workload, trial_json
+from dstrial.master.http.serializers import (
+    as_data,
+    checkpoint_workload,
+    metrics_workload,
+    stored_states,
+    trial_json,
+)
 from dstrial.master.lifecycle import trials
 from dstrial.master.lifecycle.allocations import mark_ready
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -25,24 +31,19 @@ from dstrial.master.store.database import Connection, Transaction
 async def list_trials(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/trials``: a page of trials."""
     experiment_id = request.path_params["experiment_id"]
-    states = {
-        name.removeprefix("STATE_") for name in request.query_choices("states", bindings.experimentv1State)
-    }
-    if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
-        states.add("ACTIVE")
+    states = stored_states(request.query_choices("states", bindings.experimentv1State))
     sort_by = request.query_choice("sortBy", bindings.v1GetExperimentTrialsRequestSortBy)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
     def read(connection: Connection) -> tuple[Any, list[listings.ListedTrial]]:
         experiment_rows.require(connection, experiment_id)
-        chosen = sorted(states)
-        page = page_of(listings.count_trials(connection, experiment_id, chosen), offset, limit)
+        page = page_of(listings.count_trials(connection, experiment_id, states), offset, limit)
         rows = listings.list_trials(
             connection,
             now_us=now_us(),
             experiment_id=experiment_id,
-            states=chosen,
+            states=states,
             sort_by=sort_by,
             is_descending=is_descending,
             offset=page.start,

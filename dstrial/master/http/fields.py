@@ -127,6 +127,13 @@ class Fields(dict[str, Any]):
             return value
         raise self.wrong(name, "a list")
 
+    def ids(self, name: str) -> list[int]:
+        """Return a list of whole numbers of 32 bits, empty if there is none."""
+        values = self.items_of(name) or []
+        if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in values):
+            raise self.wrong(name, "whole numbers of 32 bits")
+        return values
+
     def texts(self, name: str) -> list[str] | None:
         """Return a list of strings."""
         value = self.items_of(name)

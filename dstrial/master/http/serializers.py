@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -41,6 +42,14 @@ def time_or_none(us: int | None) -> str | None:
 def shown_state(row: ListedExperiment | ListedTrial | Run) -> str:
     """Return the state of an experiment or trial that clients see (``advance`` tells)."""
     return f"STATE_{_ADVANCE[row.advance] if row.state == 'ACTIVE' else row.state}"
+
+
+def stored_states(names: Iterable[str]) -> list[str]:
+    """Return stored states for the protocol's; those of an active one become ACTIVE."""
+    states = {name.removeprefix("STATE_") for name in names}
+    if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
+        states.add("ACTIVE")
+    return sorted(states)
 
 
 def experiment_json(services: Services, row: ListedExperiment) -> dict[str, Any]:
