@@ -36,11 +36,7 @@ COMMANDS = {
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Build the parser with the arguments of one subcommand.
-
-    Args:
-        command: the subcommand that will run; None if none is named, when all are only listed.
-    """
+    """Build the parser with the arguments of one subcommand, or of none to list all."""
     parser = argparse.ArgumentParser(prog="dstrial", description="Determined-style trials for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"dstrial {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -176,10 +176,6 @@ def _uuid_of(path: Path) -> str:
 def verified(source: CheckpointSource, *, is_plain: bool) -> Wholeness:
     """Read every file of a checkpoint, with a progress bar on a terminal.
 
-    Args:
-        source: the checkpoint.
-        is_plain: whether the user wants no bar.
-
     Raises:
         CheckpointError: its manifest is missing or damaged.
     """

@@ -180,10 +180,6 @@ def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
     ``problem`` -> how many; ``seconds``: what all took; ``groups``: in the order of the text, each with ``name``, ``seconds``
     and ``findings``, each of these with ``name``, ``status`` (``ok``, ``note`` or ``problem``), ``what`` and ``todo`` (empty
     if nothing is to be done). Names stay between versions; ``what`` and ``todo`` are for people.
-
-    Args:
-        groups: the findings.
-        seconds: what all checks took.
     """
     found = list(groups)
     counts = count(found)

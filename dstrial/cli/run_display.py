@@ -44,15 +44,7 @@ class Display(Protocol):
 def make_display(
     out: LastingStream, err: LastingStream, *, num_ranks: int, metric: str | None, is_plain: bool
 ) -> Display:
-    """Choose the display that fits where the output goes.
-
-    Args:
-        out: the standard output.
-        err: the standard error.
-        num_ranks: lines of ranks are prefixed with their rank if there are several.
-        metric: the searcher metric.
-        is_plain: whether the user wants no progress bar.
-    """
+    """Choose the display that fits where the output goes."""
     if is_plain or not out.isatty():
         return PlainDisplay(out, err, num_ranks=num_ranks, metric=metric)
     console = Console(file=cast(TextIO, out), highlight=False)
@@ -143,13 +135,7 @@ class PlainDisplay:
 
 
 class BarDisplay:
-    """A progress bar in the terminal's last line; all else is printed above it.
-
-    Args:
-        console: where to draw.
-        num_ranks: lines of ranks are prefixed with their rank if there are several.
-        metric: the searcher metric.
-    """
+    """A progress bar in the terminal's last line; all else is printed above it."""
 
     def __init__(self, console: Console, *, num_ranks: int, metric: str | None) -> None:
         self._num_ranks = num_ranks
@@ -214,12 +200,7 @@ def _named(pair: tuple[str, float] | None, prefix: str = "") -> tuple[str, float
 
 
 class Refresher:
-    """Shows a new view every fifth of a second while a block runs, and at its end.
-
-    Args:
-        poll: reads the run's files.
-        show: shows what was read.
-    """
+    """Shows a new view every fifth of a second while a block runs, and at its end."""
 
     def __init__(self, poll: Callable[[], RunView], show: Callable[[RunView], None]) -> None:
         self._poll = poll

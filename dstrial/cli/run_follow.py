@@ -98,12 +98,8 @@ def follow(
 ) -> Followed:
     """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
 
-    Args:
-        master: where it runs.
-        experiment_id: the experiment.
-        signals: as ``noted_signals`` gives them.
-        on_look: called about ten times a second.
-        on_stop: called with the first signal once the master has been asked to pause.
+    ``on_look`` is called about ten times a second, ``on_stop`` with the first of the ``noted_signals`` once the master has been
+    asked to pause.
     """
     asked: signal.Signals | None = None
     is_asked = False

@@ -118,14 +118,8 @@ def summary(
 ) -> list[str]:
     """Return the lines of the end: state, validations, places, and how to go on.
 
-    Args:
-        run_directory: the run.
-        verdict: what became of the attempt.
-        view: the last look at the attempt.
-        metric: the searcher metric.
-        smaller_is_better: which way it is compared.
-        resume_command: the command that goes on, shown unless the run completed.
-        steps_before: batches that were trained at the checkpoint from which the attempt went on; None if from none.
+    The command that goes on is shown unless the run completed. ``steps_before`` are the batches that were trained at the
+    checkpoint from which the attempt went on; None if from none.
     """
     stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)

@@ -76,13 +76,7 @@ def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | No
 
 
 def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
-    """Resolve ``--resume``.
-
-    Args:
-        resume: ``latest``, a run directory, or the directory of a checkpoint.
-        runs_dir: the directory of all runs, where ``latest`` is looked for.
-        name: the experiment's name.
-        context_dir: directory of the model definition.
+    """Resolve ``--resume``: ``latest``, a run directory, or that of a checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is no such run, or it has no complete checkpoint.
@@ -127,12 +121,7 @@ def _latest(runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
 
 
 def add_experiment_arguments(parser: argparse.ArgumentParser, *, slots_help: str) -> None:
-    """Add ``EXP.yaml``, ``CONTEXT_DIR``, ``--config`` and ``--slots``.
-
-    Args:
-        parser: a subcommand's parser.
-        slots_help: what ``--slots`` means there.
-    """
+    """Add ``EXP.yaml``, ``CONTEXT_DIR``, ``--config`` and ``--slots``."""
     parser.add_argument("experiment", metavar="EXP.yaml", help="experiment config")
     parser.add_argument(
         "context_dir",

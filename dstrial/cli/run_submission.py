@@ -226,13 +226,10 @@ def living_experiment(
 ) -> observe.ExperimentView | None:
     """Return the run's experiment if it can go on: paused, or active since an ``up``.
 
-    A paused experiment of the run from which something else is wanted is cancelled: another one takes its place.
+    ``now`` is the fingerprint of what would be submitted now, and ``is_newest`` tells whether the run is to go on from its newest
+    checkpoint.
 
-    Args:
-        master: the running master.
-        run_directory: the run.
-        now: fingerprint of what would be submitted now.
-        is_newest: whether the run is to go on from its newest checkpoint.
+    A paused experiment of the run from which something else is wanted is cancelled: another one takes its place.
 
     Raises:
         DstrialError: the experiment is active, and something else is wanted.

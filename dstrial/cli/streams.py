@@ -113,10 +113,7 @@ _SMALL_BYTES = 64 << 20
 class BytesBar:
     """Shows on a terminal's standard error how many bytes of a known total are done.
 
-    Args:
-        what: is being done, ``verifying`` for example.
-        num_bytes: the total; a bar is not worth its flicker for little.
-        is_plain: whether the user wants no bar.
+    ``what`` is being done, ``verifying`` for example. Little has no bar, nor has a user who wants none (``is_plain``).
     """
 
     def __init__(self, what: str, num_bytes: int, *, is_plain: bool = False) -> None:

@@ -41,12 +41,7 @@ async def checked(
 ) -> CommandConfig:
     """Check the config of a command with its template and this master's own defaults.
 
-    Args:
-        request: whose user asks.
-        given: the config; where it has the mask of a secret, what is behind it comes from the template or ``others``.
-        kind: of command.
-        template_name: a template's name; None for none.
-        others: configs that it may be a copy of.
+    Where ``given`` has the mask of a secret, what is behind it comes from the template or ``others``, of which it may be a copy.
 
     Raises:
         RequestError: 404, there is no such template.
@@ -143,12 +138,7 @@ def routes_of(
 ) -> list[Route]:
     """Return the routes that start, list, show, kill and order commands of a kind.
 
-    Args:
-        kind: of command.
-        noun: the protocol's name of one, whose plural is in the paths.
-        launch: starts one.
-        to_json: makes an answer's object of a row.
-        sorts: the protocol's orders of the list.
+    ``noun`` is the protocol's name of one, whose plural is in the paths.
     """
 
     async def one_of(request: ApiRequest) -> commands.CommandInfo:

@@ -35,9 +35,7 @@ _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
     """Return a webhook in the protocol's form; ``delivery`` tells how sending goes.
 
-    Args:
-        webhook: the webhook.
-        shows_url: whether its address, which often is a secret, is shown beyond the host.
+    Its address, which often is a secret, is shown beyond the host only with ``shows_url``.
     """
     triggers = [
         message(

@@ -88,10 +88,7 @@ async def identify(services: Services, headers: Headers, method: str) -> Identit
 def require_owner(user: User, owner_id: int, what: str) -> None:
     """Refuse (403) whoever is neither the owner of a thing nor an administrator.
 
-    Args:
-        user: who asks.
-        owner_id: whose it is.
-        what: how the error calls it, ``experiment 3`` for example.
+    The error calls the thing ``what``, ``experiment 3`` for example.
     """
     if not user.admin and user.id != owner_id:
         raise RequestError(

@@ -79,9 +79,7 @@ class Door:
     def add(self, connection: Connection, num_open: int) -> bool:
         """Add a new connection; where there are too many, drop the one longest idle.
 
-        Args:
-            connection: the new one.
-            num_open: how many there are with it, WebSockets among them.
+        ``num_open`` is how many there are with it, WebSockets among them.
 
         Returns:
             Whether it may stay; not if all the others are in use.

@@ -78,12 +78,8 @@ class Attempts:
     ) -> bool:
         """Return whether a password is right; at once if it is.
 
-        Args:
-            account: who tries.
-            username: whose password it is said to be.
-            is_right: compares.
-            is_stranger: whether it is neither the master's owner nor unknown who tries: such an account's passwords are
-                not even compared while many wrong ones of it wait.
+        An ``is_stranger`` is neither the master's owner nor unknown: such an account's passwords are not even compared while
+        many wrong ones of it wait.
 
         Raises:
             RequestError: 429, too many wrong passwords of this account wait for their answers.

@@ -104,13 +104,8 @@ def route(
 ) -> Route:
     """Return a route.
 
-    Args:
-        method: the HTTP method.
-        path: below ``/api/v1``; one that begins with two slashes is the master's root's, ``//info`` for example.
-        handler: see ``Route``.
-        access: see ``Route``.
-        max_body_bytes: see ``Route``.
-        unauthenticated: see ``Route``.
+    ``path`` is below ``/api/v1``; one that begins with two slashes is the master's root's, ``//info`` for example. For the others
+    see ``Route``.
     """
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)

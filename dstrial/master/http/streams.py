@@ -33,11 +33,7 @@ def ndjson(items: AsyncIterator[Item]) -> NdjsonResponse:
 
 
 class NdjsonResponse(Response):
-    """Sends lines as they come, and ends at once when the client has gone.
-
-    Args:
-        items: as for ``ndjson``.
-    """
+    """Sends the lines of :func:`ndjson`, and ends at once when the client has gone."""
 
     media_type = "application/json"
 

@@ -112,19 +112,8 @@ def insert(
 ) -> str:
     """Store a new allocation of a task and return its id.
 
-    Args:
-        tx: the write.
-        task_id: the task.
-        run_id: how many it has had, with this one.
-        slots: slot ids.
-        ports: port by environment variable.
-        resources_id: a UUID.
-        directory: parent of the allocation's directory.
-        workspace_name: where it belongs now.
-        trial_id: its trial; 0 for a command.
-        experiment_id: its experiment; 0 for a command.
-        steps_at_start: batches of the checkpoint that it starts from.
-        checkpoint_uuid: that checkpoint.
+    ``run_id`` is how many allocations the task has had with this one, and ``ports`` are by environment variable. The ids of trial
+    and experiment are 0 for a command. It starts from the checkpoint at batch ``steps_at_start``, in a directory of its own.
     """
     allocation_id = f"{task_id}.{run_id}"
     tx.execute(

@@ -54,13 +54,7 @@ Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
 
 
 def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
-    """Yield what a statement finds.
-
-    Args:
-        kind: a dataclass whose fields are called as the columns, each of them and no other.
-        connection: to read from.
-        sql: the statement.
-        parameters: its values.
+    """Yield what a statement finds, as a dataclass with a field for each column.
 
     Raises:
         TypeError: the statement does not give the fields.

@@ -79,14 +79,7 @@ def command_of(connection: sqlite3.Connection, job_id: str) -> Command | None:
 def position_beside(
     connection: sqlite3.Connection, job_id: str, anchor: Experiment | Command, *, is_ahead: bool
 ) -> float:
-    """Return a queue position right before or behind another job of the same priority.
-
-    Args:
-        connection: to read from.
-        job_id: what is moved.
-        anchor: the other one, an experiment or a command.
-        is_ahead: whether it goes before that.
-    """
+    """Return a queue position right before or behind a job of the same priority."""
     own: float = anchor.queue_position
     side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
     neighbour = connection.execute(

@@ -249,13 +249,7 @@ def list_experiments(
 ) -> list[ListedExperiment]:
     """Return experiments with owner, trials, checkpoints, and progress of allocations.
 
-    Args:
-        connection: to read from.
-        wanted: which.
-        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise. What has no value comes last.
-        is_descending: the other way round.
-        offset: rows to skip.
-        limit: rows at most; -1 for all.
+    ``sort_by`` is a ``SORT_BY_…`` of the protocol, by id otherwise; what has no value comes last. A ``limit`` of -1 is none.
     """
     where, values = _where(wanted)
     column = _EXPERIMENT_ORDER.get(sort_by or "", "e.id")
@@ -292,16 +286,7 @@ def list_trials(
 ) -> list[ListedTrial]:
     """Return an experiment's trials, or one trial, with best and latest results.
 
-    Args:
-        connection: to read from.
-        now_us: the time up to which what runs has run.
-        experiment_id: of this experiment.
-        trial_id: or only this one.
-        states: as stored, without the prefix.
-        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise. What has no value comes last.
-        is_descending: the other way round.
-        offset: rows to skip.
-        limit: rows at most; -1 for all.
+    As :func:`list_experiments`. ``states`` are as stored, and what runs has run up to ``now_us``.
     """
     names = {f"s{i}": state for i, state in enumerate(states)}
     condition = "t.id = :trial_id" if trial_id is not None else "t.experiment_id = :experiment_id"

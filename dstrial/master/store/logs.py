@@ -117,16 +117,7 @@ def add_master_line(
     level: str = "INFO",
     allocation_id: str | None = None,
 ) -> None:
-    """Store a line of the master's own.
-
-    Args:
-        tx: the write.
-        task_id: the task it is about.
-        trial_id: its trial.
-        text: one line, without a newline.
-        level: one of ``LEVELS``.
-        allocation_id: the allocation it is about, if any.
-    """
+    """Store a line of the master's own, without newline, at one of ``LEVELS``."""
     tx.execute(
         "INSERT INTO logs (task_id, trial_id, allocation_id, time_us, level, source, log) "
         "VALUES (?, ?, ?, ?, ?, 'master', ?)",

@@ -318,12 +318,7 @@ def reports(
 ) -> list[Report]:
     """Return reports that are not archived, by trial and batch.
 
-    Args:
-        connection: to read from.
-        trial_ids: of these trials.
-        group: of this group; None for every one.
-        after: trial and offset (rows of that trial already taken), to go on.
-        limit: at most this many.
+    ``group`` None stands for every group; ``after``, a trial and how many of its rows are taken already, is to go on.
     """
     taken: list[Report] = []
     condition = "" if group is None else " AND group_name = ?"

@@ -120,11 +120,7 @@ def list_models(
 ) -> list[ModelInfo]:
     """Return models with owner's and workspace's names and their number of versions.
 
-    Args:
-        connection: to read from.
-        wanted: which.
-        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise.
-        is_descending: the other way round.
+    ``sort_by`` is a ``SORT_BY_…`` of the protocol; by id otherwise.
     """
     conditions = ["1 = 1"]
     values: list[Any] = []
@@ -244,12 +240,7 @@ def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> l
 def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: int, **fields: Any) -> int:
     """Register a checkpoint as the next version and return the version's number.
 
-    Args:
-        tx: the write.
-        model_id: the model.
-        checkpoint_uuid: a checkpoint that is complete.
-        owner_id: who registers it.
-        **fields: of name, comment, notes (texts), metadata (mapping) and labels (list of texts).
+    ``fields`` are name, comment, notes (texts), metadata (a mapping) and labels (a list of texts).
     """
     now = now_us()
     tx.execute(

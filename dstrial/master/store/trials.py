@@ -114,12 +114,7 @@ def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
 def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, warm_start: str | None) -> int:
     """Store the trial that a searcher asks for, with its task, and return its id.
 
-    Args:
-        tx: the write.
-        experiment: whose it is.
-        action: what the searcher asks for.
-        now: the time, microseconds.
-        warm_start: the checkpoint of another trial that it starts from.
+    ``now`` is in microseconds, ``warm_start`` the checkpoint of another trial that it starts from.
     """
     task_id = f"{experiment.id}.{action.request_id}"
     cursor = tx.execute(

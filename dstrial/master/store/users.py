@@ -91,15 +91,7 @@ def create_user(
     display_name: str = "",
     active: bool = True,
 ) -> int:
-    """Make a user.
-
-    Args:
-        tx: the write.
-        username: the name.
-        admin: whether it is an administrator.
-        password: the client's hash; blank for none.
-        display_name: shown beside the name.
-        active: whether it may log in.
+    """Make a user; ``password`` is the client's hash, blank for none.
 
     Raises:
         StoreError: a name that cannot be one, one that exists.

@@ -317,13 +317,7 @@ def note_result(
 ) -> None:
     """Store what came of an attempt.
 
-    Args:
-        tx: the write.
-        webhook_id: the webhook; it may have been deleted meanwhile.
-        event_id: the event.
-        result: one line.
-        is_delivered: whether it need not be sent again.
-        retry_us: when to try again; None to give it up, if it was not delivered.
+    ``result`` is one line; ``retry_us`` None gives up what was not delivered. The webhook may have been deleted meanwhile.
     """
     now = now_us()
     if is_delivered:
