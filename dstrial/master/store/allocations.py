@@ -113,7 +113,7 @@ def insert(
     """Store a new allocation of a task and return its id.
 
     ``run_id`` is how many allocations the task has had with this one, and ``ports`` are by environment variable. The ids of trial
-    and experiment are 0 for a command. It starts from the checkpoint at batch ``steps_at_start``, in a directory of its own.
+    and experiment are 0 for a command. It starts from the checkpoint at batch ``steps_at_start``, below ``directory``.
     """
     allocation_id = f"{task_id}.{run_id}"
     tx.execute(
