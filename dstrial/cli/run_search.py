@@ -11,7 +11,7 @@ from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import Followed, follow
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
-from dstrial.cli.streams import typed
+from dstrial.cli.streams import text_table, typed
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.master.store import observe
@@ -149,13 +149,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
                 _hparams(trial, experiment),
             )
         )
-    widths = [max(len(row[column_idx]) for row in rows) for column_idx in range(4)]
-    lines = [
-        "  ".join(
-            [*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]
-        ).rstrip()
-        for row in rows
-    ]
+    lines = text_table(rows[0], rows[1:]).splitlines()
     hidden = len(view.trials) - _MOST_TRIALS_SHOWN
     return [*lines, f"and {hidden} more"] if hidden > 0 else lines
 
