@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """Whether the manifest is the one that was registered.
+    """Whether the manifest is the registered one.
 
     Attributes:
         state: ``registered``, as it is; ``changed`` since; or ``unknown``, not registered here.

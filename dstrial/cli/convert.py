@@ -159,7 +159,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _require_script(entrypoint: str | None, output: Path) -> None:
-    """Refuse an entrypoint that cannot become one, before anything is written.
+    """Refuse an entrypoint that cannot be converted, before anything is written.
 
     Raises:
         ConfigError: it is another launcher's command line, or its script lies elsewhere.

@@ -135,7 +135,7 @@ def read_context(context_dir: Path) -> list[v1File]:
 
 
 def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
-    """Return a digest of config and files; equal ones have the same."""
+    """Return a digest of config and files, equal for equal content."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(files, key=lambda file: str(file.path)):
         digest.update(f"\0{file.path}\0{file.type}\0{file.mode}\0{file.content}".encode())

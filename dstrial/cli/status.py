@@ -109,7 +109,7 @@ def _counts(by_state: dict[str, int]) -> str:
 
 
 def _disk_bytes(path: Path) -> int:
-    """Return bytes that a directory's files take on disk, without unreadable ones."""
+    """Return the bytes on disk of a directory's readable files."""
     total = 0
     pending = [str(path)]
     while pending:

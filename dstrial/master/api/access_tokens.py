@@ -116,7 +116,7 @@ def _expiry(request: ApiRequest, lifespan: str | None) -> int | None:
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST tokens``: make one, which is told in this answer and never again."""
+    """``POST tokens``: make a token, which only this answer shows."""
     body = request.body()
     user_id, description = body.required_integer("userId"), body.text("description") or ""
     _require_allowed(request, user_id, "make access tokens of other users")
@@ -128,7 +128,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET tokens``: one's own, for administrators all; ended ones only on request."""
+    """``GET tokens``: the user's, for administrators all; ended tokens on request."""
     username = request.query("username") or None
     user_id = None if request.user.admin else request.user.id
     if username is not None:

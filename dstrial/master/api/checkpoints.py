@@ -48,7 +48,7 @@ def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
 
 
 async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
-    """``POST checkpoints``: a trial has written one."""
+    """``POST checkpoints``: a trial has written a checkpoint."""
     body = request.body()
     uuid, task_id = body.required_text("uuid"), body.required_text("taskId")
     if _UUID.fullmatch(uuid) is None:

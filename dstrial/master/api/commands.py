@@ -66,7 +66,7 @@ async def checked(
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
-    """Return the workspace that a command goes into; the first one if none is named.
+    """Return the workspace that a command goes into, by default the first.
 
     Raises:
         RequestError: 404, there is no such workspace; 400, it is archived.
@@ -157,7 +157,7 @@ def routes_of(
         }
 
     async def kill(request: ApiRequest) -> dict[str, Any]:
-        """Kill it; nothing happens to one that has ended."""
+        """Kill it, unless it has ended."""
         row = await one_of(request)
         await request.services.write(lambda tx: life.kill(tx, row.task_id))
         return {noun: to_json(request, await one_of(request))}

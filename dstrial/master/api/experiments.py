@@ -403,7 +403,7 @@ def _refuse_other_place(connection: Connection, project_id: int, changes: Mappin
 
 
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``POST experiments/continue``: go on with an ended one, maybe another config."""
+    """``POST experiments/continue``: continue an ended experiment, maybe changed."""
     body, services = request.body(), request.services
     experiment_id = body.required_integer("id")
     row = await services.read(experiment_rows.require, experiment_id)

@@ -28,7 +28,7 @@ _KIND = ("GENERIC",)
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST generic-tasks``: start one, or a copy of another."""
+    """``POST generic-tasks``: start a task, or a copy of another."""
     body, services = request.body(), request.services
     forked_from, parent_id = body.text("forkedFrom") or None, body.text("parentId") or None
     for other in (forked_from, parent_id):

@@ -218,7 +218,7 @@ def _all_notes(request: ApiRequest, _before: list[Any]) -> list[dict[str, str]]:
 
 
 def _one_more(request: ApiRequest, before: list[Any]) -> list[dict[str, str]]:
-    """Add one."""
+    """Add a note."""
     return [*before, _note(request.body())]
 
 

@@ -1,4 +1,4 @@
-"""Trials: look at them, their workloads and checkpoints; take reports; kill one."""
+"""Trials: look at them, their workloads and checkpoints; take reports; kill."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _refuse_foreign(user: Fields) -> None:
 def _end_tokens(
     tx: Transaction, request: ApiRequest, user_id: int, *, has_password: bool, active: bool | None
 ) -> None:
-    """End a user's tokens with the password; the one that asks for it stays."""
+    """End a user's tokens with the password, but not the token that asks for it."""
     if has_password or active is False:
         own = request.identity.token_hash if request.identity is not None else None
         tokens.end_user_tokens(tx, user_id, except_hash=None if active is False else own)

@@ -93,7 +93,7 @@ def _require_may_edit(connection: Connection, user: User, workspace_id: int | No
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET webhooks``: global ones and those of one's workspaces; administrators all."""
+    """``GET webhooks``: global, and of the user's workspaces; all for administrators."""
     user = request.user
 
     def read(connection: Connection) -> list[dict[str, Any]]:

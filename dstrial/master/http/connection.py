@@ -200,7 +200,7 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = {SCOPE_EXTENSION: self._extension}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; a trailer is not one and is left out."""
+        """Take a header, but leave out trailers."""
         if not self._is_in_head:
             return
         if len(self.headers) >= self._limits.num_headers:
@@ -209,7 +209,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to answer, or queue the request where another one is being answered."""
+        """Begin to answer, or queue the request while another is being answered."""
         if len(self.pipeline) >= self._limits.num_waiting:
             self._refusal = (
                 429,

@@ -316,7 +316,7 @@ class ApiRequest:
         self._require("task", task_id, "task_id")
 
     def require_allocation(self, allocation_id: str) -> None:
-        """Refuse (403) an allocation that asks for another one."""
+        """Refuse (403) an allocation that asks for another allocation."""
         self._require("allocation", allocation_id, "id")
 
     async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:

@@ -50,7 +50,7 @@ class Endpoint:
 
 
 class SockDiag:
-    """A connection to the kernel's ``sock_diag``; for one thread. Close it.
+    """A connection to the kernel's ``sock_diag`` for a single thread, to be closed.
 
     The kernel answers while it is asked (``netlink_unicast`` runs the handler in the sender), so that nothing waits.
 

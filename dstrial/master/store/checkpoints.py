@@ -325,7 +325,7 @@ def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> lis
 
 
 def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
-    """Return the number of a storage config, the same for the same one."""
+    """Return the number of a storage config, equal for equal configs."""
     text = json.dumps(config, sort_keys=True)
     tx.execute("INSERT OR IGNORE INTO storages (config) VALUES (?)", (text,))
     return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])

@@ -198,7 +198,7 @@ def waiting(connection: sqlite3.Connection) -> list[CommandInfo]:
 
 
 def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
-    """Return the ids of a task and of every task that it, or one of these, has made."""
+    """Return the ids of a task and of all its descendants."""
     rows = connection.execute(
         "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT c.task_id FROM commands c JOIN below b ON c.parent_id = b.id) "
         "SELECT id FROM below",

@@ -53,7 +53,7 @@ class WaitingTrial(Trial):
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
-    """Return experiments that are active or still hold slots, the next one first."""
+    """Return experiments that are active or still hold slots, the next first."""
     return fetch_all(QueuedExperiment, connection, _QUEUE)
 
 

@@ -271,7 +271,7 @@ def _number(value: Any) -> float:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric as a number, also from "NaN" and "Infinity"; None if it is none."""
+    """Return a metric as a number, also from "NaN" and "Infinity"; None for others."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):

@@ -151,7 +151,7 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
     """Return a key as it is kept, in capitals.
 
     Raises:
-        StoreError: what is not up to five letters and digits, another project's.
+        StoreError: not one to five letters and digits, or another project's.
 
     Source: Determined 0.38.1, length and letters of keys.
     """

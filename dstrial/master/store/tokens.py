@@ -30,7 +30,7 @@ _MAX_ACTIVE = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class User:
-    """A user, as handlers see one.
+    """A user, as handlers see it.
 
     Attributes:
         id: its number.
@@ -323,7 +323,7 @@ class TokenStore:
         self._identities: dict[str, Identity] = {}
 
     async def find(self, token: str) -> Identity | None:
-        """Return whose token it is; None for one that is not valid (any more)."""
+        """Return whose token it is; None if it is not valid (any more)."""
         token_hash = hash_token(token)
         version = self._changes.version(TOPIC)
         if version != self._version or len(self._identities) > _MAX_CACHED:

@@ -37,7 +37,7 @@ class StoredUser(User):
     password_hash: str = dataclasses.field(repr=False)
 
     def without_password(self) -> User:
-        """Return the user as handlers may see one."""
+        """Return the user as handlers may see it."""
         return User(**{field.name: getattr(self, field.name) for field in dataclasses.fields(User)})
 
 
@@ -94,7 +94,7 @@ def create_user(
     """Make a user; ``password`` is the client's hash, blank for none.
 
     Raises:
-        StoreError: a name that cannot be one, one that exists.
+        StoreError: a name that is not valid, or is taken.
     """
     _check_name(username)
     if find_by_name(tx.connection, username) is not None:
@@ -121,7 +121,7 @@ def change_user(
     """Change what is given of a user.
 
     Raises:
-        StoreError: no such user, a new name that cannot be one or is taken, the last active administrator.
+        StoreError: no such user, a new name that is not valid or is taken, the last active administrator.
     """
     row = find_by_id(tx.connection, user_id)
     if username is not None and username != row.username:

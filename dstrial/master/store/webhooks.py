@@ -117,7 +117,7 @@ def create(tx: Transaction, webhook: Webhook) -> int:
     """Store a webhook and return its number.
 
     Raises:
-        StoreError: a name, address or trigger that cannot be one, or too many; a name that is taken.
+        StoreError: a name, address or trigger that is not valid, too many of them, a name that is taken.
     """
     check(webhook)
     if tx.execute("SELECT COUNT(*) FROM webhooks").fetchone()[0] >= _MAX_WEBHOOKS:
@@ -152,7 +152,7 @@ def create(tx: Transaction, webhook: Webhook) -> int:
 
 
 def check(webhook: Webhook) -> None:
-    """Refuse (400) a webhook that cannot be one."""
+    """Refuse (400) a webhook that is not valid."""
     if not 1 <= len(webhook.name.strip()) <= _MAX_NAME or not webhook.name.isprintable():
         raise InvalidError(
             f"the name of the webhook is {webhook.name[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose "
@@ -193,7 +193,7 @@ def _check_trigger(trigger: Trigger, mode: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Refuse (400) an address that is not one of http or https."""
+    """Refuse (400) an address that is not of http or https."""
     problem = None
     try:
         parts = urlsplit(url)
@@ -210,7 +210,7 @@ def check_url(url: str) -> None:
 
 
 def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
-    """Return webhooks by number: global ones and those of the workspaces (None: all)."""
+    """Return webhooks by number: global, and of the workspaces (None: of all)."""
     rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
     return [
         _webhook(connection, row)
