@@ -1,4 +1,4 @@
-"""The ``dstrial`` command line: finds the subcommand's module, imports only that one, and calls it.
+"""The ``dstrial`` command line: imports only the subcommand's module and calls it.
 
 A subcommand's module offers ``add_parser(subparsers)``, which adds its arguments, and ``main(args)``, which
 returns the exit status; it may offer ``completed(words)``, which adds what users may leave out of its command line. Importing
@@ -36,11 +36,7 @@ COMMANDS = {
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Build the parser with the arguments of one subcommand.
-
-    Args:
-        command: the subcommand that will run; None if none is named, when all are only listed.
-    """
+    """Build the parser with the arguments of one subcommand, or of none to list all."""
     parser = argparse.ArgumentParser(prog="dstrial", description="Determined-style trials for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"dstrial {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

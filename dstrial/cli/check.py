@@ -1,4 +1,4 @@
-"""``dstrial check``: say what is wrong with an experiment before any process starts."""
+"""``dstrial check``: tell what is wrong with an experiment before it starts."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ def _print_text(config: ExperimentConfig, *, with_values: bool, with_defaults: b
 
 
 def _checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSource, CheckResult]]:
-    """Return every DeepSpeed config of the experiment by the hyperparameter that names it, the main one first."""
+    """Return each DeepSpeed config by its hyperparameter's name, the main one first."""
     if config.deepspeed is None or config.deepspeed_check is None:
         return dict(config.other_deepspeed)
     return {"deepspeed_config": (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
 
 
 def _shown_value(row: ExplainedValue) -> str:
-    """Return a value as it is printed: DeepSpeed's monitors, ``comet`` for example, are given keys."""
+    """Return a value to print, masked if secret: DeepSpeed's monitors are given keys."""
     name = row.key.rpartition(".")[2]
     is_secret = row.value not in ('""', "null", "true", "false") and _SECRETS.has_field(name, row.value)
     return MASK if is_secret else visible_line(row.value)

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint``: look into checkpoints, verify, compare, export and reshape them."""
+"""``dstrial checkpoint``: inspect, verify, compare, export or reshape checkpoints."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class _Side:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Compare and print; return 0 if nothing differs, 1 if something does, 2 for trouble."""
+    """Compare and print; return 0 for no difference, 1 for some, 2 for trouble."""
     try:
         report = _compare(args)
     except DstrialError as error:
@@ -165,7 +165,7 @@ def _compare_state(
     b: _Side,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Compare what only the engines' own files say; adds to ``differences``, returns the summary of the weights."""
+    """Add differences of the engines' own files; return the summary of the weights."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (

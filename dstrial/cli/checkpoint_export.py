@@ -260,7 +260,7 @@ def _write(
 
 
 def _is_led_out(path: Path, root: Path) -> bool:
-    """Whether a link in a checkpoint leads out of it: a stranger's could lead to any file of this machine."""
+    """Whether a stranger's link leads out of the checkpoint, maybe to any file here."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 
@@ -278,7 +278,7 @@ def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -
 
 @contextlib.contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """Give a path to write to; what is there at the end of the block gets its name, and nothing is left of a failure.
+    """Give a path to write to that is renamed to ``output``, or removed on failure.
 
     Raises:
         CheckpointError: it cannot be written, or something has appeared under the name meanwhile.

@@ -123,7 +123,7 @@ def _counts(layout: Layout) -> dict[str, Any]:
 def _optimizer(
     source: CheckpointSource, engine_idx: int, layout: Layout, *, trusts_code: bool
 ) -> dict[str, Any]:
-    """The optimizer's settings and counters, or why they cannot be read, which is no reason to show nothing else."""
+    """Return the optimizer's settings and counters, or why they cannot be read."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary
 
     try:

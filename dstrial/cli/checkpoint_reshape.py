@@ -1,4 +1,4 @@
-"""``dstrial checkpoint reshape``: bring a checkpoint into another layout ahead of time."""
+"""``dstrial checkpoint reshape``: change a checkpoint's layout ahead of time."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _require_possible(source: CheckpointSource, layouts: tuple[Layout, ...]) -> 
 
 @contextlib.contextmanager
 def _workspace(output: Path) -> Iterator[Path]:
-    """Make a directory beside the output, on the same disk, and remove it with what is left in it."""
+    """Make a directory beside the output, on the same disk, and remove it at the end."""
     workspace = output.with_name(f".{output.name}.{secrets.token_hex(4)}.reshaping")
     try:
         workspace.mkdir()
@@ -203,7 +203,7 @@ def _experiment(
     is_vouched: bool,
     trusts: bool,
 ) -> ExperimentConfig:
-    """Return the experiment of the checkpoint for another layout, written down and checked.
+    """Return the checkpoint's experiment in another layout, written down and checked.
 
     Raises:
         CheckpointError: the checkpoint does not say how its trial was configured.
@@ -239,7 +239,7 @@ def _config_for(
     zero_stage: int | None,
     steps_completed: int,
 ) -> dict[str, Any]:
-    """Return the experiment config for ranks that restore and save again; neither argument is changed."""
+    """Return a new experiment config for ranks that restore and save again."""
     hyperparameters = copy.deepcopy(dict(hparams))
     if zero_stage is not None:
         asked = {"zero_optimization": {"stage": zero_stage}}
@@ -270,7 +270,7 @@ def _config_for(
 
 
 def _leave_out_what_runs(values: dict[str, Any]) -> None:
-    """Take out of a stranger's config, in place, what has programs run that nobody has chosen here."""
+    """Remove from a stranger's config, in place, what runs programs nobody chose here."""
     from dstrial.local.measuring_variables import AROUND_FIT_KEY
 
     values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH and the like
@@ -357,7 +357,7 @@ def _is_of_trainer(source: CheckpointSource) -> bool:
 
 @contextlib.contextmanager
 def _in_a_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
-    """Work in a copy of the model definition while the block lasts: a script writes beside itself."""
+    """Work in a copy of the model definition, as a script writes beside itself."""
     before = Path.cwd()
     copied = workspace / "context"
     shutil.copytree(context_dir, copied)

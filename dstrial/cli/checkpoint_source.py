@@ -1,4 +1,4 @@
-"""Which checkpoint a command means: a directory, a run, or a UUID of the running master or of a local run."""
+"""Which checkpoint a command means: a directory, a run, or a known UUID."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CheckpointSource:
 
     @property
     def needs_mark(self) -> bool:
-        """Whether only a completion mark makes it a checkpoint: in the storage of a cluster there are none."""
+        """Whether it must have a completion mark; a cluster's storage has none."""
         return self.run_directory is not None
 
 
@@ -108,7 +108,7 @@ def find_checkpoint(
 
 
 def is_vouched_for(source: CheckpointSource) -> bool:
-    """Say whether the configuration and the code in a checkpoint are known to be written here.
+    """Say whether a checkpoint's configuration and code are known to be from here.
 
     They are if this account's signature is on the manifest, or a master that was asked for the checkpoint has its SHA-256, and
     they are as the manifest says. The other files are not looked at.

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint verify``: whether a checkpoint is whole, and if not, which file of which rank is not."""
+"""``dstrial checkpoint verify``: whether a checkpoint is whole, or what is not."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """Whether the manifest is the one that was registered.
+    """Whether the manifest is the registered one.
 
     Attributes:
         state: ``registered``, as it is; ``changed`` since; or ``unknown``, not registered here.
@@ -165,7 +165,7 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 
 
 def _uuid_of(path: Path) -> str:
-    """Return the name under which a directory's checkpoint was stored: the mark's, where it was copied, else its own."""
+    """Return the UUID in a directory's mark, as it may be a copy, else its name."""
     try:
         name = read_mark(path).get("uuid")
     except CheckpointError:
@@ -175,10 +175,6 @@ def _uuid_of(path: Path) -> str:
 
 def verified(source: CheckpointSource, *, is_plain: bool) -> Wholeness:
     """Read every file of a checkpoint, with a progress bar on a terminal.
-
-    Args:
-        source: the checkpoint.
-        is_plain: whether the user wants no bar.
 
     Raises:
         CheckpointError: its manifest is missing or damaged.

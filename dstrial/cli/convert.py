@@ -83,7 +83,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert, write, check and print what is left to do before the result passes the check; returns 0."""
+    """Convert, write, check and print what the result needs to pass; return 0."""
     label = str(args.config)
     config = read_yaml(args.config, label).value
     if not isinstance(config, Mapping):
@@ -137,7 +137,7 @@ def _positive(text: str) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Read the file that the config names, relative to the current directory, as accelerate does, or to the config's."""
+    """Read the file that the config names, from here as accelerate does, or beside it."""
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if named in (None, "", "none"):
@@ -159,7 +159,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _require_script(entrypoint: str | None, output: Path) -> None:
-    """Refuse an entrypoint that cannot become one, before anything is written.
+    """Refuse an entrypoint that cannot be converted, before anything is written.
 
     Raises:
         ConfigError: it is another launcher's command line, or its script lies elsewhere.
@@ -200,7 +200,7 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    """Print what became of every key: those that went somewhere first, those that ask for nothing last."""
+    """Print what became of every key: converted ones first, those without use last."""
     order = list(_FILES)
     keys = sorted(conversion.keys, key=lambda one: order.index(one.outcome))
     rows = [(one.key, render(one.value), _FILES[one.outcome], one.explanation) for one in keys]

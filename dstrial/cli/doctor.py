@@ -1,4 +1,4 @@
-"""``dstrial doctor``: whether this machine has what training needs; with ``--train``, whether training works on it."""
+"""``dstrial doctor``: whether training can work here, and with ``--train`` does."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _seconds_argument(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Look and print; return 0 if there is no problem, else 1. With ``--train``, train."""
+    """Look and print; return 0 if there is no problem, else 1; train with ``--train``."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What others have named may not be written in every encoding; a sign in its place may.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -180,10 +180,6 @@ def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
     ``problem`` -> how many; ``seconds``: what all took; ``groups``: in the order of the text, each with ``name``, ``seconds``
     and ``findings``, each of these with ``name``, ``status`` (``ok``, ``note`` or ``problem``), ``what`` and ``todo`` (empty
     if nothing is to be done). Names stay between versions; ``what`` and ``todo`` are for people.
-
-    Args:
-        groups: the findings.
-        seconds: what all checks took.
     """
     found = list(groups)
     counts = count(found)

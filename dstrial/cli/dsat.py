@@ -25,7 +25,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def completed(words: Sequence[str]) -> list[str]:
-    """Return what follows ``dstrial dsat`` with the method that it leaves out, which is ``predict``."""
+    """Return the words after ``dstrial dsat``, with the default method ``predict``."""
     return with_method(words)
 
 

@@ -1,4 +1,4 @@
-"""``dstrial login``: log ``det`` in to the master of this machine, as its owner and without a password."""
+"""``dstrial login``: log ``det`` in to this machine's master without a password."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _follow(path: Path, position: int) -> None:
-    """Print what is appended after ``position``, for ever; from the start of a file that has become shorter."""
+    """Print what is appended after ``position``, for ever; a shorter file starts anew."""
     while True:
         size = path.stat().st_size
         if size < position:

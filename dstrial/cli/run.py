@@ -165,7 +165,7 @@ def _read_request(args: argparse.Namespace) -> _Request:
 
 
 def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return ``--trust-code`` as a setting that names the files: what the run writes later has to be vouched for by itself.
+    """Return ``--trust-code`` as a setting that names the files by their manifest.
 
     Raises:
         ConfigError: there is no checkpoint to trust.
@@ -183,11 +183,12 @@ def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list
             "Name it with --resume, or leave --trust-code out.",
         )
         raise ConfigError([problem])
+    # Only these files: what the run writes later has to be vouched for by itself.
     return [f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'"]
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """What the user wrote; where nothing is written, whoever follows is told of a failure at once."""
+    """Return ``max_restarts`` if set, else 0: the user hears of failures at once."""
     if args.test:
         return 0
     is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
@@ -259,7 +260,7 @@ def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[
 
 
 def _attempt(request: _Request, run_directory: RunDirectory) -> int:
-    """Train in a run directory that this process owns, put the outcome on record and print it."""
+    """Train in a run directory that this process owns; record and print the outcome."""
     from dstrial.cli.run_submission import find_or_start_master
     from dstrial.ranks.stop_signals import noted_signals
 
@@ -383,7 +384,7 @@ def _stop_text(request: _Request, *, has_trained: bool) -> str:
 def _end(
     request: _Request, run_directory: RunDirectory, followed: Followed, monitor: RunMonitor
 ) -> tuple[list[str], int, LaunchOutcome]:
-    """Write down how the attempt ended; returns what is printed of it, the exit status and what the ranks left."""
+    """Record the attempt's end; return lines to print, exit status and ranks' outcome."""
     outcome = outcome_of(run_directory, followed)
     verdict = _verdict(request, run_directory, followed, outcome)
     failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
@@ -401,7 +402,7 @@ def _end(
 def _start(
     request: _Request, master: Master, run_directory: RunDirectory, num_slots: int
 ) -> tuple[int, dict[int, int]]:
-    """Submit the run, or activate its paused experiment, or join the one that has become active again.
+    """Submit the run, activate its paused experiment, or join the active one.
 
     Returns:
         The experiment's number, and for its trials the last line of their logs that belongs to earlier attempts.
@@ -501,7 +502,7 @@ def _summary_of(
 
 
 def _end_test(run_directory: RunDirectory, verdict: Verdict, outcome: LaunchOutcome) -> tuple[list[str], int]:
-    """What to print after ``--test``, and its exit status; removes the run if it passed."""
+    """Return what to print after ``--test`` and its exit status; remove a passed run."""
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     if verdict.state is RunState.COMPLETED and checkpoint is not None:
         shutil.rmtree(run_directory.path)

@@ -1,4 +1,4 @@
-"""What ``dstrial run`` shows while ranks train: a progress bar on a terminal, plain lines elsewhere."""
+"""What ``dstrial run`` shows of training: a bar on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -44,15 +44,7 @@ class Display(Protocol):
 def make_display(
     out: LastingStream, err: LastingStream, *, num_ranks: int, metric: str | None, is_plain: bool
 ) -> Display:
-    """Choose the display that fits where the output goes.
-
-    Args:
-        out: the standard output.
-        err: the standard error.
-        num_ranks: lines of ranks are prefixed with their rank if there are several.
-        metric: the searcher metric.
-        is_plain: whether the user wants no progress bar.
-    """
+    """Choose the display that fits where the output goes."""
     if is_plain or not out.isatty():
         return PlainDisplay(out, err, num_ranks=num_ranks, metric=metric)
     console = Console(file=cast(TextIO, out), highlight=False)
@@ -69,7 +61,7 @@ def number(value: float) -> str:
 
 
 def report_line(report: Report, batches_total: int | None, metric: str | None) -> str:
-    """One report on one line, for example ``batch 100/1000  loss 0.52  1834 samples/s``."""
+    """Return a report's line, like ``batch 100/1000  loss 0.52  1834 samples/s``."""
     total = "" if batches_total is None else f"/{batches_total}"
     place = f"batch {report.steps_completed}{total}"
     preferred = metric if report.group == "validation" else "loss"
@@ -84,7 +76,7 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
 
 
 def _phase_of(line: str) -> str | None:
-    """Return the phase that the launcher tells of in a line, see ``dstrial.launch.start_watch``; None for any other line."""
+    """Return the phase in a line of ``dstrial.launch.start_watch``, None in others."""
     told = line.removeprefix(_OF_LAUNCHER)
     return None if told == line else re.split(", for | since ", told)[0].removeprefix("still ")
 
@@ -116,7 +108,7 @@ class PlainDisplay:
             target.write(_prefixed(rank, self._num_ranks, visible(line)) + "\n")
 
     def message(self, text: str) -> None:
-        """Write the text to the standard output; not where it says of a start what has been said already."""
+        """Write the text to the standard output, unless it repeats a line on the start."""
         phase = _phase_of(text)
         if phase is not None and phase in self._told and " since " not in text and "still " not in text:
             return
@@ -143,13 +135,7 @@ class PlainDisplay:
 
 
 class BarDisplay:
-    """A progress bar in the last line of the terminal; everything else is printed above it.
-
-    Args:
-        console: where to draw.
-        num_ranks: lines of ranks are prefixed with their rank if there are several.
-        metric: the searcher metric.
-    """
+    """A progress bar in the terminal's last line; all else is printed above it."""
 
     def __init__(self, console: Console, *, num_ranks: int, metric: str | None) -> None:
         self._num_ranks = num_ranks
@@ -172,7 +158,7 @@ class BarDisplay:
         self.message(_prefixed(rank, self._num_ranks, line))
 
     def message(self, text: str) -> None:
-        """Print the text above the bar, without reading markup in it; not a phase of the start, which the bar names."""
+        """Print plain text above the bar, but no phase of the start, which the bar names."""
         if _phase_of(text) is not None and " since " not in text:
             return
         self._progress.console.print(Text(visible(text)), soft_wrap=True)
@@ -214,12 +200,7 @@ def _named(pair: tuple[str, float] | None, prefix: str = "") -> tuple[str, float
 
 
 class Refresher:
-    """Hands a new view to a display every fifth of a second while a block runs, and once at its end.
-
-    Args:
-        poll: reads the run's files.
-        show: shows what was read.
-    """
+    """Shows a new view every fifth of a second while a block runs, and at its end."""
 
     def __init__(self, poll: Callable[[], RunView], show: Callable[[RunView], None]) -> None:
         self._poll = poll

@@ -1,4 +1,4 @@
-"""What every rank runs for an experiment's entrypoint, in each of the forms that configs have."""
+"""What ranks run for an experiment's entrypoint, in each form that configs have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Entrypoint:
 
 
 def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entrypoint:
-    """Take an entrypoint apart, leaving out launchers that start what ``dstrial run`` starts itself.
+    """Parse an entrypoint, without launchers whose work ``dstrial run`` does itself.
 
     ``model_def:MyTrial`` and ``python3 -m dstrial.launch --trial model_def:MyTrial`` are trials; of
     ``python3 -m dstrial.launch train.py`` and of Determined's launch layers the script remains; any

@@ -1,4 +1,4 @@
-"""Follow an experiment of the master until it settles: its log, its state, and what signals ask for meanwhile."""
+"""Follow an experiment of the master until it settles: log, state and signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Followed:
 
 
 class LogTail:
-    """Hands new lines of a trial's log to a display, each rank's own and those of no rank.
+    """Hands new lines of a trial's log to a display, those without rank included.
 
     What the launcher says at the end about the first failing rank, and what the master concludes from it, is left out where
     it is the end: ``dstrial run`` says it last. Where the trial is started again it is shown.
@@ -96,14 +96,10 @@ def follow(
     on_look: Callable[[ExperimentView], None],
     on_stop: Callable[[signal.Signals], None],
 ) -> Followed:
-    """Wait until an experiment settles; pause it at the first signal, and stop waiting at the second SIGINT.
+    """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
 
-    Args:
-        master: where it runs.
-        experiment_id: the experiment.
-        signals: as ``noted_signals`` gives them.
-        on_look: called about ten times a second.
-        on_stop: called with the first signal once the master has been asked to pause.
+    ``on_look`` is called about ten times a second, ``on_stop`` with the first of the ``noted_signals`` once the master has been
+    asked to pause.
     """
     asked: signal.Signals | None = None
     is_asked = False

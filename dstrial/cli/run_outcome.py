@@ -39,7 +39,7 @@ class Verdict:
 
 
 def outcome_of(run_directory: RunDirectory, followed: Followed) -> LaunchOutcome:
-    """Return how the ranks of the last attempt ended: as their launcher wrote, else as the master knows."""
+    """Return how the last attempt's ranks ended, by their launcher or else the master."""
     fields = None
     with contextlib.suppress(DstrialError):
         fields = read_json(run_directory.outcome_path)
@@ -116,16 +116,10 @@ def summary(
     resume_command: Sequence[str],
     steps_before: int | None = None,
 ) -> list[str]:
-    """What to print at the end: state, last and best validation, where everything lies, how to go on.
+    """Return the lines of the end: state, validations, places, and how to go on.
 
-    Args:
-        run_directory: the run.
-        verdict: what became of the attempt.
-        view: the last look at the attempt.
-        metric: the searcher metric.
-        smaller_is_better: which way it is compared.
-        resume_command: the command that goes on, shown unless the run completed.
-        steps_before: batches that were trained at the checkpoint from which the attempt went on; None if from none.
+    The command that goes on is shown unless the run completed. ``steps_before`` are the batches that were trained at the
+    checkpoint from which the attempt went on; None if from none.
     """
     stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
@@ -192,7 +186,7 @@ def _what_remains(
 
 
 def failure_text(outcome: LaunchOutcome) -> str:
-    """The rank that failed first and its traceback, to be the last thing on the screen; empty if none failed."""
+    """Return the first failing rank and its traceback, the last text; empty for none."""
     text = ""
     if outcome.killed_ranks and not outcome.ended_at_once:
         names = ", ".join(map(str, outcome.killed_ranks))

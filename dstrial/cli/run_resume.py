@@ -1,4 +1,4 @@
-"""How ``dstrial check`` and ``dstrial run`` are told the experiment, and what their ``--resume`` means."""
+"""The experiment's arguments of ``dstrial check`` and ``run``, and ``--resume``."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class ResumePoint:
 
     @property
     def steps_completed(self) -> int | None:
-        """Batches trained at the checkpoint; None if it does not belong to the run that goes on."""
+        """Batches trained at the checkpoint; None if it is not of the run that goes on."""
         if self.run_directory is None:
             return None
         stored = list_checkpoints(self.run_directory.checkpoints_path)
         return next((found.steps_completed for found in stored if found.path == self.checkpoint), None)
 
     def saved_run(self) -> SavedRun | None:
-        """What the checkpoint says of its run, to compare a config with; None if it says nothing.
+        """Return the checkpoint's run, to compare a config with; None if it tells nothing.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -50,7 +50,7 @@ class ResumePoint:
 
 
 def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
-    """Return what the arguments ``--resume`` and ``--runs-dir`` of an experiment mean; None without ``--resume``.
+    """Return what ``--resume`` and ``--runs-dir`` mean; None without ``--resume``.
 
     Raises:
         CheckpointNotFoundError: as :func:`resume_point`.
@@ -67,7 +67,7 @@ def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
 
 
 def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | None:
-    """Return the first of these runs that has a complete checkpoint, and its newest one; None if none has."""
+    """Return the first run with a complete checkpoint, and its newest; None for none."""
     for run_directory in runs:
         checkpoint = newest_checkpoint(run_directory.checkpoints_path)
         if checkpoint is not None:
@@ -76,13 +76,7 @@ def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | No
 
 
 def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
-    """Resolve ``--resume``.
-
-    Args:
-        resume: ``latest``, a run directory, or the directory of a checkpoint.
-        runs_dir: the directory of all runs, where ``latest`` is looked for.
-        name: the experiment's name.
-        context_dir: directory of the model definition.
+    """Resolve ``--resume``: ``latest``, a run directory, or that of a checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is no such run, or it has no complete checkpoint.
@@ -127,12 +121,7 @@ def _latest(runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
 
 
 def add_experiment_arguments(parser: argparse.ArgumentParser, *, slots_help: str) -> None:
-    """Add ``EXP.yaml``, ``CONTEXT_DIR``, ``--config`` and ``--slots``.
-
-    Args:
-        parser: a subcommand's parser.
-        slots_help: what ``--slots`` means there.
-    """
+    """Add ``EXP.yaml``, ``CONTEXT_DIR``, ``--config`` and ``--slots``."""
     parser.add_argument("experiment", metavar="EXP.yaml", help="experiment config")
     parser.add_argument(
         "context_dir",

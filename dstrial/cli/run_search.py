@@ -1,4 +1,4 @@
-"""``dstrial run`` of a search: follow many trials, and show at the end how each one did."""
+"""``dstrial run`` of a search: follow many trials, and show each result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import Followed, follow
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
-from dstrial.cli.streams import typed
+from dstrial.cli.streams import text_table, typed
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.master.store import observe
@@ -67,7 +67,7 @@ def search(
 
 
 def _tell_start(starts: list[Start], told: set[str], out: LastingStream) -> None:
-    """Say what holds up the first trial of a search, each thing once; the others' logs say it of them."""
+    """Say once what holds up a search's first trial; the others' logs say it of them."""
     for start in starts[:1]:
         age_s = time.time() - start.since_s
         if age_s >= _SILENCE_S and start.text not in told:
@@ -83,7 +83,7 @@ def best_trial(view: ExperimentView, *, smaller_is_better: bool) -> TrialView | 
 
 
 def progress_line(view: ExperimentView, metric: str, *, smaller_is_better: bool) -> str:
-    """One line on a search, for example ``40 %  2 active, 6 completed  accuracy 0.93 (trial 4)``."""
+    """Return a line on a search, like ``40 %  2 active  accuracy 0.93 (trial 4)``."""
     counts: dict[str, int] = {}
     for trial in view.trials:
         counts[trial.state.lower()] = counts.get(trial.state.lower(), 0) + 1
@@ -149,13 +149,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
                 _hparams(trial, experiment),
             )
         )
-    widths = [max(len(row[column_idx]) for row in rows) for column_idx in range(4)]
-    lines = [
-        "  ".join(
-            [*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]
-        ).rstrip()
-        for row in rows
-    ]
+    lines = text_table(rows[0], rows[1:]).splitlines()
     hidden = len(view.trials) - _MOST_TRIALS_SHOWN
     return [*lines, f"and {hidden} more"] if hidden > 0 else lines
 

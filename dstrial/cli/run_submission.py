@@ -1,4 +1,4 @@
-"""What ``dstrial run`` hands to the master: which master, which config, which files, and what to remember of it."""
+"""What ``dstrial run`` gives to which master, and what it remembers of that."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
 
 
 def read_context(context_dir: Path) -> list[v1File]:
-    """Read the model definition as ``det experiment create`` does, without what ``.detignore`` names.
+    """Read the model definition as ``det`` does, without what ``.detignore`` names.
 
     Raises:
         ConfigError: it is too large.
@@ -135,7 +135,7 @@ def read_context(context_dir: Path) -> list[v1File]:
 
 
 def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
-    """Return a digest of what would be submitted; equal for the same config and the same files."""
+    """Return a digest of config and files, equal for equal content."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(files, key=lambda file: str(file.path)):
         digest.update(f"\0{file.path}\0{file.type}\0{file.mode}\0{file.content}".encode())
@@ -145,7 +145,7 @@ def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
 def submitted_config(
     experiment: ExperimentConfig, entrypoint: Entrypoint, *, num_slots: int, max_restarts: int
 ) -> dict[str, Any]:
-    """Return the experiment's config as the master gets it, but for what belongs to one run."""
+    """Return the config as the master gets it, without what belongs to one run."""
     config = copy.deepcopy(experiment.raw)
     config["entrypoint"] = _words(entrypoint)
     config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": num_slots}
@@ -224,15 +224,12 @@ def submit(master: Master, config: Mapping[str, Any], files: list[v1File]) -> in
 def living_experiment(
     master: Master, run_directory: RunDirectory, now: str, *, is_newest: bool
 ) -> observe.ExperimentView | None:
-    """Return the run's experiment if it can go on as it is in this master: paused, or active again since an `up`.
+    """Return the run's experiment if it can go on: paused, or active since an ``up``.
+
+    ``now`` is the fingerprint of what would be submitted now, and ``is_newest`` tells whether the run is to go on from its newest
+    checkpoint.
 
     A paused experiment of the run from which something else is wanted is cancelled: another one takes its place.
-
-    Args:
-        master: the running master.
-        run_directory: the run.
-        now: fingerprint of what would be submitted now.
-        is_newest: whether the run is to go on from its newest checkpoint.
 
     Raises:
         DstrialError: the experiment is active, and something else is wanted.

@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
-    """What holds up trials that have not begun to train: slots, imports, operators that are compiled."""
+    """Return what holds up trials before training: slots, imports, compiled operators."""
     if record is None:
         return []
     return [
@@ -109,7 +109,7 @@ def _counts(by_state: dict[str, int]) -> str:
 
 
 def _disk_bytes(path: Path) -> int:
-    """Bytes that files below a directory take on disk; what goes away meanwhile or cannot be read does not count."""
+    """Return the bytes on disk of a directory's readable files."""
     total = 0
     pending = [str(path)]
     while pending:

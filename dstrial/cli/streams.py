@@ -1,4 +1,4 @@
-"""What commands print: to streams that may lose their reader, as tables, bars, sizes and commands to type.
+"""What commands print: streams that may lose readers, tables, bars, sizes, names.
 
 Showing a training must never end it.
 """
@@ -66,7 +66,7 @@ class LastingStream:
 
 
 def to_null_device(stream: TextIO) -> None:
-    """Let a stream end in the null device, so that what it still holds is no error when Python exits."""
+    """Lead a stream to the null device, so that its rest is no error at Python's exit."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(descriptor, stream.fileno())
@@ -101,7 +101,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right
 
 
 def field_lines(fields: Sequence[tuple[str, object]]) -> str:
-    """Lay out names and values, one per line, values below each other; fields whose value is None are left out."""
+    """Lay out names and values, a pair per line, values aligned; omit values of None."""
     shown = [(name, value) for name, value in fields if value is not None]
     width = max((len(name) for name, _ in shown), default=0) + 3
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
@@ -111,12 +111,9 @@ _SMALL_BYTES = 64 << 20
 
 
 class BytesBar:
-    """Shows on the standard error how many bytes of a known total are done; nothing where nobody would see it.
+    """Shows on a terminal's standard error how many bytes of a known total are done.
 
-    Args:
-        what: is being done, ``verifying`` for example.
-        num_bytes: the total; a bar is not worth its flicker for little.
-        is_plain: whether the user wants no bar.
+    ``what`` is being done, ``verifying`` for example. Little has no bar, nor has a user who wants none (``is_plain``).
     """
 
     def __init__(self, what: str, num_bytes: int, *, is_plain: bool = False) -> None:
@@ -168,7 +165,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def typed(name: str) -> str:
-    """Return what starts a command that was installed beside this Python, ``det`` for example.
+    """Return what starts a command installed beside this Python, ``det`` for example.
 
     Its name where a shell finds that very command by it; else its path, from the working directory if it lies below.
     """

@@ -1,4 +1,4 @@
-"""``dstrial webhook``: have the master of this machine tell an address what happens, and see how that goes."""
+"""``dstrial webhook``: let the master tell an address what happens, and show how."""
 
 from __future__ import annotations
 

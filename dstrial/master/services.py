@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.master.clock import now_us
-from dstrial.master.http.login_links import LoginLinks
-from dstrial.master.http.login_throttle import Attempts
+from dstrial.master.http.login import Attempts, LoginLinks
 from dstrial.master.pubsub import Changes
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import users

@@ -32,7 +32,7 @@ from hostile_configs import TEXTS
 from serving import Master, serving
 
 from dstrial.master.app import all_routes
-from dstrial.master.http.login_throttle import Attempts
+from dstrial.master.http.login import Attempts
 from dstrial.master.http.router import Route
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction

@@ -22,7 +22,7 @@ from dstrial.master import backends
 from dstrial.master.backends import AllocationRequest
 from dstrial.master.backends.log_file import parse
 from dstrial.master.daemon import living_allocations
-from dstrial.master.http.login_throttle import Attempts
+from dstrial.master.http.login import Attempts
 from dstrial.master.scheduler.log_policies import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test

@@ -17,9 +17,9 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import shown
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.store import access_tokens, users
-from dstrial.master.store.access_tokens import AccessToken
+from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
+from dstrial.master.store.tokens import AccessToken
 
 _DAY_US = 24 * 3600 * 1_000_000
 _MAX_DAYS = 36500
@@ -44,7 +44,7 @@ _SORT_KEYS: dict[str, Callable[[AccessToken], Any]] = {
 
 
 def duration_us(text: str) -> int | None:
-    """Read a duration as Go writes it, ``48h`` or ``1h30m``; None if it is none, or not above zero.
+    """Read a duration in Go's form, ``1h30m`` for example; None if it is not, or zero.
 
     Source: Go ``time.ParseDuration``.
     """
@@ -68,7 +68,7 @@ def _json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry(request: ApiRequest, lifespan: str | None) -> int | None:
-    """When a new token ends: as asked for, as set by default, and not after the token that asks for it.
+    """Return when a new token ends: as asked or by default, not after its maker's.
 
     Raises:
         RequestError: 400 for a lifespan that is none or too long, 403 for a token that dies with its task.
@@ -116,19 +116,19 @@ def _expiry(request: ApiRequest, lifespan: str | None) -> int | None:
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST tokens``: make one, which is told in this answer and never again."""
+    """``POST tokens``: make a token, which only this answer shows."""
     body = request.body()
     user_id, description = body.required_integer("userId"), body.text("description") or ""
     _require_allowed(request, user_id, "make access tokens of other users")
     expires_us = _expiry(request, body.text("lifespan"))
     token_id, token = await request.services.write(
-        lambda tx: access_tokens.create(tx, user_id, description, expires_us)
+        lambda tx: tokens.create_access_token(tx, user_id, description, expires_us)
     )
     return message(bindings.v1PostAccessTokenResponse, token=token, tokenId=token_id)
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET tokens``: one's own, for administrators everybody's; those that have ended only on request."""
+    """``GET tokens``: the user's, for administrators all; ended tokens on request."""
     username = request.query("username") or None
     user_id = None if request.user.admin else request.user.id
     if username is not None:
@@ -141,7 +141,7 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
     shows_all = request.query_flag("showInactive") or bool(ids)
     found = [
         token
-        for token in await request.services.read(access_tokens.list_tokens, user_id)
+        for token in await request.services.read(tokens.list_access_tokens, user_id)
         if (shows_all or token.is_active(now)) and (not ids or token.id in ids)
     ]
     sort_by = request.query_choice("sortBy", bindings.v1GetAccessTokensRequestSortBy)
@@ -165,10 +165,10 @@ async def patch(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> AccessToken:
         _require_allowed(
             request,
-            access_tokens.require(tx.connection, token_id).user_id,
+            tokens.require_access_token(tx.connection, token_id).user_id,
             "change access tokens of other users",
         )
-        return access_tokens.change(tx, token_id, description, is_revoked=is_revoked)
+        return tokens.change_access_token(tx, token_id, description, is_revoked=is_revoked)
 
     changed = await request.services.write(write)
     return message(bindings.v1PatchAccessTokenResponse, tokenInfo=_json(changed))

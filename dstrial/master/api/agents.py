@@ -1,4 +1,4 @@
-"""The machine as the protocol sees it: one agent, its slots, and one resource pool."""
+"""The machine in the protocol: one agent, its slots, and one resource pool."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, Handler, route
 from dstrial.master.services import VERSION, Services
 from dstrial.master.store import allocations, jobs
-from dstrial.master.store import slots as slot_store
 from dstrial.master.store.database import Connection
-from dstrial.master.store.slots import AGENT
+from dstrial.master.store.jobs import AGENT
 
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
 _MAX_AUX_CONTAINERS = 100
@@ -41,11 +40,11 @@ class _Use:
 def _use(connection: Connection, slot_ids: tuple[int, ...]) -> _Use:
     rows = allocations.not_ended(connection)
     num_queued = jobs.count_without_slots(connection)
-    return _Use(slot_store.disabled(connection, slot_ids), tuple(rows), num_queued)
+    return _Use(jobs.disabled_slots(connection, slot_ids), tuple(rows), num_queued)
 
 
 def device_json(services: Services, slot_id: int) -> dict[str, Any]:
-    """Return one slot's device; one that this start of the master does not offer has no type."""
+    """Return one slot's device, without a type if this master does not offer the slot."""
     for slot in services.slots:
         if slot.id == slot_id:
             return message(
@@ -182,10 +181,10 @@ def _switch_agent(*, is_on: bool) -> Handler:
         _check_agent(request)
         drain = request.body().flag("drain") or False
         if is_on:
-            await request.services.write(lambda tx: slot_store.enable(tx, AGENT))
+            await request.services.write(lambda tx: jobs.enable_slot(tx, AGENT))
         else:
             await request.services.write(
-                lambda tx: slot_store.disable(tx, AGENT, drain=drain, reason="the agent was disabled")
+                lambda tx: jobs.disable_slot(tx, AGENT, drain=drain, reason="the agent was disabled")
             )
         return {"agent": _agent(request.services, await _now(request))}
 
@@ -198,10 +197,10 @@ def _switch_slot(*, is_on: bool) -> Handler:
         slot_id = _slot_id(request)
         drain = request.body().flag("drain") or False
         if is_on:
-            await request.services.write(lambda tx: slot_store.enable(tx, slot_id))
+            await request.services.write(lambda tx: jobs.enable_slot(tx, slot_id))
         else:
             await request.services.write(
-                lambda tx: slot_store.disable(tx, slot_id, drain=drain, reason=f"slot {slot_id} was disabled")
+                lambda tx: jobs.disable_slot(tx, slot_id, drain=drain, reason=f"slot {slot_id} was disabled")
             )
         return {"slot": _slot(request.services, await _now(request), slot_id)}
 

@@ -1,4 +1,4 @@
-"""Allocations: what Determined's harness asks and says about the process it runs in."""
+"""Allocations: what Determined's harness asks and says about its own process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def report_accelerators(request: ApiRequest) -> dict[str, Any]:
 
 
 async def rendezvous(request: ApiRequest) -> dict[str, Any]:
-    """``GET allocations/{id}/resources/{r}/rendezvous``: one machine need not wait for others."""
+    """``GET allocations/{id}/resources/{r}/rendezvous``: of one machine, so at once."""
     allocation_id = request.path_params["allocation_id"]
     row = await request.services.read(allocation_rows.require, allocation_id)
     await request.services.write(lambda tx: allocations.mark_ready(tx, allocation_id))
@@ -42,7 +42,7 @@ async def rendezvous(request: ApiRequest) -> dict[str, Any]:
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
-    """``GET allocations/{id}/signals/preemption``: held until the trial should stop, or until the time is over."""
+    """``GET allocations/{id}/signals/preemption``: held until it comes, or a timeout."""
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeout_seconds")
     if timeout_s is None:
@@ -65,14 +65,14 @@ async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
 
 
 async def acknowledge_preemption(request: ApiRequest) -> dict[str, Any]:
-    """``POST allocations/{id}/signals/ack_preemption``: the trial has seen that it should stop."""
+    """``POST allocations/{id}/signals/ack_preemption``: the trial has seen the signal."""
     allocation_id = request.path_params["allocation_id"]
     await request.services.write(lambda tx: allocations.acknowledge_preemption(tx, allocation_id))
     return {}
 
 
 async def pending_preemption(request: ApiRequest) -> dict[str, Any]:
-    """``POST allocations/{id}/signals/pending_preemption``: the trial's own machine tells it to stop."""
+    """``POST allocations/{id}/signals/pending_preemption``: its machine will stop it."""
     await request.services.read(allocation_rows.require, request.path_params["allocation_id"])
     return {}
 

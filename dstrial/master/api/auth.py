@@ -26,7 +26,7 @@ _NOBODY = users.stored_hash("0")
 
 
 async def log_in(request: ApiRequest) -> Response:
-    """``POST auth/login``: a password for a token, which the answer also sets as a cookie for the master's page."""
+    """``POST auth/login``: a password for a token, also as the page's cookie."""
     body = request.body()
     username = body.required_text("username")
     password = body.text("password") or ""
@@ -69,9 +69,9 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 
 async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
-    """``POST /owner/login``: a token of any user, for whoever owns the state directory; ``dstrial login``.
+    """``POST /owner/login``: any user's token, for the state directory's owner.
 
-    The owner could as well read and write the database; there is no password to compare and so nothing to wait for.
+    Used by ``dstrial login``. No password is compared: the owner could as well read and write the database.
     """
     username = request.body().required_text("username")
 
@@ -99,14 +99,14 @@ def _require_active(connection: Connection, username: str) -> users.StoredUser:
 
 
 async def make_link(request: ApiRequest) -> dict[str, Any]:
-    """``POST /owner/link``: a code for the page's address, for whoever owns the state directory; ``dstrial up``."""
+    """``POST /owner/link``: a code to open the page, for the state directory's owner."""
     username = request.body().required_text("username")
     row = await request.services.read(_require_active, username)
     return {"code": request.services.links.create(int(row.id))}
 
 
 async def spend_link(request: ApiRequest) -> Response:
-    """``POST auth/link``: such a code for a token, once; the page sends it, and the answer sets its cookie."""
+    """``POST auth/link``: such a code for a token and the page's cookie, once."""
     origin = request.headers.get("origin", "").lower()
     # Another page that knew a code must not choose who its visitor is.
     if origin != f"http://{request.headers['host'].lower()}":

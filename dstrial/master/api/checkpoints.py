@@ -48,7 +48,7 @@ def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
 
 
 async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
-    """``POST checkpoints``: a trial has written one."""
+    """``POST checkpoints``: a trial has written a checkpoint."""
     body = request.body()
     uuid, task_id = body.required_text("uuid"), body.required_text("taskId")
     if _UUID.fullmatch(uuid) is None:
@@ -129,7 +129,7 @@ async def delete_checkpoints(request: ApiRequest) -> dict[str, Any]:
 
 
 async def remove_files(request: ApiRequest) -> dict[str, Any]:
-    """``POST checkpoints/rm``: delete those of their files that match; without patterns, see what is left of them."""
+    """``POST checkpoints/rm``: delete matching files; without patterns, look again."""
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
@@ -182,7 +182,7 @@ async def set_metadata(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_metrics(request: ApiRequest) -> dict[str, Any]:
-    """``GET checkpoints/{uuid}/metrics``: the reports of trials that have said that they use the checkpoint."""
+    """``GET checkpoints/{uuid}/metrics``: reports of trials that use the checkpoint."""
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
@@ -197,7 +197,7 @@ async def list_metrics(request: ApiRequest) -> dict[str, Any]:
 
 
 async def download(request: ApiRequest) -> StreamingResponse:
-    """``//checkpoints/{uuid}``: its files as gzip tar, tar or zip, as ``Accept`` asks; made while it is sent."""
+    """``//checkpoints/{uuid}``: stream its files in the form that ``Accept`` asks for."""
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
     storage = json.loads(row.experiment_config)["checkpoint_storage"]

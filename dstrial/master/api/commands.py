@@ -1,69 +1,207 @@
-"""``det command``: plain processes of this machine with a log, an exit code, and slots if they ask for some."""
+"""``det command``, and what it shares with TensorBoards and generic tasks.
+
+A command is a process of this machine with a log, an exit code, and slots if it asks for some.
+"""
 
 from __future__ import annotations
 
+import enum
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from determined.common.api import bindings
 
-from dstrial.config.secrets import masked
-from dstrial.master.api import command_serializers as shapes
+from dstrial.config.experiment_config.command import CommandConfig, CommandKind, check_command
+from dstrial.config.parsing.limits import check_value
+from dstrial.config.secrets import masked, unmasked
+from dstrial.errors import RequestError
 from dstrial.master.backends.model_definition import MAX_BYTES, pack
+from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.router import USER, ApiRequest, Handler, Route, route
+from dstrial.master.http.serializers import as_data, shown_config
 from dstrial.master.lifecycle import commands as life
-from dstrial.master.store import commands
+from dstrial.master.store import commands, projects, workspaces
 from dstrial.master.store.commands import NewCommand
 
 MAX_BODY_BYTES = MAX_BYTES * 3 // 2
 """Largest body of a request that sends files along."""
 
+_SORTS: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
+    "SORT_BY_ID": lambda row: row.task_id,
+    "SORT_BY_DESCRIPTION": lambda row: row.description,
+    "SORT_BY_START_TIME": lambda row: row.start_us,
+    "SORT_BY_WORKSPACE_ID": lambda row: row.workspace_id,
+}
+
+
+async def checked(
+    request: ApiRequest, given: Mapping[str, Any], kind: CommandKind, template_name: str | None, *others: Any
+) -> CommandConfig:
+    """Check the config of a command with its template and this master's own defaults.
+
+    Where ``given`` has the mask of a secret, what is behind it comes from the template or ``others``, of which it may be a copy.
+
+    Raises:
+        RequestError: 404, there is no such template.
+        ConfigError: with all problems of the config.
+    """
+    services = request.services
+    template: dict[str, Any] | None = None
+    if template_name:
+        template = json.loads((await services.read(workspaces.require_template, template_name)).config)
+
+    def check() -> CommandConfig:
+        check_value(given, "the command's config", services.settings.limits)
+        return check_command(
+            unmasked(given, [template or {}, *others], "the config"),
+            kind,
+            num_slots=len(services.slots),
+            environment_variables=services.settings.environment_variables,
+            template=template,
+        )
+
+    return await services.check(check)
+
+
+async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
+    """Return the workspace that a command goes into, by default the first.
+
+    Raises:
+        RequestError: 404, there is no such workspace; 400, it is archived.
+    """
+    row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
+    if row.is_archived:
+        raise RequestError(
+            400,
+            f"workspace {row.name!r} is archived; expected one that is not. Take it back with "
+            "`det workspace unarchive`, or name another.",
+        )
+    return int(row.id)
+
+
+def task_state(row: commands.CommandInfo) -> str:
+    """Return the state of a command as ``det`` lists it."""
+    if row.state in commands.ENDED:
+        return "STATE_TERMINATED"
+    if row.state.startswith("STOPPING"):
+        return "STATE_TERMINATING"
+    if row.allocation_id is None:
+        return "STATE_QUEUED"
+    return "STATE_RUNNING" if row.allocation_state == "RUNNING" else "STATE_STARTING"
+
+
+def common_fields(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
+    """Return the fields that ``v1Command`` and ``v1Tensorboard`` have alike."""
+    return {
+        "id": row.task_id,
+        "jobId": row.job_id,
+        "description": row.description,
+        "displayName": row.display_name or row.username,
+        "username": row.username,
+        "userId": row.owner_id,
+        "workspaceId": row.workspace_id,
+        "resourcePool": request.services.settings.pool_name,
+        "startTime": format_us(row.start_us),
+        "state": task_state(row),
+        "exitStatus": row.exit_status or "",
+    }
+
+
+async def _page(
+    request: ApiRequest, kind: CommandKind, sorts: type[enum.Enum]
+) -> tuple[list[commands.CommandInfo], dict[str, int]]:
+    """Return the commands of a kind that a list asks for, and its pagination."""
+    users, user_ids = request.queries("users"), request.query_ints("userIds")
+    workspace_id = request.query_int("workspaceId") or None
+    sort = request.query_choice("sortBy", sorts) or "SORT_BY_START_TIME"
+    is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
+    rows = [
+        row
+        for row in await request.services.read(commands.listing, kind, now_us())
+        if (not users or row.username in users)
+        and (not user_ids or row.owner_id in user_ids)
+        and workspace_id in (None, row.workspace_id)
+    ]
+    rows.sort(key=_SORTS.get(sort, _SORTS["SORT_BY_START_TIME"]), reverse=is_descending)
+    part = page_of(len(rows), request.query_int("offset"), request.query_int("limit"))
+    return rows[part.start : part.end], part.to_json()
+
+
+def routes_of(
+    kind: CommandKind,
+    noun: str,
+    launch: Handler,
+    to_json: Callable[[ApiRequest, commands.CommandInfo], dict[str, Any]],
+    sorts: type[enum.Enum],
+) -> list[Route]:
+    """Return the routes that start, list, show, kill and order commands of a kind.
+
+    ``noun`` is the protocol's name of one, whose plural is in the paths.
+    """
+
+    async def one_of(request: ApiRequest) -> commands.CommandInfo:
+        return await request.services.read(commands.require, request.path_params["task_id"], (kind,))
+
+    async def list_all(request: ApiRequest) -> dict[str, Any]:
+        """List those that have not ended, or have within a day."""
+        rows, pagination = await _page(request, kind, sorts)
+        return {f"{noun}s": [to_json(request, row) for row in rows], "pagination": pagination}
+
+    async def show(request: ApiRequest) -> dict[str, Any]:
+        row = await one_of(request)
+        return {
+            noun: to_json(request, row),
+            "config": shown_config(row.config, request.services.secret_names),
+        }
+
+    async def kill(request: ApiRequest) -> dict[str, Any]:
+        """Kill it, unless it has ended."""
+        row = await one_of(request)
+        await request.services.write(lambda tx: life.kill(tx, row.task_id))
+        return {noun: to_json(request, await one_of(request))}
+
+    async def set_priority(request: ApiRequest) -> dict[str, Any]:
+        """Give it the priority of the body, 1 to 99."""
+        priority = request.body().required_integer("priority", 1, 99)
+        row = await one_of(request)
+        await request.services.write(lambda tx: life.set_priority(tx, row.task_id, priority))
+        return {noun: to_json(request, await one_of(request))}
+
+    one = f"/{noun}s/{{task_id}}"
+    return [
+        route("POST", f"/{noun}s", launch, access=USER, max_body_bytes=MAX_BODY_BYTES),
+        route("GET", f"/{noun}s", list_all, access=USER),
+        route("GET", one, show, access=USER),
+        route("POST", f"{one}/kill", kill, access=USER),
+        route("POST", f"{one}/set_priority", set_priority, access=USER),
+    ]
+
 
 def _json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
-    return message(bindings.v1Command, **shapes.common_fields(request, row))
+    return message(bindings.v1Command, **common_fields(request, row))
 
 
 async def launch(request: ApiRequest) -> dict[str, Any]:
     """``POST commands``: start a command as soon as there are slots for it."""
     body, services = request.body(), request.services
-    spec = await shapes.checked(request, body.mapping("config") or {}, "COMMAND", body.text("templateName"))
+    spec = await checked(request, body.mapping("config") or {}, "COMMAND", body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]
     tgz = await services.run(lambda: pack(files))
-    workspace_id = await shapes.workspace_of(request, body.integer("workspaceId"))
+    workspace_id = await workspace_of(request, body.integer("workspaceId"))
     new = NewCommand("COMMAND", spec, request.user.id, workspace_id, tgz)
     task_id = await services.write(lambda tx: life.create(tx, new))
     row = await services.read(commands.require, task_id)
     return message(
         bindings.v1LaunchCommandResponse,
         command=_json(request, row),
-        config=shapes.as_data(masked(spec.config, services.secret_names)),
+        config=as_data(masked(spec.config, services.secret_names)),
         warnings=[],
     )
 
 
-async def list_commands(request: ApiRequest) -> dict[str, Any]:
-    """``GET commands``: those that have not ended, or have within a day."""
-    rows, pagination = await shapes.page(request, "COMMAND", bindings.v1GetCommandsRequestSortBy)
-    return {"commands": [_json(request, row) for row in rows], "pagination": pagination}
-
-
-async def show(request: ApiRequest) -> dict[str, Any]:
-    """``GET commands/{id}``."""
-    row = await shapes.one_of(request, "COMMAND")
-    return {"command": _json(request, row), "config": shapes.config_of(request, row)}
-
-
-async def kill(request: ApiRequest) -> dict[str, Any]:
-    """``POST commands/{id}/kill``."""
-    return {"command": _json(request, await shapes.killed(request, "COMMAND"))}
-
-
-async def set_priority(request: ApiRequest) -> dict[str, Any]:
-    """``POST commands/{id}/set_priority``."""
-    return {"command": _json(request, await shapes.prioritised(request, "COMMAND"))}
-
-
-# There are no notebooks and shells: their lists are empty, and ``not_offered`` refuses the rest.
+# There are no notebooks and shells: their lists are empty, and ``http.unsupported`` refuses the rest.
 
 
 async def list_notebooks(request: ApiRequest) -> dict[str, Any]:
@@ -80,13 +218,8 @@ def _none(request: ApiRequest) -> dict[str, int]:
     return page_of(0, request.query_int("offset"), request.query_int("limit")).to_json()
 
 
-_ONE = "/commands/{task_id}"
 routes = [
     route("GET", "/notebooks", list_notebooks, access=USER),
     route("GET", "/shells", list_shells, access=USER),
-    route("POST", "/commands", launch, access=USER, max_body_bytes=MAX_BODY_BYTES),
-    route("GET", "/commands", list_commands, access=USER),
-    route("GET", _ONE, show, access=USER),
-    route("POST", f"{_ONE}/kill", kill, access=USER),
-    route("POST", f"{_ONE}/set_priority", set_priority, access=USER),
+    *routes_of("COMMAND", "command", launch, _json, bindings.v1GetCommandsRequestSortBy),
 ]

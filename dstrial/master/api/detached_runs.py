@@ -1,4 +1,4 @@
-"""Detached runs: what a script says that uses ``determined.experimental.core_v2`` outside of the master's trials.
+"""Detached runs: scripts with ``core_v2`` that run outside of the master's trials.
 
 Source: Determined 0.38.1, ``determined/experimental/core_v2`` and ``determined/core/_log_shipper.py``.
 """
@@ -39,7 +39,7 @@ def _external_id(text: str | None) -> str:
 
 
 async def put_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``PUT experiments/by-external-id/{id}``: find an experiment of detached runs, or create it."""
+    """``PUT experiments/by-external-id/{id}``: find or create a detached experiment."""
     body = request.body()
     inner = body.fields("createExperimentRequest") or body
     return await create_detached(request, inner, _external_id(request.path_params["external_id"]))
@@ -93,7 +93,7 @@ async def _shown(services: Services, trial_id: int) -> dict[str, Any]:
 
 
 async def start_trial(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/start``: another run of a detached trial begins; it learns where."""
+    """``POST trials/{id}/start``: begin another run of a detached trial."""
     trial_id = request.path_params["trial_id"]
     resumes = request.body().flag("resume") is not False
     point = await request.services.write(lambda tx: detached_runs.start(tx, trial_id, resumes=resumes))

@@ -1,4 +1,4 @@
-"""What is done with experiments, one or many: pause, activate, cancel, kill, archive, move, delete, keep logs."""
+"""Actions on experiments, one or many, for example pause, kill, move, delete."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dstrial.master.http.access import require_owner
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import stored_states
 from dstrial.master.lifecycle import experiments
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import listings, projects
@@ -54,7 +55,7 @@ def retain_logs(request: ApiRequest) -> Perform:
 
 
 def of_owner(perform: Perform, experiment_id: int, user: User | None) -> Callable[[Transaction], None]:
-    """Return the write for one experiment, refused (403) where ``user`` is neither its owner nor an administrator."""
+    """Return the write for one experiment; 403 if ``user`` may not change it."""
 
     def write(tx: Transaction) -> None:
         row = experiment_rows.require(tx.connection, experiment_id)
@@ -97,7 +98,7 @@ def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest]
 
 
 def _within(project_id: int, perform: Perform) -> Perform:
-    """Return an action that is refused (404) for experiments of other projects, unless all projects are meant."""
+    """Return an action that refuses (404) experiments of other projects than this one."""
 
     def act(tx: Transaction, experiment_id: int) -> None:
         if project_id != _ALL_PROJECTS:
@@ -108,7 +109,7 @@ def _within(project_id: int, perform: Perform) -> Perform:
 
 
 def _chosen(connection: Connection, project_id: int, body: Fields) -> list[int]:
-    """Return the experiments that a body names: by its filters if it has any, else by their numbers.
+    """Return the experiments that a body names, by its filters or else by numbers.
 
     Source: Determined 0.38.1, where filters replace the numbers.
     """
@@ -116,36 +117,18 @@ def _chosen(connection: Connection, project_id: int, body: Fields) -> list[int]:
         projects.require(connection, project_id)
     filters = body.fields("filters")
     if filters is None:
-        given = body.items_of("experimentIds") or []
-        if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in given):
-            raise body.wrong("experimentIds", "whole numbers of 32 bits")
-        return list(dict.fromkeys(given))
+        return list(dict.fromkeys(body.ids("experimentIds")))
     wanted = listings.ExperimentFilter(
         archived=filters.flag("archived"),
         name=filters.text("name"),
         description=filters.text("description"),
-        user_ids=_integers(filters, "userIds"),
+        user_ids=filters.ids("userIds"),
         states=stored_states(filters.texts("states") or []),
         labels=filters.texts("labels") or [],
-        not_ids=_integers(filters, "excludedExperimentIds"),
+        not_ids=filters.ids("excludedExperimentIds"),
         project_id=None if project_id == _ALL_PROJECTS else project_id,
     )
     return [row.id for row in listings.list_experiments(connection, wanted)]
-
-
-def _integers(fields: Fields, name: str) -> list[int]:
-    values = fields.items_of(name) or []
-    if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in values):
-        raise fields.wrong(name, "whole numbers of 32 bits")
-    return values
-
-
-def stored_states(names: list[str]) -> list[str]:
-    """Return stored states for those of the protocol; what clients see of an active one stands for it."""
-    states = {name.removeprefix("STATE_") for name in names}
-    if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
-        states.add("ACTIVE")
-    return sorted(states)
 
 
 _EACH: tuple[tuple[str, str, Prepare, bool], ...] = (
@@ -164,7 +147,7 @@ _DELETE = plain(experiments.delete)
 
 
 async def preview_search(request: ApiRequest) -> dict[str, Any]:
-    """``POST preview-hp-search``: how many trials train how long, from the config alone."""
+    """``POST preview-hp-search``: how many trials train how long, by the config alone."""
     body = request.body()
     config = body.mapping("config")
     if config is None:

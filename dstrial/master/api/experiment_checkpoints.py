@@ -1,4 +1,4 @@
-"""Checkpoints of experiments: list them, and see which another policy would delete."""
+"""Checkpoints of experiments, and a preview of what another policy would delete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANY_STATE = "STATE_"
 
 
 async def preview_gc(request: ApiRequest) -> dict[str, Any]:
-    """``//experiments/{id}/preview_gc``: the checkpoints that another policy would delete."""
+    """``//experiments/{id}/preview_gc``: checkpoints that another policy would delete."""
     experiment_id = request.path_params["experiment_id"]
     policy = checkpoint_gc.Policy(
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
@@ -78,7 +78,7 @@ async def list_checkpoints(request: ApiRequest) -> dict[str, Any]:
 async def checkpoints_page(
     request: ApiRequest, *, experiment_id: int | None = None, trial_id: int | None = None
 ) -> dict[str, Any]:
-    """Return a page of checkpoints, ordered as asked: by an attribute, or by a validation metric.
+    """Return a page of checkpoints, by an attribute or by a validation metric.
 
     Without an order, the searcher metric is ordered best first. What has no value comes last.
     """

@@ -16,6 +16,7 @@ from dstrial.config import SavedRun
 from dstrial.config.experiment_config.storage import laid_over
 from dstrial.config.experiment_config.submission import (
     LABEL,
+    MasterDefaults,
     Submission,
     check_submission,
     continued_config,
@@ -25,19 +26,18 @@ from dstrial.config.merge import merge_template
 from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
-from dstrial.master.api.experiment_actions import stored_states
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.fields import shown as shown_text
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
-from dstrial.master.http.serializers import as_data, experiment_json
+from dstrial.master.http.serializers import as_data, experiment_json, stored_states
 from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
 from dstrial.master.lifecycle.interpreter import check_interpreter
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, metrics, projects, templates, workspaces
+from dstrial.master.store import listings, metrics, projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 
@@ -57,7 +57,7 @@ def checked(
     document: Document | None = None,
     active: Mapping[str, Any] | None = None,
 ) -> Submission:
-    """Check a config with its model definition; takes long enough to be done in a thread.
+    """Check a config with its model definition; so slow that it belongs in a thread.
 
     Args:
         services: of the running master.
@@ -74,13 +74,6 @@ def checked(
         ConfigError: with every problem.
         RequestError: the model definition cannot be unpacked.
     """
-    defaults = services.settings.defaults(services.state_dir)
-    if active is not None:
-        storage = active.get("checkpoint_storage") or defaults.checkpoint_storage
-        defaults = dataclasses.replace(defaults, checkpoint_storage=storage, environment_variables=())
-    elif storage is not None:
-        whole = laid_over(storage, defaults.checkpoint_storage)
-        defaults = dataclasses.replace(defaults, checkpoint_storage=whole)
     with tempfile.TemporaryDirectory(prefix="dstrial-check-") as name:
         context_dir = Path(name)
         unpack(tgz, context_dir)
@@ -88,7 +81,7 @@ def checked(
             submission = check_submission(
                 config,
                 context_dir=context_dir,
-                defaults=defaults,
+                defaults=_defaults(services, storage, active),
                 num_slots=None if is_detached else len(services.slots),
                 resumed=resumed,
                 template=template,
@@ -109,8 +102,20 @@ def checked(
     return submission
 
 
+def _defaults(
+    services: Services, storage: Mapping[str, Any] | None, active: Mapping[str, Any] | None
+) -> MasterDefaults:
+    defaults = services.settings.defaults(services.state_dir)
+    if active is not None:
+        storage = active.get("checkpoint_storage") or defaults.checkpoint_storage
+        return dataclasses.replace(defaults, checkpoint_storage=storage, environment_variables=())
+    if storage is None:
+        return defaults
+    return dataclasses.replace(defaults, checkpoint_storage=laid_over(storage, defaults.checkpoint_storage))
+
+
 def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
-    """Return a problem without the temporary directory in which the model definition was looked at."""
+    """Return a problem without the temporary directory of the model definition."""
     texts = (problem.where, problem.got, problem.expected, problem.fix)
     return ConfigProblem(
         *(text.replace(f"{context_dir}/", "").replace(context_dir, "the model definition") for text in texts)
@@ -133,7 +138,7 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
 
 
 def _trials_of(connection: Connection, experiment_id: int) -> dict[str, Any]:
-    """Return the ids of an experiment's trials, and the name by which a script knows the only one."""
+    """Return the ids of an experiment's trials, and the only trial's external name."""
     rows = trial_rows.of_experiment(connection, experiment_id)
     return {
         "trialIds": [row.id for row in rows],
@@ -142,7 +147,7 @@ def _trials_of(connection: Connection, experiment_id: int) -> dict[str, Any]:
 
 
 async def _all_shown(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
-    """Return experiments as ``v1Experiment``; beside other requests where a config is large, as all of it is looked through."""
+    """Return experiments as ``v1Experiment``; large ones beside other requests."""
 
     def show() -> list[dict[str, Any]]:
         return [experiment_json(services, row) for row in rows]
@@ -152,7 +157,7 @@ async def _all_shown(services: Services, rows: Sequence[listings.ListedExperimen
 
 
 async def create_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``POST experiments``: check a submission and, unless only that is asked for, store it with its first trials."""
+    """``POST experiments``: check a submission and, unless asked not to, store it."""
     body, services = request.body(), request.services
     if body.flag("unmanaged"):
         return await create_detached(request, body, None)
@@ -161,7 +166,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
     config = body.text("config") or ""
     template: dict[str, Any] | None = None
     if template_name:
-        template = json.loads((await services.read(templates.require, template_name)).config)
+        template = json.loads((await services.read(workspaces.require_template, template_name)).config)
     if parent_id is not None:
         parent = await services.read(experiment_rows.require, parent_id)
         if not config:
@@ -255,7 +260,7 @@ def _files(body: Fields) -> list[Any]:
 def _readable(
     services: Services, config: str, template: Mapping[str, Any] | None
 ) -> tuple[Document, dict[str, Any]]:
-    """Return a config, and its values over its template, empty if it is no mapping, which its check says.
+    """Return a config, and its values over its template; ``{}`` if it is no mapping.
 
     Raises:
         ConfigError: it cannot be read.
@@ -272,7 +277,7 @@ def _with_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Return a config with the secrets of those that it comes from where it has the mask, as what was shown has.
+    """Return a config with its sources' secrets in place of masks.
 
     Raises:
         ConfigError: neither of them knows one.
@@ -380,7 +385,7 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_by(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the checkpoint from which the trial of a single searcher goes on; None if it would start anew."""
+    """Return the checkpoint from which the only trial goes on; None if it starts anew."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
@@ -398,7 +403,7 @@ def _refuse_other_place(connection: Connection, project_id: int, changes: Mappin
 
 
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``POST experiments/continue``: let one that has ended go on, perhaps with another config."""
+    """``POST experiments/continue``: continue an ended experiment, maybe changed."""
     body, services = request.body(), request.services
     experiment_id = body.required_integer("id")
     row = await services.read(experiment_rows.require, experiment_id)
@@ -424,7 +429,7 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH experiments/{id}``: name, description, notes, labels, resources and the policy for checkpoints."""
+    """``PATCH experiments/{id}``: texts, labels, resources, the checkpoint policy."""
     body = request.body()
     fields: dict[str, Any] = {}
     for name in ("name", "description", "notes"):
@@ -482,7 +487,7 @@ async def show_model_definition(request: ApiRequest) -> dict[str, Any]:
 
 
 async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/searcher/best_searcher_validation_metric``; 404 before the first validation."""
+    """``GET …/best_searcher_validation_metric``; 404 before the first validation."""
     row = await request.services.read(experiment_rows.require, request.path_params["experiment_id"])
     if row.best_metric is None:
         raise RequestError(404, f"experiment {row.id} has no validation yet.")
@@ -490,7 +495,7 @@ async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]
 
 
 async def validation_history(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/validation-history``: each validation that was the best so far."""
+    """``GET experiments/{id}/validation-history``: validations that were a new best."""
     experiment_id = request.path_params["experiment_id"]
 
     def read(connection: Connection) -> list[dict[str, Any]]:
@@ -518,7 +523,7 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
 
 
 async def stream_metric_names(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/metrics-stream/metric-names``: the names that trials have reported."""
+    """``GET experiments/metrics-stream/metric-names``: the names that trials reported."""
     ids = request.query_ints("ids")
     names = await request.services.read(metrics.metric_names, ids)
     searcher = [

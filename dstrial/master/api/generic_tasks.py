@@ -1,4 +1,4 @@
-"""Generic tasks: processes that can be paused and forked, and that make others (``det task create | fork | pause | …``)."""
+"""Generic tasks (``det task``): processes that pause, fork, and make others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from determined.common.api import bindings
 from dstrial.config.parsing.documents import read_yaml_text
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
-from dstrial.master.api import command_serializers as shapes
-from dstrial.master.api.commands import MAX_BODY_BYTES
+from dstrial.master.api.commands import MAX_BODY_BYTES, checked
 from dstrial.master.api.tasks import submitted
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.http.fields import Fields
@@ -29,7 +28,7 @@ _KIND = ("GENERIC",)
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST generic-tasks``: start one, or a copy of another."""
+    """``POST generic-tasks``: start a task, or a copy of another."""
     body, services = request.body(), request.services
     forked_from, parent_id = body.text("forkedFrom") or None, body.text("parentId") or None
     for other in (forked_from, parent_id):
@@ -38,7 +37,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
     forked = None if forked_from is None else await services.read(commands.require, forked_from, _KIND)
     known = [] if forked is None else [json.loads(forked.config)]
     given = await _given(request, body, forked_from)
-    spec = await shapes.checked(request, given, "GENERIC", None, *known)
+    spec = await checked(request, given, "GENERIC", None, *known)
     # Where what is sent back has the mask of a secret, the copy keeps what is behind it.
     original = unmasked(given, [*known, spec.config], "the config")
     project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)
@@ -80,7 +79,7 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return the files of a task: those that are sent, else those of the task that it is a copy of or that makes it."""
+    """Return a task's files: those sent, else its parent's or those of what it copies."""
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     if body.flag("inheritContext"):
@@ -118,7 +117,7 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:
-    """``POST tasks/{id}/kill``: a task and those that it has made; with ``killFromRoot`` all that belong together.
+    """``POST tasks/{id}/kill``: a task, its descendants; ``killFromRoot``: its tree.
 
     Source: Determined 0.38.1, KillGenericTask: "cannot cancel task … as it is in state", for COMPLETED and CANCELED.
     """
@@ -141,7 +140,7 @@ async def kill(request: ApiRequest) -> dict[str, Any]:
 
 
 async def pause(request: ApiRequest) -> dict[str, Any]:
-    """``POST tasks/{id}/pause``: its process ends, and begins anew when it is unpaused."""
+    """``POST tasks/{id}/pause``: end its process; another begins when it is unpaused."""
     task_id = request.path_params["task_id"]
     await request.services.write(lambda tx: life.pause(tx, task_id))
     return {}

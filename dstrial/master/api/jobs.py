@@ -1,4 +1,4 @@
-"""The queue: experiments and commands that run or wait for slots, in the order in which they get them."""
+"""The queue: experiments and commands with slots or waiting for them, in order."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def show_stats(request: ApiRequest) -> dict[str, Any]:
 
 
 async def update(request: ApiRequest) -> dict[str, Any]:
-    """``POST job-queues``: change priority, weight or place of jobs; all of them or none."""
+    """``POST job-queues``: change priority, weight or place of all these jobs or none."""
     updates = request.body().field_list("updates") or []
     pool_name = request.services.settings.pool_name
 

@@ -1,4 +1,4 @@
-"""Logs of trials and tasks: streams that filter and follow, the values to filter by, and lines that a task sends itself."""
+"""Logs of trials and tasks: streams that follow, filter values, and lines sent in."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Say whether nothing more can come: every task has ended, and so has every allocation."""
+    """Say whether nothing more can come: every task and allocation has ended."""
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 
@@ -218,7 +218,7 @@ def _line(item: dict[str, Any]) -> tuple[str, logs.LogLine, str | None]:
 
 
 async def clean_up(request: ApiRequest) -> dict[str, Any]:
-    """``POST cleanup_logs``: delete what is older than logs are kept, now instead of within the hour."""
+    """``POST cleanup_logs``: delete old logs now instead of within the hour."""
     default_days = request.services.settings.log_retention_days
     removed = await request.services.write(lambda tx: logs.forget_old(tx, default_days))
     return message(bindings.v1CleanupLogsResponse, removedCount=str(removed))

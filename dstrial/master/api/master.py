@@ -90,7 +90,7 @@ async def show_telemetry(_request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_config(request: ApiRequest) -> dict[str, Any]:
-    """``GET master/config``; the port is the one that the master has."""
+    """``GET master/config``, with the port that the master has."""
     services = request.services
     return {"config": {**services.settings.as_config(), "port": int(services.address.rpartition(":")[2])}}
 
@@ -210,7 +210,7 @@ class _LogReader:
         return entries
 
     def _entry(self, text: str) -> dict[str, Any]:
-        """Read one line; one without a time of its own belongs to the line before it."""
+        """Read one line; without a time of its own it belongs to the line before it."""
         match = _LINE.fullmatch(text)
         if match is not None:
             self._time = datetime.datetime.fromisoformat(match[1]).astimezone(datetime.timezone.utc)

@@ -75,7 +75,7 @@ def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _workspace(connection: Connection, body: Fields) -> int | None:
-    """Return the workspace that a body names, by its name or its number; None without one."""
+    """Return the workspace that a body gives by name or number; None without one."""
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:
         return None
@@ -150,7 +150,7 @@ async def show_model(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_model(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH models/{name or id}``: name, description, notes, metadata, labels, workspace."""
+    """``PATCH models/{name or id}``: its texts, metadata, labels and workspace."""
     body, name = request.body(), request.path_params["model"]
     given = _given(body, _TEXTS)
 
@@ -196,7 +196,7 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
 
 async def delete_model(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE models/{name or id}``: with its versions; their checkpoints are then like any other."""
+    """``DELETE models/{name or id}``: with its versions; their checkpoints stay."""
     name, user = request.path_params["model"], request.user
 
     def write(tx: Transaction) -> None:
@@ -240,7 +240,7 @@ async def list_versions(request: ApiRequest) -> dict[str, Any]:
 
 
 async def register_version(request: ApiRequest) -> dict[str, Any]:
-    """``POST models/{name or id}/versions``: register a complete checkpoint as the next version."""
+    """``POST models/{name or id}/versions``: register a complete checkpoint."""
     body, name, user = request.body(), request.path_params["model"], request.user
     uuid, given = body.required_text("checkpointUuid"), _given(body, _VERSION_TEXTS)
 
@@ -275,7 +275,7 @@ async def show_version(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_version(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH models/{name or id}/versions/{number}``: name, comment, notes, metadata, labels."""
+    """``PATCH models/{name or id}/versions/{number}``: its texts, metadata and labels."""
     given = _given(request.body(), _VERSION_TEXTS)
 
     def write(tx: Transaction) -> dict[str, Any]:
@@ -290,7 +290,7 @@ async def patch_version(request: ApiRequest) -> dict[str, Any]:
 
 
 async def delete_version(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE models/{name or id}/versions/{number}``: its checkpoint is then like any other."""
+    """``DELETE models/{name or id}/versions/{number}``: its checkpoint stays."""
     user = request.user
 
     def write(tx: Transaction) -> None:
@@ -304,7 +304,7 @@ async def delete_version(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_metrics(request: ApiRequest) -> dict[str, Any]:
-    """``GET models/{name or id}/versions/{number}/metrics``: the reports of trials that have said that they use it."""
+    """``GET models/{name or id}/versions/{number}/metrics``: of trials that use it."""
     group = request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 

@@ -89,14 +89,14 @@ async def show_by_key(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_recent(request: ApiRequest) -> dict[str, Any]:
-    """``GET user/projects/activity``: the projects into which this user put an experiment last."""
+    """``GET user/projects/activity``: where this user last put experiments."""
     user_id, limit = request.user.id, request.query_int("limit") or _NUM_RECENT
     rows = await request.services.read(projects.recent_of, user_id, max(limit, 0))
     return {"projects": [project_json(row) for row in rows]}
 
 
 async def create_project(request: ApiRequest) -> dict[str, Any]:
-    """``POST workspaces/{id}/projects``: 409 for a name that exists in the workspace, or a key anywhere."""
+    """``POST workspaces/{id}/projects``: 409 for a name taken there, or a taken key."""
     body, user, workspace_id = request.body(), request.user, request.path_params["workspace_id"]
     name, key, description = body.required_text("name"), body.text("key"), body.text("description") or ""
 
@@ -218,12 +218,12 @@ def _all_notes(request: ApiRequest, _before: list[Any]) -> list[dict[str, str]]:
 
 
 def _one_more(request: ApiRequest, before: list[Any]) -> list[dict[str, str]]:
-    """Add one."""
+    """Add a note."""
     return [*before, _note(request.body())]
 
 
 async def list_metadata_values(request: ApiRequest) -> dict[str, Any]:
-    """``GET projects/{id}/metadata/{key}``: the texts that runs of the project have under a key of their metadata."""
+    """``GET projects/{id}/metadata/{key}``: the texts that its runs have under a key."""
     project_id, key = request.path_params["project_id"], request.path_params["key"]
 
     def read(connection: Connection) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reports of usage: what was allocated when and to whom, in rows and summed by day or month.
+"""Reports of usage: allocations in rows, and summed by day or month.
 
 Source: Determined 0.38.1 for the columns, the kinds of rows, and what is summed (slots times seconds).
 """
@@ -21,7 +21,7 @@ from dstrial.master.clock import format_us, now_us, parse_time
 from dstrial.master.http.fields import shown
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.store import usage
+from dstrial.master.store import allocations
 from dstrial.master.store.database import Connection
 
 _RAW = ("experiment_id", "kind", "username", "labels", "slots", "start_time", "end_time", "seconds")
@@ -44,7 +44,7 @@ _UTC = datetime.timezone.utc
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of the raw report; ``seconds`` is the part of it that lies in the time asked for."""
+    """One row of the raw report; ``seconds`` counts only the time asked for."""
 
     experiment_id: int | None
     kind: str
@@ -82,8 +82,8 @@ async def _raw_rows(request: ApiRequest) -> list[_Row]:
 
     def read(connection: Connection) -> list[_Row]:
         rows = []
-        for use in usage.uses(connection, after_us, before_us):
-            for kind, start_us, end_us in usage.spans(connection, use, now):
+        for use in allocations.uses(connection, after_us, before_us):
+            for kind, start_us, end_us in allocations.spans(connection, use, now):
                 overlap_us = min(end_us, before_us) - max(start_us, after_us)
                 if overlap_us > 0:
                     rows.append(
@@ -154,9 +154,9 @@ async def raw_csv(request: ApiRequest) -> Response:
 
 
 async def allocations_csv(request: ApiRequest) -> Response:
-    """``//resources/allocation/allocations-csv``: one row for each allocation; no images are pulled."""
+    """``//resources/allocation/allocations-csv``: a row per allocation; no images."""
     after_us, before_us = _window(request)
-    found = await request.services.read(usage.uses, after_us, before_us)
+    found = await request.services.read(allocations.uses, after_us, before_us)
     return _csv(
         _ALLOCATIONS,
         (
@@ -216,7 +216,7 @@ async def _aggregated(request: ApiRequest) -> list[dict[str, Any]]:
         while day <= last:
             following = _next(day, is_monthly)
             start_us, end_us = _us(day), _us(following)
-            found = usage.uses(connection, start_us, end_us)
+            found = allocations.uses(connection, start_us, end_us)
             entries.append(_entry(found, day, (start_us, end_us), is_monthly, pool_name, now))
             day = following
         return entries
@@ -225,7 +225,7 @@ async def _aggregated(request: ApiRequest) -> list[dict[str, Any]]:
 
 
 def _entry(
-    found: Iterable[usage.Use],
+    found: Iterable[allocations.Use],
     day: datetime.date,
     window_us: tuple[int, int],
     is_monthly: bool,
@@ -254,7 +254,7 @@ def _entry(
 
 
 async def show_aggregated(request: ApiRequest) -> dict[str, Any]:
-    """``GET resources/allocation/aggregated``: seconds times slots, by day or month, up to now."""
+    """``GET resources/allocation/aggregated``: seconds times slots, by day or month."""
     return message(
         bindings.v1ResourceAllocationAggregatedResponse, resourceEntries=await _aggregated(request)
     )

@@ -1,4 +1,4 @@
-"""Filters and orders of runs, as the protocol's texts have them, told from the rows of ``store.runs``.
+"""Filters and orders of runs, as the protocol's texts have them.
 
 Source: the ``filter`` and ``sort`` of Determined 0.38.1's ``SearchRunsRequest``: a JSON tree of groups and fields, and
 ``column=asc`` separated by commas.
@@ -17,7 +17,7 @@ from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import shown
-from dstrial.master.store.runs import Run
+from dstrial.master.store.listings import Run
 
 Wanted: TypeAlias = "Callable[[Run], bool]"
 
@@ -55,7 +55,7 @@ _MAX_CHARS = 2**16
 
 
 def wanted_by(text: str | None) -> Wanted:
-    """Return whether a filter wants a run; an empty one wants all that are not archived.
+    """Return whether a filter wants a run; an empty one wants those not archived.
 
     Raises:
         RequestError: 400, it is no such filter.
@@ -100,7 +100,7 @@ def _node(node: Any, depth: int) -> Wanted:
 
 
 def _column(name: Any) -> Callable[[Run], Any]:
-    """Return how a column is read: one of the run's own, ``hp.lr``, ``validation.loss.min`` or ``metadata.key``.
+    """Return how to read a column: a run's own, a hyperparameter, metric or metadata.
 
     Raises:
         RequestError: 400, there is none of this name.

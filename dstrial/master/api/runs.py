@@ -1,4 +1,4 @@
-"""Runs, which are trials across experiments: search, and pause, resume, kill, archive, move or delete several."""
+"""Runs, which are trials across experiments: search them, and act on several."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import shown_config, stored, time_or_none
 from dstrial.master.lifecycle import experiments, trials
 from dstrial.master.services import Services
-from dstrial.master.store import projects, runs
+from dstrial.master.store import listings, projects
 from dstrial.master.store.database import Connection, Transaction
 
-Perform: TypeAlias = "Callable[[Transaction, runs.Run], Any]"
+Perform: TypeAlias = "Callable[[Transaction, listings.Run], Any]"
 
 
-def run_json(services: Services, row: runs.Run) -> dict[str, Any]:
-    """Return a row of ``store.runs`` as a ``v1FlatRun``."""
+def run_json(services: Services, row: listings.Run) -> dict[str, Any]:
+    """Return a row of ``listings.list_runs`` as a ``v1FlatRun``."""
     end = row.end_us
     experiment = message(
         bindings.v1FlatRunExperiment,
@@ -80,10 +80,10 @@ async def search_runs(request: ApiRequest) -> dict[str, Any]:
         body.text("sort"),
     )
 
-    def read(connection: Connection) -> list[runs.Run]:
+    def read(connection: Connection) -> list[listings.Run]:
         if project_id is not None:
             projects.require(connection, project_id)
-        return in_order([row for row in runs.list_runs(connection, project_id) if is_wanted(row)], sort)
+        return in_order([row for row in listings.list_runs(connection, project_id) if is_wanted(row)], sort)
 
     rows = await services.read(read)
     page = page_of(len(rows), body.integer("offset", -(2**31), 2**31), body.integer("limit", -(2**31), 2**31))
@@ -97,7 +97,7 @@ async def search_runs(request: ApiRequest) -> dict[str, Any]:
 def _of_experiment(perform: Callable[[Transaction, int], Any], verb: str) -> Perform:
     """Return an action on a run's experiment, refused (400) where that has other runs."""
 
-    def act(tx: Transaction, row: runs.Run) -> None:
+    def act(tx: Transaction, row: listings.Run) -> None:
         if row.num_trials > 1:
             raise RequestError(
                 400,
@@ -113,26 +113,25 @@ def _move(request: ApiRequest) -> Perform:
     body = request.body()
     target, skips = body.required_integer("destinationProjectId"), body.flag("skipMultitrial")
 
-    def act(tx: Transaction, row: runs.Run) -> None:
+    def act(tx: Transaction, row: listings.Run) -> None:
         if row.num_trials > 1 and skips:
             return
-        if runs.require(tx.connection, row.id).project_id != target:
+        if listings.require_run(tx.connection, row.id).project_id != target:
             experiments.move(tx, row.experiment_id, target)
 
     return act
 
 
 def _chosen(connection: Connection, body: Fields, project_id: int | None) -> dict[int, int | None]:
-    """Return the runs that a body names, by its filter if it has one, else by their numbers, and the project of each."""
+    """Return the project of each run that a body names, by filter or else by number."""
     text = body.text("filter")
     if text:
         is_wanted = wanted_by(text)
-        return {row.id: row.project_id for row in runs.list_runs(connection, project_id) if is_wanted(row)}
-    given = body.items_of("runIds") or []
-    if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in given):
-        raise body.wrong("runIds", "whole numbers of 32 bits")
-    held_by = {row.id: row.project_id for row in runs.list_runs(connection)}
-    return {run_id: held_by.get(run_id) for run_id in given}
+        return {
+            row.id: row.project_id for row in listings.list_runs(connection, project_id) if is_wanted(row)
+        }
+    held_by = {row.id: row.project_id for row in listings.list_runs(connection)}
+    return {run_id: held_by.get(run_id) for run_id in body.ids("runIds")}
 
 
 def _each(prepare: Callable[[ApiRequest], Perform], text: str, *, is_owners: bool = False) -> Any:
@@ -144,7 +143,7 @@ def _each(prepare: Callable[[ApiRequest], Perform], text: str, *, is_owners: boo
         for run_id, held_by in (await services.read(_chosen, body, project_id)).items():
 
             def write(tx: Transaction, run_id: int = run_id, held_by: int | None = held_by) -> None:
-                row = runs.require(tx.connection, run_id)
+                row = listings.require_run(tx.connection, run_id)
                 if project_id not in (None, held_by):
                     raise RequestError(
                         404,
@@ -171,7 +170,7 @@ def _plain(perform: Perform) -> Callable[[ApiRequest], Perform]:
     return lambda _request: perform
 
 
-def _kill(tx: Transaction, row: runs.Run) -> None:
+def _kill(tx: Transaction, row: listings.Run) -> None:
     trials.kill_trial(tx, row.id)
 
 

@@ -76,7 +76,7 @@ def _summary(services: Services, row: tasks.LivingAllocation) -> dict[str, Any]:
 
 
 def _collection(services: Services, row: background_jobs.Work) -> dict[str, Any]:
-    """Return a piece of work on an experiment's files as the task that it is in Determined; it has no process here."""
+    """Return work on files as Determined's checkpoint task; it has no process here."""
     task_id = f"checkpoint-gc-{row.id}"
     return message(
         bindings.v1AllocationSummary,
@@ -123,7 +123,7 @@ def _underscored(found: re.Match[str]) -> str:
 
 
 def _snake(value: Any) -> Any:
-    """Return a list of objects, or anything else as it is, with the fields' names in words with underscores.
+    """Return a list's objects with field names in snake case; anything else unchanged.
 
     What lies deeper is told apart by agents' names, and stays.
     """
@@ -168,7 +168,7 @@ def allocation_json(row: Allocation) -> dict[str, Any]:
 
 
 def submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    """Return the config of a generic task as it was submitted, JSON; of one of an older release with all defaults."""
+    """Return a generic task's config as submitted, JSON; an old release's is complete."""
     return masked_json(row.original_config or row.config, names)
 
 
@@ -204,7 +204,7 @@ def _model_definition(connection: Connection, task_id: str) -> bytes:
 
 
 async def show_context_directory(request: ApiRequest) -> dict[str, Any]:
-    """``GET tasks/{id}/context_directory``: the model definition, a gzip tar in base64, empty for none."""
+    """``GET tasks/{id}/context_directory``: a gzip tar in base64, empty for none."""
     tgz = await request.services.read(_model_definition, request.path_params["task_id"])
     return {"b64Tgz": base64.b64encode(tgz).decode()}
 

@@ -15,14 +15,14 @@ from dstrial.master.http.fields import Fields, shown
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import shown_config
-from dstrial.master.store import templates, workspaces
+from dstrial.master.store import workspaces
 from dstrial.master.store.database import Transaction
 
 _WHERE = "the template's config"
 
 
-def template_json(row: templates.Template, names: SecretNames) -> dict[str, Any]:
-    """Return a row of ``store.templates`` as a ``v1Template``."""
+def template_json(row: workspaces.Template, names: SecretNames) -> dict[str, Any]:
+    """Return a row of ``templates`` as a ``v1Template``."""
     return message(
         bindings.v1Template,
         name=row.name,
@@ -57,7 +57,7 @@ async def list_templates(request: ApiRequest) -> dict[str, Any]:
     request.query_choice("sortBy", bindings.v1GetTemplatesRequestSortBy)
     rows = [
         row
-        for row in await request.services.read(templates.list_templates)
+        for row in await request.services.read(workspaces.list_templates)
         if name in row.name.casefold() and (not workspace_ids or row.workspace_id in workspace_ids)
     ]
     if request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC":
@@ -71,7 +71,7 @@ async def list_templates(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _shown(request: ApiRequest, name: str) -> dict[str, Any]:
-    row = await request.services.read(templates.require, name)
+    row = await request.services.read(workspaces.require_template, name)
     return template_json(row, request.services.secret_names)
 
 
@@ -86,7 +86,9 @@ async def create_template(request: ApiRequest) -> dict[str, Any]:
     """``POST templates/{name}``: 409 for a name that exists."""
     body, name = request.body(), request.path_params["template"]
     config = unmasked(await _config(request, body), [], _WHERE)
-    await request.services.write(lambda tx: templates.create(tx, name, config, _workspace_id(tx, body)))
+    await request.services.write(
+        lambda tx: workspaces.create_template(tx, name, config, _workspace_id(tx, body))
+    )
     return message(bindings.v1PostTemplateResponse, template=await _shown(request, name))
 
 
@@ -96,12 +98,12 @@ async def put_template(request: ApiRequest) -> dict[str, Any]:
     config = await _config(request, body)
 
     def write(tx: Transaction) -> None:
-        known = [row for row in templates.list_templates(tx.connection) if row.name == name]
+        known = [row for row in workspaces.list_templates(tx.connection) if row.name == name]
         real = unmasked(config, [json.loads(row.config) for row in known], _WHERE)
         if known:
-            templates.change(tx, name, real)
+            workspaces.change_template(tx, name, real)
         else:
-            templates.create(tx, name, real, _workspace_id(tx, body))
+            workspaces.create_template(tx, name, real, _workspace_id(tx, body))
 
     await request.services.write(write)
     return message(bindings.v1PutTemplateResponse, template=await _shown(request, name))
@@ -118,8 +120,8 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
     await _check(request, config)
 
     def write(tx: Transaction) -> None:
-        row = templates.require(tx.connection, name)
-        templates.change(tx, name, unmasked(config, [json.loads(row.config)], _WHERE))
+        row = workspaces.require_template(tx.connection, name)
+        workspaces.change_template(tx, name, unmasked(config, [json.loads(row.config)], _WHERE))
 
     await request.services.write(write)
     return message(bindings.v1PatchTemplateConfigResponse, template=await _shown(request, name))
@@ -129,17 +131,17 @@ async def rename_template(request: ApiRequest) -> dict[str, Any]:
     """``PATCH template/rename``."""
     body = request.body()
     old, new = body.required_text("oldName"), body.required_text("newName")
-    await request.services.write(lambda tx: templates.rename(tx, old, new))
+    await request.services.write(lambda tx: workspaces.rename_template(tx, old, new))
     return message(bindings.v1PatchTemplateNameResponse, template=await _shown(request, new))
 
 
 async def delete_template(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE templates/{name}``: experiments that were made with it stay as they are."""
+    """``DELETE templates/{name}``: experiments that were made with it do not change."""
     name = request.path_params["template"]
 
     def write(tx: Transaction) -> None:
-        templates.require(tx.connection, name)
-        templates.delete(tx, name)
+        workspaces.require_template(tx.connection, name)
+        workspaces.delete_template(tx, name)
 
     await request.services.write(write)
     return {}

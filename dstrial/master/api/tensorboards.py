@@ -1,4 +1,4 @@
-"""``det tensorboard``: one process for each, behind the master's proxy, that reads event files where trials put them."""
+"""``det tensorboard``: a process behind the proxy that reads trials' event files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config.secrets import masked
-from dstrial.master.api import command_serializers as shapes
-from dstrial.master.api.commands import MAX_BODY_BYTES
+from dstrial.master.api.commands import checked, common_fields, routes_of, workspace_of
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message
-from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.router import ApiRequest
+from dstrial.master.http.serializers import as_data
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle import tensorboards
 from dstrial.master.store import commands
@@ -23,7 +23,7 @@ from dstrial.master.store.commands import NewCommand
 def _json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
     return message(
         bindings.v1Tensorboard,
-        **shapes.common_fields(request, row),
+        **common_fields(request, row),
         experimentIds=json.loads(row.experiment_ids),
         trialIds=json.loads(row.trial_ids),
         serviceAddress=f"/proxy/{row.task_id}/",
@@ -38,17 +38,17 @@ def _ids(body: Fields, name: str) -> list[int]:
 
 
 async def launch(request: ApiRequest) -> dict[str, Any]:
-    """``POST tensorboards``: start one for experiments, trials, or both."""
+    """``POST tensorboards``: start a TensorBoard for experiments, trials, or both."""
     body, services = request.body(), request.services
     if body.get("filters"):
         raise body.wrong("filters", "experimentIds or trialIds")
     experiment_ids, trial_ids = _ids(body, "experimentIds"), _ids(body, "trialIds")
     await services.read(tensorboards.sources, services.cluster_id, experiment_ids, trial_ids)
     given = body.mapping("config") or {}
-    spec = await shapes.checked(request, given, "TENSORBOARD", body.text("templateName"))
+    spec = await checked(request, given, "TENSORBOARD", body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]
     tgz = await services.run(lambda: pack(files))
-    workspace_id = await shapes.workspace_of(request, body.integer("workspaceId"))
+    workspace_id = await workspace_of(request, body.integer("workspaceId"))
     new = NewCommand(
         "TENSORBOARD",
         spec,
@@ -63,38 +63,9 @@ async def launch(request: ApiRequest) -> dict[str, Any]:
     return message(
         bindings.v1LaunchTensorboardResponse,
         tensorboard=_json(request, row),
-        config=shapes.as_data(masked(spec.config, services.secret_names)),
+        config=as_data(masked(spec.config, services.secret_names)),
         warnings=[],
     )
 
 
-async def list_tensorboards(request: ApiRequest) -> dict[str, Any]:
-    """``GET tensorboards``: those that have not ended, or have within a day."""
-    rows, pagination = await shapes.page(request, "TENSORBOARD", bindings.v1GetTensorboardsRequestSortBy)
-    return {"tensorboards": [_json(request, row) for row in rows], "pagination": pagination}
-
-
-async def show(request: ApiRequest) -> dict[str, Any]:
-    """``GET tensorboards/{id}``."""
-    row = await shapes.one_of(request, "TENSORBOARD")
-    return {"tensorboard": _json(request, row), "config": shapes.config_of(request, row)}
-
-
-async def kill(request: ApiRequest) -> dict[str, Any]:
-    """``POST tensorboards/{id}/kill``."""
-    return {"tensorboard": _json(request, await shapes.killed(request, "TENSORBOARD"))}
-
-
-async def set_priority(request: ApiRequest) -> dict[str, Any]:
-    """``POST tensorboards/{id}/set_priority``."""
-    return {"tensorboard": _json(request, await shapes.prioritised(request, "TENSORBOARD"))}
-
-
-_ONE = "/tensorboards/{task_id}"
-routes = [
-    route("POST", "/tensorboards", launch, access=USER, max_body_bytes=MAX_BODY_BYTES),
-    route("GET", "/tensorboards", list_tensorboards, access=USER),
-    route("GET", _ONE, show, access=USER),
-    route("POST", f"{_ONE}/kill", kill, access=USER),
-    route("POST", f"{_ONE}/set_priority", set_priority, access=USER),
-]
+routes = routes_of("TENSORBOARD", "tensorboard", launch, _json, bindings.v1GetTensorboardsRequestSortBy)

@@ -1,4 +1,4 @@
-"""Trials: look at them, their workloads and checkpoints; what they say of themselves; kill one."""
+"""Trials: look at them, their workloads and checkpoints; take reports; kill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from dstrial.master.api.experiment_checkpoints import checkpoints_page
 from dstrial.master.clock import now_us
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
-from dstrial.master.http.serializers import as_data, checkpoint_workload, metrics_workload, trial_json
+from dstrial.master.http.serializers import (
+    as_data,
+    checkpoint_workload,
+    metrics_workload,
+    stored_states,
+    trial_json,
+)
 from dstrial.master.lifecycle import trials
 from dstrial.master.lifecycle.allocations import mark_ready
 from dstrial.master.store import checkpoints as checkpoint_rows
@@ -25,24 +31,19 @@ from dstrial.master.store.database import Connection, Transaction
 async def list_trials(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/trials``: a page of trials."""
     experiment_id = request.path_params["experiment_id"]
-    states = {
-        name.removeprefix("STATE_") for name in request.query_choices("states", bindings.experimentv1State)
-    }
-    if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
-        states.add("ACTIVE")
+    states = stored_states(request.query_choices("states", bindings.experimentv1State))
     sort_by = request.query_choice("sortBy", bindings.v1GetExperimentTrialsRequestSortBy)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
     def read(connection: Connection) -> tuple[Any, list[listings.ListedTrial]]:
         experiment_rows.require(connection, experiment_id)
-        chosen = sorted(states)
-        page = page_of(listings.count_trials(connection, experiment_id, chosen), offset, limit)
+        page = page_of(listings.count_trials(connection, experiment_id, states), offset, limit)
         rows = listings.list_trials(
             connection,
             now_us=now_us(),
             experiment_id=experiment_id,
-            states=chosen,
+            states=states,
             sort_by=sort_by,
             is_descending=is_descending,
             offset=page.start,
@@ -68,7 +69,7 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_workloads(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/{id}/workloads``: training and validation reports and checkpoints, by batch."""
+    """``GET trials/{id}/workloads``: training, validation and checkpoints, by batch."""
     trial_id = request.path_params["trial_id"]
     which = request.query_choice("filter", bindings.GetTrialWorkloadsRequestFilterOption) or ""
     wanted_group = request.query("group")
@@ -172,7 +173,7 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
 
 
 async def start_run(request: ApiRequest) -> dict[str, Any]:
-    """``POST runs/start``: a rank is about to report; it learns the number of its checkpoint storage."""
+    """``POST runs/start``: a rank will report; return its checkpoint storage's number."""
     body = request.body()
     run_id = body.required_integer("runId")
     request.require_trial(run_id)
@@ -205,7 +206,7 @@ async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_source(request: ApiRequest) -> dict[str, Any]:
-    """``POST trial-source-info``: a trial uses a checkpoint or a version of a model, for batch inference for example."""
+    """``POST trial-source-info``: a trial uses a checkpoint or a model's version."""
     body = request.body()
     source = body.fields("trialSourceInfo") or body
     trial_id, uuid = source.required_integer("trialId"), source.required_text("checkpointUuid")

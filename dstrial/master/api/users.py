@@ -113,7 +113,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH users/{id}``: an administrator changes anything, others their own display name and password."""
+    """``PATCH users/{id}``: all for administrators, else display name and password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
     _require_admin(request, user_id, given)
@@ -157,7 +157,7 @@ async def set_password(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_many(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH users``: switch several users on or off; what fails is said beside its id."""
+    """``PATCH users``: switch several on or off; each failure is told beside its id."""
     body = request.body()
     activate = body.flag("activate")
     ids = body.items_of("userIds")
@@ -212,7 +212,7 @@ def _refuse_foreign(user: Fields) -> None:
 def _end_tokens(
     tx: Transaction, request: ApiRequest, user_id: int, *, has_password: bool, active: bool | None
 ) -> None:
-    """End a user's tokens with the password; the one that asks for it stays."""
+    """End a user's tokens with the password, but not the token that asks for it."""
     if has_password or active is False:
         own = request.identity.token_hash if request.identity is not None else None
         tokens.end_user_tokens(tx, user_id, except_hash=None if active is False else own)

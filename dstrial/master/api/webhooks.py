@@ -33,11 +33,9 @@ _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 
 
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
-    """Return a webhook as the protocol has it, and under ``delivery`` how sending goes.
+    """Return a webhook in the protocol's form; ``delivery`` tells how sending goes.
 
-    Args:
-        webhook: the webhook.
-        shows_url: whether its address, which often is a secret, is shown beyond the host.
+    Its address, which often is a secret, is shown beyond the host only with ``shows_url``.
     """
     triggers = [
         message(
@@ -66,20 +64,20 @@ def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
 
 
 def masked_url(url: str) -> str:
-    """Return of an address what it is for, and not what may be a secret: ``https://hooks.slack.com/********``."""
+    """Return an address without its secrets, ``https://hooks.slack.com/********``."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{MASK}"
 
 
 def seen_workspaces(connection: Connection, user: User) -> set[int] | None:
-    """Return the workspaces whose webhooks a user sees, beside those of all workspaces; None for any."""
+    """Return the workspaces whose own webhooks a user sees; None for every workspace."""
     if user.admin:
         return None
     return workspaces.owned_by(connection, user.id)
 
 
 def _may_edit(connection: Connection, user: User, workspace_id: int | None) -> bool:
-    """Whether a user may make and see the webhooks of a workspace: its owner, and administrators all."""
+    """Whether a user may edit a workspace's webhooks: its owner or an administrator."""
     return user.admin or (
         workspace_id is not None and workspaces.require(connection, workspace_id).owner_id == user.id
     )
@@ -95,7 +93,7 @@ def _require_may_edit(connection: Connection, user: User, workspace_id: int | No
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET webhooks``: those of all workspaces, and those of one's own; administrators see every one."""
+    """``GET webhooks``: global, and of the user's workspaces; all for administrators."""
     user = request.user
 
     def read(connection: Connection) -> list[dict[str, Any]]:
@@ -122,7 +120,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 def _given(body: Fields) -> Webhook:
-    """Read a webhook as a client sends it; what is missing counts as Determined's defaults."""
+    """Read a webhook as a client sends it, with Determined's defaults for what misses."""
     kind = (body.choice("webhookType", bindings.v1WebhookType) or "").removeprefix("WEBHOOK_TYPE_")
     mode = (body.choice("mode", bindings.v1WebhookMode) or "").removeprefix("WEBHOOK_MODE_")
     return Webhook(
@@ -174,7 +172,7 @@ async def delete(request: ApiRequest) -> dict[str, Any]:
 
 
 async def try_out(request: ApiRequest) -> dict[str, Any]:
-    """``POST webhooks/{id}/test``: send an event now, once, and say whether the receiver has taken it."""
+    """``POST webhooks/{id}/test``: send an event once, and say whether it was taken."""
     services, webhook_id = request.services, request.path_params["webhook_id"]
 
     def read(connection: Connection) -> Webhook:
@@ -208,7 +206,7 @@ async def try_out(request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_alert(request: ApiRequest) -> dict[str, Any]:
-    """``POST webhooks/custom``: what a trial's code has to say, ``core_context.alert``."""
+    """``POST webhooks/custom``: a message of a trial's code, ``core_context.alert``."""
     body = request.body()
     experiment_id, trial_id = body.required_integer("experimentId", 1), body.integer("trialId") or None
     data = body.fields("data") or Fields({})
@@ -252,7 +250,7 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_key(request: ApiRequest) -> dict[str, Any]:
-    """``GET /owner/webhook-key``: the key by which webhooks are signed, for the owner of the state directory."""
+    """``GET /owner/webhook-key``: the signing key, for the state directory's owner."""
     return {"key": request.services.signing_key}
 
 

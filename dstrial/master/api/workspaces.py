@@ -160,7 +160,7 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.W
 
 
 async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH workspaces/{id}``: name, checkpoint storage (an empty object for none), agent user and group."""
+    """``PATCH workspaces/{id}``: name, storage (empty for none), agent user and group."""
     body, workspace_id = request.body(), request.path_params["workspace_id"]
     await request.services.read(_own, request, "be changed")
     _check_offered(body, request.services.settings.pool_name)

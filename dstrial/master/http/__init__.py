@@ -1,4 +1,4 @@
-"""The front door of the master: who may connect, how much a connection may send, and how long it may take."""
+"""The master's front door: who may connect, send how much, and for how long."""
 
 from dstrial.master.http.connection import Connection, connection_protocol
 from dstrial.master.http.connection_limits import DEFAULT_NUM_CONNECTIONS, Door, Limits

@@ -1,4 +1,4 @@
-"""Who is asking: host and origin of a request, its token, and what an allocation may touch."""
+"""Host and origin of a request, its token, and what an allocation may touch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNAUTHENTICATED = "the token of the request is missing or not valid (any more); 
 
 
 def check_host_and_origin(headers: Headers) -> None:
-    """Refuse a request that did not come by a loopback name, or from a page that did not (DNS rebinding).
+    """Refuse a Host or Origin that is not of this machine (DNS rebinding).
 
     Raises:
         RequestError: 403.
@@ -88,10 +88,7 @@ async def identify(services: Services, headers: Headers, method: str) -> Identit
 def require_owner(user: User, owner_id: int, what: str) -> None:
     """Refuse (403) whoever is neither the owner of a thing nor an administrator.
 
-    Args:
-        user: who asks.
-        owner_id: whose it is.
-        what: how the error calls it, ``experiment 3`` for example.
+    The error calls the thing ``what``, ``experiment 3`` for example.
     """
     if not user.admin and user.id != owner_id:
         raise RequestError(
@@ -106,7 +103,7 @@ def may_use_checkpoint(
     *,
     is_change: bool = False,
 ) -> bool:
-    """Whether an allocation may read or, for ``is_change``, change a checkpoint; yes for one that does not exist."""
+    """Whether an allocation may read (or change) a checkpoint; yes for an unknown one."""
     experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
     if experiment_id is None or experiment_id == allocation.experiment_id:
         return True

@@ -1,4 +1,4 @@
-"""One connection of a client: uvicorn's, with a bound on what it may send and on how long that may take.
+"""A client's connection: uvicorn's, with bounds on what it sends and how long.
 
 uvicorn and llhttp bound neither a request's head nor what lies between the pieces of its body, give no deadline but that of
 an idle connection, and queue as many requests as a client sends without reading (uvicorn 0.54
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _RefusedError(Exception):
-    """Ends the parser's work in one of its callbacks; the refusal stands in the connection."""
+    """Stops the parser from within a callback; the refusal stands in the connection."""
 
 
 class Connection(HttpToolsProtocol):
@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for an answer: no request is whole, or the answer is not read."""
+        """Whether nobody waits for an answer: no request is whole, or they do not read."""
         is_answering = (
             self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         )
@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
             )
 
     def lift_body_deadline(self) -> None:
-        """Let the request's body take as long as it likes; for a task's service, whose matter that is."""
+        """Let the body take as long as it likes: that is a matter of the task's service."""
         self._has_body_deadline = False
         if not self._is_in_head:
             self.deadline_s = math.inf
@@ -200,7 +200,7 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = {SCOPE_EXTENSION: self._extension}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; a trailer is not one and is left out."""
+        """Take a header, but leave out trailers."""
         if not self._is_in_head:
             return
         if len(self.headers) >= self._limits.num_headers:
@@ -209,7 +209,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to answer, or queue the request where another one is being answered."""
+        """Begin to answer, or queue the request while another is being answered."""
         if len(self.pipeline) >= self._limits.num_waiting:
             self._refusal = (
                 429,
@@ -297,7 +297,7 @@ def connection_protocol(door: Door) -> type[asyncio.Protocol]:
 
 
 def raw_answer(status: int, text: str) -> bytes:
-    """Return an error as it is written where no request can be answered; the same JSON as that of other errors."""
+    """Return an error's bytes where no request can be answered; JSON as other errors."""
     refusal = problem(status, text)
     body = orjson.dumps({"error": {"code": refusal.code, "reason": refusal.reason, "error": refusal.text}})
     return b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (

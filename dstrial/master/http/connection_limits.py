@@ -1,4 +1,4 @@
-"""How many connections there are, which of them has to go, and which has used its time up."""
+"""How many connections there are, which has to go, and which is out of time."""
 
 from __future__ import annotations
 
@@ -77,11 +77,9 @@ class Door:
             self._timer.cancel()
 
     def add(self, connection: Connection, num_open: int) -> bool:
-        """Take a new connection in, for which the one that has been idle longest has to go where there are too many.
+        """Add a new connection; where there are too many, drop the one longest idle.
 
-        Args:
-            connection: the new one.
-            num_open: how many there are with it, WebSockets among them.
+        ``num_open`` is how many there are with it, WebSockets among them.
 
         Returns:
             Whether it may stay; not if all the others are in use.
@@ -109,7 +107,7 @@ class Door:
             self._connections.move_to_end(connection)
 
     def add_refused(self, connection: Connection) -> None:
-        """Note a connection that is only still there to be told why it is refused; only a few may be."""
+        """Note a connection that stays only to be told why it is refused; only a few may."""
         self._connections.pop(connection, None)
         self._refused[connection] = None
         if len(self._refused) > _MAX_REFUSED:
@@ -138,7 +136,7 @@ class Door:
         )
 
     def _tell(self, text: str, *values: object) -> None:
-        """Write a line of each kind at most once a minute: whoever opens connections must not fill the disk."""
+        """Write a line of each kind at most once a minute, so that nobody fills the disk."""
         now_s = time.monotonic()
         if now_s >= self._next_line_s.get(text, 0.0):
             logger.warning(text, *values)

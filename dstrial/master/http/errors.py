@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered: one JSON shape, a status, and never a traceback."""
+"""Answers to failed requests: one JSON shape, a status, and never a traceback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.advice import text_of
-from dstrial.master.http.responses import to_json
+from dstrial.master.http.messages import to_json
 from dstrial.master.store.database import OperationalError
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError, StoreError
 
@@ -81,7 +81,7 @@ def status_and_text(error: BaseException) -> Problem:
 
 
 def _is_passing(error: OperationalError) -> bool:
-    """Whether it is the disk's or a lock's fault; Python before 3.11 does not tell and counts as such."""
+    """Whether a disk or a lock is at fault; yes before Python 3.11, which cannot tell."""
     return getattr(error, "sqlite_errorcode", None) != _SQL_ERROR
 
 
@@ -92,7 +92,7 @@ def problem(status: int, text: str) -> Problem:
 
 
 def error_response(refusal: Problem) -> Response:
-    """Return the answer: ``{"error": {"code", "reason", "error"}}``, what Determined's client reads."""
+    """Return the answer that Determined's client reads: ``{"error": {"code", …}}``."""
     body = {"error": {"code": refusal.code, "reason": refusal.reason, "error": refusal.text}}
     headers = {}
     if refusal.status in (429, 503):

@@ -1,4 +1,4 @@
-"""Read the JSON objects that clients send: both spellings of a key, and a clear error for a value of a wrong type."""
+"""JSON objects that clients send: both spellings of a key, typed values, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_GOT = 80
 
 
 class _Short(reprlib.Repr):
-    """``repr`` of as much as is shown: that of a large value takes long, and of a deep one too much stack."""
+    """A ``repr`` that stops early: of large values it is slow, of deep ones too deep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ _SHORT = _Short()
 
 
 def camel(name: str) -> str:
-    """Return the protocol's spelling of a key: ``steps_completed`` becomes ``stepsCompleted``."""
+    """Return the protocol's spelling of a key, ``stepsCompleted`` for example."""
     return _SNAKE.sub(lambda match: match[1].upper(), name) if "_" in name else name
 
 
@@ -127,6 +127,13 @@ class Fields(dict[str, Any]):
             return value
         raise self.wrong(name, "a list")
 
+    def ids(self, name: str) -> list[int]:
+        """Return a list of whole numbers of 32 bits, empty if there is none."""
+        values = self.items_of(name) or []
+        if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in values):
+            raise self.wrong(name, "whole numbers of 32 bits")
+        return values
+
     def texts(self, name: str) -> list[str] | None:
         """Return a list of strings."""
         value = self.items_of(name)
@@ -156,7 +163,7 @@ class Fields(dict[str, Any]):
         return [Fields(item, f"{self._where}.{name}[{item_idx}]") for item_idx, item in enumerate(value)]
 
     def choice(self, name: str, choices: Collection[str] | type[enum.Enum]) -> str | None:
-        """Return one of the given strings, or of the values of an enumeration of the protocol."""
+        """Return one of the given strings, or of the values of a protocol's enumeration."""
         value = self.text(name)
         allowed = [str(member.value) for member in choices] if isinstance(choices, type) else sorted(choices)
         if value is None or value in allowed:
@@ -172,7 +179,7 @@ class Fields(dict[str, Any]):
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error message shows it: shortened, and ``missing`` for None."""
+    """Return a value for an error message: shortened, and ``missing`` for None."""
     if value is None:
         return "missing"
     text = _SHORT.repr(value)

@@ -1,20 +1,34 @@
-"""Build answers in the shapes of Determined's generated classes, and the pages of lists."""
+"""Answers: in the shapes of Determined's classes, in pages, safe for terminals.
+
+Clients print names, descriptions and messages as they come (``det experiment list``). What is the user's data (configs,
+metrics, metadata) goes as ``orjson.Fragment`` and stays byte for byte what was stored; clients print it as JSON or YAML,
+which escape by themselves.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+import re
+from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from dstrial.errors import RequestError
+from dstrial.visible_text import visible
 
 DEFAULT_LIMIT = 100
 """Rows of a page whose size the client leaves open (Determined 0.38.1 answers 100 as well)."""
 
+# As JSON has them: control characters escaped, the others as UTF-8. Finds too much (an escaped backslash before b, data),
+# never too little; most answers have none and are written once.
+_SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa6-\xa9]")
+
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return one message with every field of its generated class; those not given are null.
+    """Return a message with every field of its class; those not given are null.
 
     Args:
         bindings_class: a class of ``determined.common.api.bindings``.
@@ -93,3 +107,19 @@ def page_of(total: int, offset: int | None, limit: int | None) -> Page:
     start = max(0, total + offset) if offset < 0 else min(offset, total)
     end = total if limit == -1 else start if limit == -2 else min(start + limit, total)
     return Page(offset, limit, start, end, total)
+
+
+def to_json(answer: Any) -> bytes:
+    """Return an answer as JSON; keys of mappings may be numbers."""
+    body = orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(_shown(answer), option=orjson.OPT_NON_STR_KEYS) if _SUSPECT.search(body) else body
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, Mapping):
+        return {key: _shown(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(inner) for inner in value]
+    return value

@@ -38,7 +38,7 @@ UNKNOWN = Peer(None, is_at_owner_socket=False)
 
 
 def peer_of_scope(scope: Mapping[str, Any]) -> Peer:
-    """Return the peer of a request; one of whom nothing is known where another server than ours serves."""
+    """Return the peer of a request, ``UNKNOWN`` where another server than ours serves."""
     extension = (scope.get("extensions") or {}).get(SCOPE_EXTENSION)
     return extension["peer"] if extension is not None else UNKNOWN
 

@@ -1,4 +1,4 @@
-"""Carries requests to handlers: routes, who may call them, size limits, and one error shape for all of them.
+"""Routes requests to handlers: access, size limits, one error shape for all.
 
 The rules of access are here and nowhere else; a handler that takes ids from a body asks the request for them
 (``require_trial`` and its like).
@@ -25,8 +25,8 @@ from dstrial.master.http import access as guard
 from dstrial.master.http import unsupported
 from dstrial.master.http.errors import error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
+from dstrial.master.http.messages import to_json
 from dstrial.master.http.peers import Peer, peer_of_scope
-from dstrial.master.http.responses import to_json
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
@@ -104,13 +104,8 @@ def route(
 ) -> Route:
     """Return a route.
 
-    Args:
-        method: the HTTP method.
-        path: below ``/api/v1``; one that begins with two slashes is the master's root's, ``//info`` for example.
-        handler: see ``Route``.
-        access: see ``Route``.
-        max_body_bytes: see ``Route``.
-        unauthenticated: see ``Route``.
+    ``path`` is below ``/api/v1``; one that begins with two slashes is the master's root's, ``//info`` for example. For the others
+    see ``Route``.
     """
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
@@ -165,7 +160,7 @@ class ApiRequest:
         return peer_of_scope(self.scope)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Return what comes of some work, which is cancelled when the client leaves meanwhile."""
+        """Return the result of some work; cancel it if the client leaves meanwhile."""
 
         async def leave() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -195,7 +190,7 @@ class ApiRequest:
         return None if self.identity is None else self.identity.allocation
 
     def body(self) -> Fields:
-        """Return the JSON object of the body; an empty body is an empty object, whatever its Content-Type.
+        """Return the body's JSON object, ``{}`` if it is empty, whatever its Content-Type.
 
         Raises:
             RequestError: it is no JSON object.
@@ -283,7 +278,7 @@ class ApiRequest:
         return value
 
     def query_choices(self, name: str, choices: type[enum.Enum]) -> list[str]:
-        """Return every value of a query parameter that names members of an enumeration of the protocol.
+        """Return all values of a query parameter; they name members of an enumeration.
 
         Raises:
             RequestError: one of them does not exist.
@@ -311,7 +306,7 @@ class ApiRequest:
         self._require("trial", trial_id, "trial_id")
 
     def require_experiment(self, experiment_id: int) -> None:
-        """Refuse (403) an allocation that asks for another experiment than its own, or would change it."""
+        """Refuse (403) an allocation another experiment, or a change of its own."""
         self._require("experiment", experiment_id, "experiment_id")
         if self.allocation is not None and self.route.method != "GET":
             raise RequestError(403, "an allocation's token may only read its experiment; use a user's token")
@@ -321,11 +316,14 @@ class ApiRequest:
         self._require("task", task_id, "task_id")
 
     def require_allocation(self, allocation_id: str) -> None:
-        """Refuse (403) an allocation that asks for another one."""
+        """Refuse (403) an allocation that asks for another allocation."""
         self._require("allocation", allocation_id, "id")
 
     async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
-        """Refuse (403) an allocation a checkpoint that is neither of its experiment nor, to read, what it started from."""
+        """Refuse (403) an allocation a checkpoint that it may not read, or change.
+
+        It reads its experiment's and what it started from, and changes its experiment's.
+        """
         if self.allocation is not None and not await self.services.read(
             guard.may_use_checkpoint, self.allocation, checkpoint_uuid, is_change=is_change
         ):
@@ -359,7 +357,7 @@ def _not_own(noun: str, asked: int | str) -> RequestError:
 
 
 def _check_num_values(content: bytes) -> None:
-    """Refuse a body of more values than would be read in a moment; those of 16 MiB may take a GiB.
+    """Refuse a body of too many values: those of 16 MiB may take a GiB.
 
     Raises:
         RequestError: there are more than ``_MAX_VALUES``.

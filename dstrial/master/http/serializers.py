@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -13,8 +14,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.http.messages import message
 from dstrial.master.services import Services
 from dstrial.master.store.checkpoints import CheckpointInfo
-from dstrial.master.store.listings import ListedExperiment, ListedTrial
-from dstrial.master.store.runs import Run
+from dstrial.master.store.listings import ListedExperiment, ListedTrial, Run
 
 _ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
 
@@ -25,12 +25,12 @@ def stored(text: str | None) -> Any:
 
 
 def as_data(value: Any) -> Any:
-    """Return what is the user's own so that it is sent as it is, control characters included (see ``rendering``)."""
+    """Return the user's own data to be sent unchanged, control characters included."""
     return orjson.Fragment(orjson.dumps(value))
 
 
 def shown_config(text: str | None, names: SecretNames) -> Any:
-    """Return a config, or a part of one, that is stored as JSON as it is to be sent: its secrets masked."""
+    """Return a stored config, or a part, as JSON to be sent, its secrets masked."""
     return None if text is None else orjson.Fragment(masked_json(text, names))
 
 
@@ -40,8 +40,16 @@ def time_or_none(us: int | None) -> str | None:
 
 
 def shown_state(row: ListedExperiment | ListedTrial | Run) -> str:
-    """Return the state of an experiment or trial as clients see it, from ``state`` and ``advance`` of a listing."""
+    """Return the state of an experiment or trial that clients see (``advance`` tells)."""
     return f"STATE_{_ADVANCE[row.advance] if row.state == 'ACTIVE' else row.state}"
+
+
+def stored_states(names: Iterable[str]) -> list[str]:
+    """Return stored states for the protocol's; those of an active one become ACTIVE."""
+    states = {name.removeprefix("STATE_") for name in names}
+    if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
+        states.add("ACTIVE")
+    return sorted(states)
 
 
 def experiment_json(services: Services, row: ListedExperiment) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def _validation(metrics: str | None, steps: int | None, end_us: int | None) -> d
 
 
 def metrics_workload(metrics: str, steps: int, end_us: int, per_batch: str | None = None) -> dict[str, Any]:
-    """Return a report as a ``v1MetricsWorkload``; ``metrics`` and ``per_batch`` are stored JSON."""
+    """Return a report as a ``v1MetricsWorkload``; its metrics are stored JSON."""
     values = message(bindings.v1Metrics, avgMetrics=stored(metrics), batchMetrics=stored(per_batch or "[]"))
     return message(
         bindings.v1MetricsWorkload, metrics=values, numInputs=0, totalBatches=steps, endTime=format_us(end_us)
@@ -166,7 +174,7 @@ def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | N
 
 
 def sizes_as_texts(resources: str) -> dict[str, str]:
-    """Return stored resources with their sizes as the texts that the protocol has for 64 bits."""
+    """Return stored resources with sizes as texts, the protocol's form of 64 bits."""
     return {path: str(size) for path, size in json.loads(resources).items()}
 
 

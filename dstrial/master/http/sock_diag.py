@@ -1,4 +1,4 @@
-"""Ask the kernel which account holds the other end of a TCP connection of this machine.
+"""Asks the kernel whose the other end of a TCP connection of this machine is.
 
 Source: Linux ``include/uapi/linux/inet_diag.h`` (``struct inet_diag_req_v2``, ``inet_diag_sockid``, ``inet_diag_msg``),
 ``sock_diag.h`` (``SOCK_DIAG_BY_FAMILY``) and ``netlink.h`` (``struct nlmsghdr``); sock_diag(7).
@@ -50,7 +50,7 @@ class Endpoint:
 
 
 class SockDiag:
-    """A connection to the kernel's ``sock_diag``; for one thread. Close it.
+    """A connection to the kernel's ``sock_diag`` for a single thread, to be closed.
 
     The kernel answers while it is asked (``netlink_unicast`` runs the handler in the sender), so that nothing waits.
 
@@ -107,7 +107,7 @@ class SockDiag:
 
 
 def _addresses(peer: str, here: str) -> tuple[int, bytes, bytes]:
-    """Return the family and both addresses as the kernel compares them; IPv4 in IPv6 is IPv4."""
+    """Return family and both addresses as the kernel has them; IPv4 in IPv6 is IPv4."""
     if ":" not in peer:
         return socket.AF_INET, socket.inet_pton(socket.AF_INET, peer), socket.inet_pton(socket.AF_INET, here)
     # A zone (fe80::1%eth0) is no part of the address.
@@ -120,7 +120,7 @@ def _addresses(peer: str, here: str) -> tuple[int, bytes, bytes]:
 def _read_account(
     answer: bytes, peer_port: int, here_port: int, source: bytes, destination: bytes
 ) -> int | None:
-    """Return the uid of an answer that is about exactly this connection and a socket that some process holds."""
+    """Return the uid of an answer about exactly this connection with a held socket."""
     if _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
         return None  # NLMSG_ERROR: there is no such socket here
     position = _HEADER.size + _ANSWER.size
@@ -161,7 +161,7 @@ def _unavailable(got: str) -> MasterError:
 
 
 def open_checked() -> SockDiag:
-    """Return a :class:`SockDiag` that has found the account of a connection of this process.
+    """Return a :class:`SockDiag` that has been tried on a connection of this process.
 
     Raises:
         MasterError: it does not work here.

@@ -1,4 +1,4 @@
-"""Answers that are streams: one JSON object per line, and nothing else, until the end."""
+"""Answers that are streams: one JSON object per line until the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from dstrial.errors import DstrialError, RequestError
 from dstrial.master.http.errors import status_and_text
-from dstrial.master.http.responses import to_json
+from dstrial.master.http.messages import to_json
 from dstrial.master.store.database import SqlError
 from dstrial.master.store.errors import StoreError
 
@@ -33,11 +33,7 @@ def ndjson(items: AsyncIterator[Item]) -> NdjsonResponse:
 
 
 class NdjsonResponse(Response):
-    """Sends lines as they come, and ends at once when the client has gone.
-
-    Args:
-        items: as for ``ndjson``.
-    """
+    """Sends the lines of :func:`ndjson`, and ends at once when the client has gone."""
 
     media_type = "application/json"
 

@@ -1,4 +1,4 @@
-"""What Determined's client can ask for and this master does not do: one clear error instead of a riddle."""
+"""Clear errors for what Determined's client asks and this master does not do."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _PARAMETER = re.compile(r"\{\w+\}")
 
 
 def refusal(method: str, path: str) -> RequestError:
-    """Return the error for a request that no route answers: 501 for what the client knows, else 404."""
+    """Return the error of a request without a route: 501 if the client has it, or 404."""
     segments = [segment for segment in path.split("/") if segment]
     if segments[:2] == ["api", "v1"]:
         noun = segments[2] if len(segments) > 2 else ""
@@ -80,7 +80,7 @@ def refusal(method: str, path: str) -> RequestError:
 
 
 def is_word(method: str, path: str) -> bool:
-    """Whether a path is a request of the client without any parameter, ``users/setting`` for example.
+    """Whether a path is a whole request of the client, ``users/setting`` for example.
 
     Such a path is not one of a route that takes a parameter in its place.
     """
@@ -94,7 +94,7 @@ def _words() -> frozenset[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Return every request of the generated client: its method, and a pattern of its path.
+    """Return method and path pattern of every request of the generated client.
 
     Read from the client's source, when first needed: no other list is as sure to be complete.
     """
@@ -105,7 +105,7 @@ def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 @functools.lru_cache(maxsize=1)
 def client_templates() -> tuple[tuple[str, str], ...]:
-    """Return method and path of every request of the generated client, parameters in braces."""
+    """Return method and path of every request of the client, parameters in braces."""
     spec = importlib.util.find_spec("determined.common.api.bindings")
     assert spec is not None
     assert spec.origin is not None

@@ -18,7 +18,7 @@ from dstrial.master.backends.overlay.store import collect as collect_overlays
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
 from dstrial.master.pubsub import Changes
-from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models, usage
+from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.metrics import as_number
 
@@ -208,7 +208,7 @@ def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:
 
 
 def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
-    usage.remember(tx, experiment_id)
+    allocations.remember_uses(tx, experiment_id)
     experiments.forget(tx, experiment_id)
 
 

@@ -40,7 +40,6 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.logs import add_master_line, add_task_logs
-from dstrial.master.store.slots import AGENT, disabled
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 
@@ -364,12 +363,12 @@ class Scheduler:
             if not rows and not others and not excluded:
                 return []
             live = allocation_rows.all_live(connection)
-            off = disabled(connection, {slot.id for slot in self._services.slots})
+            off = jobs.disabled_slots(connection, {slot.id for slot in self._services.slots})
             enabled = {slot.id for slot in self._services.slots if slot.id not in off}
-            trials = [] if AGENT in off else self._waiting(connection, rows, len(enabled))
+            trials = [] if jobs.AGENT in off else self._waiting(connection, rows, len(enabled))
         for row in excluded:
             self._end_without_node(row)
-        if AGENT in off:
+        if jobs.AGENT in off:
             for row in rows:
                 self._tell_agent_is_off(row, row.id)
             for command in others:

@@ -1,1 +1,1 @@
-"""What the master remembers: one SQLite file with one writer, and the queries on it by resource."""
+"""One SQLite file with one writer, and the queries on it by resource."""

@@ -1,4 +1,4 @@
-"""Work that takes long and is done beside the scheduler: collecting and deleting files."""
+"""Long work that is done beside the scheduler: collecting and deleting files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def done(tx: Transaction, work_id: int) -> None:
 
 
 def collections(connection: sqlite3.Connection) -> list[Work]:
-    """Return the work on files of experiments that waits, is being done, or was done within the last two seconds."""
+    """Return work on experiments' files that waits, runs, or ended within 2 seconds."""
     return fetch_all(
         Work,
         connection,

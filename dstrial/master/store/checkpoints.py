@@ -1,4 +1,4 @@
-"""Checkpoints that trials have reported; their files lie in the experiment's storage."""
+"""Reported checkpoints; their files lie in the experiment's storage."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _count(tx: Transaction, trial_id: int) -> None:
 
 
 def update_best(tx: Transaction, trial_id: int) -> None:
-    """Keep the trial's best checkpoint: the complete one at its best validation, else none."""
+    """Keep the complete checkpoint at the trial's best validation as its best, if any."""
     tx.execute(
         "UPDATE trials SET best_checkpoint_uuid = (SELECT uuid FROM checkpoints JOIN metrics "
         "ON metrics.id = trials.best_validation_id WHERE checkpoints.trial_id = trials.id "
@@ -147,7 +147,7 @@ def update_best(tx: Transaction, trial_id: int) -> None:
 
 
 def get_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo | None:
-    """Return a checkpoint with its trial's hyperparameters, its experiment's config and its validation."""
+    """Return a checkpoint with its trial's hparams, its config and its validation."""
     return fetch_one(CheckpointInfo, connection, f"{_SELECT} WHERE checkpoints.uuid = ?", (uuid,))
 
 
@@ -164,7 +164,7 @@ def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointI
 
 
 def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
-    """Return the complete checkpoint of a trial with the most batches, the newest of several."""
+    """Return a trial's complete checkpoint of most batches, the newest of several."""
     return fetch_one(
         Checkpoint,
         connection,
@@ -175,7 +175,7 @@ def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoin
 
 
 def in_use(connection: sqlite3.Connection) -> dict[str, str]:
-    """Return the checkpoints that no policy and no request deletes, each with what it is used for.
+    """Return the checkpoints that nothing may delete, each with what it is used for.
 
     Source: Determined 0.38.1 spares what trials start from and what is registered as a version of a model.
     """
@@ -191,7 +191,7 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint whose files are about to be deleted, so that it cannot come into use meanwhile.
+    """Mark a checkpoint before its files are deleted, so that nobody starts to use it.
 
     Returns:
         What it is used for, if it is; it is not marked then.
@@ -203,7 +203,7 @@ def claim(tx: Transaction, uuid: str) -> str | None:
 
 
 def release_claims(tx: Transaction, uuid: str | None = None) -> None:
-    """Take back the mark of a checkpoint whose files could not be deleted, or all of them.
+    """Remove the mark of a checkpoint whose files could not be deleted, or all marks.
 
     A master that was killed leaves marks behind; what it was deleting is deleted again.
     """
@@ -211,7 +211,7 @@ def release_claims(tx: Transaction, uuid: str | None = None) -> None:
 
 
 def refuse_going(connection: sqlite3.Connection, row: Checkpoint) -> None:
-    """Refuse (400) a checkpoint that is not complete, or that is being deleted, by itself or with its experiment."""
+    """Refuse (400) a checkpoint that is incomplete, or being deleted."""
     state = row.state
     experiment = connection.execute(
         "SELECT state FROM experiments WHERE id = ?", (row.experiment_id,)
@@ -240,7 +240,7 @@ def list_checkpoints(
 
 
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
-    """Store which files of a checkpoint are left: none makes it DELETED, fewer PARTIALLY_DELETED.
+    """Store which files are left: none makes it DELETED, fewer PARTIALLY_DELETED.
 
     A deleted one keeps its list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
 
@@ -264,7 +264,7 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
 
 
 def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
-    """Replace a checkpoint's metadata; its number of batches and the SHA-256 of its manifest stay.
+    """Replace a checkpoint's metadata, except batches and the manifest's SHA-256.
 
     Raises:
         NotFoundError: there is none.
@@ -275,7 +275,7 @@ def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> Non
 
 
 def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
-    """Store that a trial uses a checkpoint, for inference (``TRIAL_SOURCE_INFO_TYPE_INFERENCE``) for example.
+    """Store that a trial uses a checkpoint; ``kind``: ``TRIAL_SOURCE_INFO_TYPE_…``.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -305,7 +305,7 @@ def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: in
 def users_of_version(
     connection: sqlite3.Connection, model_id: int, version: int, kind: str | None
 ) -> list[int]:
-    """Return the trials that have said that they use a version of a model, in this way if one is given."""
+    """Return the trials that use a model's version, of one kind of use or of any."""
     rows = connection.execute(
         "SELECT DISTINCT trial_id FROM trial_source_versions "
         "WHERE model_id = ? AND version = ? AND (? IS NULL OR type = ?)",
@@ -315,7 +315,7 @@ def users_of_version(
 
 
 def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> list[int]:
-    """Return the trials that have said that they use a checkpoint, in this way if one is given."""
+    """Return the trials that use a checkpoint, of one kind of use or of any."""
     condition = "" if kind is None else " AND type = ?"
     rows = connection.execute(
         f"SELECT DISTINCT trial_id FROM trial_sources WHERE checkpoint_uuid = ?{condition}",  # noqa: S608 - a constant
@@ -325,7 +325,7 @@ def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> lis
 
 
 def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
-    """Return the number of a storage config, the same for the same one."""
+    """Return the number of a storage config, equal for equal configs."""
     text = json.dumps(config, sort_keys=True)
     tx.execute("INSERT OR IGNORE INTO storages (config) VALUES (?)", (text,))
     return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])

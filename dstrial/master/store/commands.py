@@ -1,4 +1,4 @@
-"""Rows of commands: processes that belong to no trial, with what they were sent along."""
+"""Rows of commands: processes that belong to no trial, and their files."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def insert(tx: Transaction, new: NewCommand) -> str:
 
 
 def get(connection: sqlite3.Connection, task_id: str) -> CommandInfo | None:
-    """Return a command with its owner and its living allocation, None if it does not exist."""
+    """Return a command with its owner and its living allocation, None if unknown."""
     return fetch_one(CommandInfo, connection, f"{_SELECT} WHERE c.task_id = ?", (task_id,))
 
 
@@ -159,13 +159,13 @@ def context(connection: sqlite3.Connection, task_id: str) -> bytes:
 
 
 def kept_context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
-    """Return what was sent along with a generic task, gzip tar; None once it is deleted."""
+    """Return what was sent along with a generic task, gzip tar; None once deleted."""
     row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
     return None if row is None else bytes(row["tgz"])
 
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
-    """Return the commands of a kind that have not ended, or ended within the last day, oldest first."""
+    """Return a kind's commands that live or ended within a day, oldest first."""
     return fetch_all(
         CommandInfo,
         connection,
@@ -198,7 +198,7 @@ def waiting(connection: sqlite3.Connection) -> list[CommandInfo]:
 
 
 def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
-    """Return the ids of a task and of every task that it, or one of these, has made."""
+    """Return the ids of a task and of all its descendants."""
     rows = connection.execute(
         "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT c.task_id FROM commands c JOIN below b ON c.parent_id = b.id) "
         "SELECT id FROM below",
@@ -208,7 +208,7 @@ def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
 
 
 def root(connection: sqlite3.Connection, task_id: str) -> str:
-    """Return the task at the beginning of the line of those that have made one another."""
+    """Return the first ancestor of a task: the task that no other task has made."""
     rows = connection.execute(
         "WITH RECURSIVE above(id, parent_id) AS (SELECT task_id, parent_id FROM commands WHERE task_id = ? "
         "UNION SELECT c.task_id, c.parent_id FROM commands c JOIN above a ON c.task_id = a.parent_id) "

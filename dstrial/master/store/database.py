@@ -1,4 +1,4 @@
-"""The SQLite file: one writer thread that commits in groups, and read-only connections for everybody else.
+"""The SQLite file: one writer thread that commits in groups, and many readers.
 
 A write is a function of a :class:`Transaction`. Functions that wait at the same time are committed together,
 each behind a savepoint of its own, so that one that fails takes nothing with it and nothing of the others.
@@ -54,13 +54,7 @@ Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
 
 
 def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
-    """Yield what a statement finds.
-
-    Args:
-        kind: a dataclass whose fields are called as the columns, each of them and no other.
-        connection: to read from.
-        sql: the statement.
-        parameters: its values.
+    """Yield what a statement finds, as a dataclass with a field for each column.
 
     Raises:
         TypeError: the statement does not give the fields.
@@ -94,7 +88,7 @@ def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Param
 
 
 class Transaction:
-    """One write in progress: statements on the writer's connection, and topics to publish at its commit.
+    """One write in progress, with the topics to publish at its commit.
 
     Attributes:
         connection: the writer's connection.
@@ -167,7 +161,7 @@ class Database:
         self._thread.start()
 
     def submit(self, function: Callable[[Transaction], T]) -> Future[T]:
-        """Have the writer run ``function`` in a transaction; the future ends after its commit.
+        """Have the writer run ``function`` in a transaction; the future ends after commit.
 
         Raises:
             MasterError: the database is closed.
@@ -180,7 +174,7 @@ class Database:
         return future
 
     def write(self, function: Callable[[Transaction], T]) -> T:
-        """Run ``function`` in a transaction of the writer and wait for its commit; not from the writer itself."""
+        """Run ``function`` as :meth:`submit` and wait; never from the writer's thread."""
         return self.submit(function).result()
 
     @contextlib.contextmanager
@@ -324,7 +318,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the schema in a new file; bring that of an older release to this one's, all of it or nothing."""
+    """Make the schema in a new file, or upgrade an older one, all of it or nothing."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > SCHEMA_VERSION:
         raise MasterError(
@@ -345,7 +339,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _missing_of_1(connection: sqlite3.Connection) -> str:
-    """Return SQL for what a database of schema version 1 lacks if it is older than the last one of that version."""
+    """Return SQL for what an early database of schema version 1 lacks."""
     steps = [
         "CREATE TABLE IF NOT EXISTS trial_sources (checkpoint_uuid TEXT NOT NULL, "
         "trial_id INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE, type TEXT NOT NULL, "

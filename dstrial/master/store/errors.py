@@ -59,8 +59,8 @@ class NotFoundError(StoreError):
 
 
 class ConflictError(StoreError):
-    """Another row, or what this one holds already, stands against it."""
+    """Another row, or what this row holds already, stands against it."""
 
 
 class InvalidError(StoreError):
-    """A value cannot be one, or the state of a thing does not allow what was asked."""
+    """A value is not valid, or the state of a thing does not allow what was asked."""

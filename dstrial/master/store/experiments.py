@@ -149,7 +149,7 @@ def insert(
 def replace_config(
     tx: Transaction, experiment_id: int, config: Mapping[str, Any], interpreter: str | None
 ) -> None:
-    """Give an experiment another config; its searcher stays of the same type, and what was submitted is kept.
+    """Replace an experiment's config, but not its searcher's type or the original.
 
     Columns that a person may have set beside the config follow it only where the config changes.
     """

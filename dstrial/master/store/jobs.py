@@ -1,15 +1,20 @@
-"""The queue: places of experiments and commands among those that wait for slots."""
+"""The queue for slots, and which slots a person has switched off."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sqlite3
+from collections.abc import Collection, Mapping
 
+from dstrial.master.clock import now_us
 from dstrial.master.store.commands import Command
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.trials import Trial
+
+AGENT = -1
+"""In place of a slot's id: the whole agent."""
 
 _QUEUE = """
 SELECT e.*, p.workspace_id, u.username AS owner_name, j.num_active, a.num_allocations, a.num_slots
@@ -48,7 +53,7 @@ class WaitingTrial(Trial):
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
-    """Return experiments that are active or still hold slots, the next one first."""
+    """Return experiments that are active or still hold slots, the next first."""
     return fetch_all(QueuedExperiment, connection, _QUEUE)
 
 
@@ -74,14 +79,7 @@ def command_of(connection: sqlite3.Connection, job_id: str) -> Command | None:
 def position_beside(
     connection: sqlite3.Connection, job_id: str, anchor: Experiment | Command, *, is_ahead: bool
 ) -> float:
-    """Return a queue position right before or behind another job of the same priority.
-
-    Args:
-        connection: to read from.
-        job_id: what is moved.
-        anchor: the other one, an experiment or a command.
-        is_ahead: whether it goes before that.
-    """
+    """Return a queue position right before or behind a job of the same priority."""
     own: float = anchor.queue_position
     side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
     neighbour = connection.execute(
@@ -136,3 +134,46 @@ def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
 def excluded_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
     """Return the trials that a log policy keeps from this machine."""
     return fetch_all(WaitingTrial, connection, f"{_UNASSIGNED} AND trials.is_node_excluded = 2")
+
+
+def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
+    """Return the ``slot_ids`` that are off -> whether what runs there may finish.
+
+    An agent that is switched off switches off all of its slots; ``AGENT`` is among the keys then.
+    """
+    rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
+    off = {int(row["slot_id"]): bool(row["drain"]) for row in rows}
+    if AGENT in off:
+        return {**dict.fromkeys(slot_ids, off[AGENT]), AGENT: off[AGENT]}
+    return {slot_id: drain for slot_id, drain in off.items() if slot_id in slot_ids}
+
+
+def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
+    """Switch a slot, or with ``AGENT`` all of them, off.
+
+    Args:
+        tx: the write.
+        slot_id: the slot; ``AGENT`` ends what runs without a slot, too.
+        drain: whether what runs there may finish; else it is killed, and goes on where there is room.
+        reason: of the kill, for the trial's log.
+    """
+    tx.execute("INSERT OR REPLACE INTO disabled_slots (slot_id, drain) VALUES (?, ?)", (slot_id, drain))
+    if not drain:
+        rows = tx.execute(
+            "SELECT id, slots FROM allocations WHERE state != 'TERMINATED' AND kill_us IS NULL"
+        ).fetchall()
+        for row in rows:
+            slots = json.loads(row["slots"])
+            if slot_id in slots or slot_id == AGENT:
+                tx.execute(
+                    "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?",
+                    (now_us(), reason, row["id"]),
+                )
+                tx.publish(f"allocation:{row['id']}")
+    tx.publish("scheduler")
+
+
+def enable_slot(tx: Transaction, slot_id: int) -> None:
+    """Switch a slot on again; ``AGENT`` all that were switched off with the agent."""
+    tx.execute("DELETE FROM disabled_slots WHERE slot_id = ?", (slot_id,))
+    tx.publish("scheduler")

@@ -1,4 +1,7 @@
-"""Lists of experiments and trials: filters, orders and pages, from their own rows alone."""
+"""Lists of experiments, trials and runs from their own rows: filter, order, page.
+
+Runs are trials across the experiments of a project.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import dataclasses
 import sqlite3
 from collections.abc import Sequence
 
-from dstrial.master.store.database import fetch_all
+from dstrial.master.store.database import fetch_all, fetch_one
+from dstrial.master.store.errors import NotFoundError
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.trials import Trial
 
@@ -57,15 +61,17 @@ _IS_PARENT_ARCHIVED = (
     "EXISTS (SELECT 1 FROM projects p JOIN workspaces w ON w.id = p.workspace_id "
     "WHERE p.id = e.project_id AND (p.is_archived OR w.is_archived))"
 )
-_TRIAL_SELECT = """
+_TRIAL_ADVANCE = """
+CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END
+    ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
+        WHERE a.trial_id = t.id AND a.state != 'TERMINATED') END AS advance"""
+_TRIAL_SELECT = f"""
 SELECT t.*, e.config AS experiment_config, e.searcher_metric,
     b.steps AS best_steps, b.end_us AS best_us, b.metrics AS best_metrics,
     l.steps AS latest_steps, l.end_us AS latest_us, l.metrics AS latest_metrics,
     c.steps AS checkpoint_steps, c.report_us AS checkpoint_us, c.state AS checkpoint_state,
     c.resources AS checkpoint_resources, c.metadata AS checkpoint_metadata,
-    CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END
-        ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
-            WHERE a.trial_id = t.id AND a.state != 'TERMINATED') END AS advance,
+    {_TRIAL_ADVANCE},
     CASE WHEN e.unmanaged THEN COALESCE(t.end_us, :now) - t.start_us
         ELSE (SELECT COALESCE(SUM(COALESCE(a.end_us, :now) - a.start_us), 0) FROM allocations a
             WHERE a.trial_id = t.id) END AS run_us,
@@ -74,7 +80,17 @@ FROM trials t JOIN experiments e ON e.id = t.experiment_id
 LEFT JOIN metrics b ON b.id = t.best_validation_id
 LEFT JOIN metrics l ON l.id = t.latest_validation_id
 LEFT JOIN checkpoints c ON c.uuid = t.best_checkpoint_uuid
-"""
+"""  # noqa: S608 - a constant
+_RUN_SELECT = f"""
+SELECT t.*, e.name AS experiment_name, e.description AS experiment_description, e.state AS experiment_state,
+    e.archived AS experiment_archived, e.labels, e.parent_id, e.progress AS experiment_progress, e.searcher_type,
+    e.searcher_metric, e.unmanaged, e.external_id AS external_experiment_id,
+    e.owner_id, u.username, e.project_id, p.name AS project_name, p.key AS project_key,
+    p.workspace_id, w.name AS workspace_name, p.is_archived OR w.is_archived AS is_parent_archived,
+    (SELECT COUNT(*) FROM trials o WHERE o.experiment_id = e.id) AS num_trials, {_TRIAL_ADVANCE}
+FROM trials t JOIN experiments e ON e.id = t.experiment_id JOIN users u ON u.id = e.owner_id
+JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
+"""  # noqa: S608 - a constant
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +130,33 @@ class ListedTrial(Trial):
     advance: int | None
     run_us: int
     task_ids: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run(Trial):
+    """A trial with its experiment, owner, project and workspace."""
+
+    experiment_name: str
+    experiment_description: str
+    experiment_state: str
+    experiment_archived: bool
+    labels: str
+    parent_id: int | None
+    experiment_progress: float
+    searcher_type: str
+    searcher_metric: str
+    unmanaged: bool
+    external_experiment_id: str | None
+    owner_id: int
+    username: str
+    project_id: int
+    project_name: str
+    project_key: str
+    workspace_id: int
+    workspace_name: str
+    is_parent_archived: bool
+    num_trials: int
+    advance: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,15 +247,9 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return experiments with their owner, number of trials, checkpoints, and how far their allocations are.
+    """Return experiments with owner, trials, checkpoints, and progress of allocations.
 
-    Args:
-        connection: to read from.
-        wanted: which.
-        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise. What has no value comes last.
-        is_descending: the other way round.
-        offset: rows to skip.
-        limit: rows at most; -1 for all.
+    ``sort_by`` is a ``SORT_BY_…`` of the protocol, by id otherwise; what has no value comes last. A ``limit`` of -1 is none.
     """
     where, values = _where(wanted)
     column = _EXPERIMENT_ORDER.get(sort_by or "", "e.id")
@@ -222,7 +259,7 @@ def list_experiments(
 
 
 def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> ListedExperiment | None:
-    """Return one experiment as :func:`list_experiments` does, None if it does not exist."""
+    """Return one experiment as :func:`list_experiments` does, None if unknown."""
     rows = list_experiments(connection, ExperimentFilter(ids=[experiment_id]))
     return rows[0] if rows else None
 
@@ -247,18 +284,9 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return the trials of an experiment, or one trial, with best and latest validation and best checkpoint.
+    """Return an experiment's trials, or one trial, with best and latest results.
 
-    Args:
-        connection: to read from.
-        now_us: the time up to which what runs has run.
-        experiment_id: of this experiment.
-        trial_id: or only this one.
-        states: as stored, without the prefix.
-        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise. What has no value comes last.
-        is_descending: the other way round.
-        offset: rows to skip.
-        limit: rows at most; -1 for all.
+    As :func:`list_experiments`. ``states`` are as stored, and what runs has run up to ``now_us``.
     """
     names = {f"s{i}": state for i, state in enumerate(states)}
     condition = "t.id = :trial_id" if trial_id is not None else "t.experiment_id = :experiment_id"
@@ -279,3 +307,25 @@ def list_trials(
         **names,
     }
     return fetch_all(ListedTrial, connection, sql, values)
+
+
+def list_runs(connection: sqlite3.Connection, project_id: int | None = None) -> list[Run]:
+    """Return a project's runs, or all, by number, with where each belongs."""
+    return fetch_all(
+        Run,
+        connection,
+        f"{_RUN_SELECT} WHERE ? IS NULL OR e.project_id = ? ORDER BY t.id",
+        (project_id, project_id),
+    )
+
+
+def require_run(connection: sqlite3.Connection, run_id: int) -> Run:
+    """Return one run, as :func:`list_runs` does.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = fetch_one(Run, connection, f"{_RUN_SELECT} WHERE t.id = ?", (run_id,))
+    if row is None:
+        raise NotFoundError(f"run {run_id} is not found; expected the number of a trial. Name another.")
+    return row

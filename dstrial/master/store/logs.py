@@ -117,16 +117,7 @@ def add_master_line(
     level: str = "INFO",
     allocation_id: str | None = None,
 ) -> None:
-    """Store a line of the master's own.
-
-    Args:
-        tx: the write.
-        task_id: the task it is about.
-        trial_id: its trial.
-        text: one line, without a newline.
-        level: one of ``LEVELS``.
-        allocation_id: the allocation it is about, if any.
-    """
+    """Store a line of the master's own, without newline, at one of ``LEVELS``."""
     tx.execute(
         "INSERT INTO logs (task_id, trial_id, allocation_id, time_us, level, source, log) "
         "VALUES (?, ?, ?, ?, ?, 'master', ?)",
@@ -148,7 +139,7 @@ _SELECT = (
 
 
 def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[StoredLine]:
-    """Return the lines that a filter wants, with the ``container_id`` of their allocation, in the order asked for."""
+    """Return the lines that a filter wants, with their allocation's ``container_id``."""
     conditions, values = _conditions(wanted)
     if conditions is None:
         return []
@@ -159,7 +150,7 @@ def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[StoredLine]
 
 
 def _conditions(wanted: LogFilter) -> tuple[list[str] | None, list[object]]:
-    """Return SQL conditions and their values; None for conditions that nothing can meet."""
+    """Return SQL conditions and their values; None where nothing can match."""
     conditions: list[str] = []
     values: list[object] = []
 
@@ -228,7 +219,7 @@ def fields(
 
 
 def format_message(row: StoredLine) -> str:
-    """Return a line as Determined's master shows it, with nothing in it that a terminal obeys.
+    """Return a line as Determined's master shows it, safe for a terminal.
 
     ``[2026-11-21T02:00:00.000000Z] 1a2b3c4d [rank=0] || INFO: text``, with its newline.
     Source: Determined 0.38.1, format of task logs.
@@ -247,7 +238,7 @@ def shown_text(row: StoredLine) -> str:
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:
-    """Delete the logs of trials and commands that ended longer ago than their logs are to be kept, and what commands hold.
+    """Delete logs that are older than they are to be kept, and what commands hold.
 
     Args:
         tx: the write.

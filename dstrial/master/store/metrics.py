@@ -1,4 +1,4 @@
-"""Metric reports of trials, and what is kept beside them so that lists need not read them: summaries, best and latest."""
+"""Metric reports of trials, with summaries, best and latest kept for lists."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> None:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> None:
-    """Archive what older runs reported at or beyond the first batch that a run reports, which may not use its checkpoint."""
+    """Archive what older runs reported at or beyond the first batch of this run."""
+    # Where it starts is not known: a detached run may not use its checkpoint.
     known = tx.execute(
         "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1", (trial_id, run_id)
     ).fetchone()
@@ -152,7 +153,7 @@ def _merge(
 
 
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> None:
-    """Archive what runs before ``run_id`` reported beyond a batch, and correct what is kept of the trial."""
+    """Archive what runs before ``run_id`` reported beyond a batch, and sum up again."""
     cursor = tx.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0",
         (trial_id, run_id, steps),
@@ -177,7 +178,7 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> N
 def _note(
     tx: Transaction, trial: sqlite3.Row, group: str, steps: int, report_id: int, metrics: Mapping[str, Any]
 ) -> None:
-    """Carry a report into the trial's summary, its batches, and its best and latest validation."""
+    """Update the trial's summary, batches, and best and latest validation by a report."""
     summary: dict[str, Any] = json.loads(trial["summary_metrics"])
     of_group = summary.setdefault(summary_key(group), {})
     for name, value in metrics.items():
@@ -270,7 +271,7 @@ def _number(value: Any) -> float:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a metric as a number, None if it is none; NaN and infinities travel as words."""
+    """Return a metric as a number, also from "NaN" and "Infinity"; None for others."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -299,7 +300,7 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report 
 
 
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
-    """Return the batches of a trial's furthest validation in any of its runs, 0 without one."""
+    """Return the batches of a trial's furthest validation in any run, 0 without one."""
     row = connection.execute(
         "SELECT COALESCE(MAX(steps), 0) AS steps FROM metrics WHERE trial_id = ? AND group_name = 'validation'",
         (trial_id,),
@@ -317,12 +318,7 @@ def reports(
 ) -> list[Report]:
     """Return reports that are not archived, by trial and batch.
 
-    Args:
-        connection: to read from.
-        trial_ids: of these trials.
-        group: of this group; None for every one.
-        after: trial and offset (rows of that trial already taken), to go on.
-        limit: at most this many.
+    ``group`` None stands for every group; ``after``, a trial and how many of its rows are taken already, is to go on.
     """
     taken: list[Report] = []
     condition = "" if group is None else " AND group_name = ?"

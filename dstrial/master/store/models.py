@@ -1,4 +1,4 @@
-"""The model registry: models, and the checkpoints that are registered as their versions."""
+"""The model registry: models, and the checkpoints registered as their versions."""
 
 from __future__ import annotations
 
@@ -118,13 +118,9 @@ def list_models(
     sort_by: str | None = None,
     is_descending: bool = False,
 ) -> list[ModelInfo]:
-    """Return models with their owner's and workspace's name and their number of versions.
+    """Return models with owner's and workspace's names and their number of versions.
 
-    Args:
-        connection: to read from.
-        wanted: which.
-        sort_by: ``SORT_BY_…`` of the protocol; by id otherwise.
-        is_descending: the other way round.
+    ``sort_by`` is a ``SORT_BY_…`` of the protocol; by id otherwise.
     """
     conditions = ["1 = 1"]
     values: list[Any] = []
@@ -156,7 +152,7 @@ def list_models(
 
 
 def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
-    """Return one model, by its name or else by its number; names are compared whatever the case.
+    """Return one model, by its name (whatever the case) or else by its number.
 
     Raises:
         NotFoundError: there is none.
@@ -222,7 +218,7 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 
 
 def change(tx: Transaction, model_id: int, **fields: Any) -> None:
-    """Change fields of a model: name, description, notes, metadata, labels, workspace_id, is_archived."""
+    """Change columns of a model, those of ``_MODEL_FIELDS``."""
     _change(tx, "models", _MODEL_FIELDS, model_id, fields)
 
 
@@ -244,12 +240,7 @@ def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> l
 def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: int, **fields: Any) -> int:
     """Register a checkpoint as the next version and return the version's number.
 
-    Args:
-        tx: the write.
-        model_id: the model.
-        checkpoint_uuid: a checkpoint that is complete.
-        owner_id: who registers it.
-        **fields: of name, comment, notes (texts), metadata (mapping) and labels (list of texts).
+    ``fields`` are name, comment, notes (texts), metadata (a mapping) and labels (a list of texts).
     """
     now = now_us()
     tx.execute(
@@ -268,7 +259,7 @@ def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: 
 def list_versions(
     connection: sqlite3.Connection, model_id: int, *, by_time: bool = False, is_descending: bool = False
 ) -> list[VersionInfo]:
-    """Return the versions of a model with the name of who registered them, by number or by time."""
+    """Return a model's versions with who registered them, by number or by time."""
     order = "DESC" if is_descending else "ASC"
     column = "v.created_us" if by_time else "v.version"
     return fetch_all(

@@ -1,7 +1,6 @@
-"""Look at one experiment from beside the master, for whoever follows it on this machine.
+"""Views of one experiment from beside the master, for commands on its machine.
 
-Reads the database without the master's help, so that following goes on while the master is restarted. Changes
-nothing; what is to be changed is asked of the master.
+Reads the database itself, so that following goes on while the master is restarted. Changes nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class ExperimentView:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing happens to it any more by itself: it has ended, or is paused, and no process runs."""
+        """Whether it has ended or is paused, and none of its processes runs."""
         return (self.state in TERMINAL_STATES or self.state == "PAUSED") and not any(
             trial.is_running for trial in self.trials
         )
@@ -164,7 +163,7 @@ WHERE trials.experiment_id = ? ORDER BY trials.id
 
 
 def look(state: StateDirectory, experiment_id: int) -> ExperimentView | None:
-    """Return an experiment and its trials; None if there is no such experiment (any more)."""
+    """Return an experiment and its trials; None if there is no such experiment."""
     with _connection(state) as connection:
         experiment = connection.execute(
             "SELECT state, progress, end_reason FROM experiments WHERE id = ?", (experiment_id,)
@@ -203,7 +202,7 @@ ORDER BY trials.id
 
 
 def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
-    """Return what holds up the trials that wait for slots or are being started, of one experiment or of all."""
+    """Return what holds up trials that wait or start, of one experiment or of all."""
     with _connection(state) as connection:
         waiting = connection.execute(_WAITING).fetchall()
         live = connection.execute(_LIVE).fetchall()
@@ -225,7 +224,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
 
 
 def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:
-    """Return the lines of a trial's log after a given one, in order, at most ``limit``."""
+    """Return at most ``limit`` lines of a trial's log after a given one, in order."""
     with _connection(state) as connection:
         rows = connection.execute(
             "SELECT id, rank, source, stdtype, level, log FROM logs WHERE trial_id = ? AND id > ? ORDER BY id LIMIT ?",

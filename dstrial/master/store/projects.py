@@ -61,7 +61,7 @@ class ProjectInfo(Project):
 
 
 def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[ProjectInfo]:
-    """Return a workspace's projects by number, with their owner's name and what is in them.
+    """Return a workspace's projects by number, with their owner and what is in them.
 
     ``is_shut`` says whether the project or its workspace is archived.
     """
@@ -112,7 +112,7 @@ def by_key(connection: sqlite3.Connection, key: str) -> ProjectInfo:
 
 
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
-    """Refuse (400) a project that is archived, itself or with its workspace, or being deleted for what ``verb`` says."""
+    """Refuse (400) a project that cannot ``verb``: it is archived or being deleted."""
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -132,7 +132,7 @@ def refuse_immutable(row: Project, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own_id: int | None) -> None:
-    """Refuse a name that is empty or longer than 80 characters (400), or another's in this workspace (409)."""
+    """Refuse a name not of 1 to 80 characters (400), or taken in this workspace (409)."""
     if not name.strip() or len(name) > 80:
         raise InvalidError(
             f"the project's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
@@ -151,7 +151,7 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
     """Return a key as it is kept, in capitals.
 
     Raises:
-        StoreError: what is not up to five letters and digits, another project's.
+        StoreError: not one to five letters and digits, or another project's.
 
     Source: Determined 0.38.1, length and letters of keys.
     """
@@ -168,7 +168,7 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
 def create(
     tx: Transaction, *, workspace_id: int, name: str, key: str | None, description: str, owner_id: int
 ) -> int:
-    """Store a project and return its number; without a key it gets one made of its name.
+    """Store a project and return its number; its key is made of its name if not given.
 
     Raises:
         StoreError: see :func:`check_name` and :func:`check_key`.
@@ -183,7 +183,7 @@ def create(
 
 
 def _new_key(connection: sqlite3.Connection, name: str) -> str:
-    """Return a key that is not in use: up to three letters and digits of the name, and random ones."""
+    """Return an unused key: up to three characters of the name, then random ones."""
     start = re.sub(r"[^A-Z0-9]", "", name.upper())[:_PREFIX]
     while True:
         rest = "".join(
@@ -194,7 +194,7 @@ def _new_key(connection: sqlite3.Connection, name: str) -> str:
 
 
 def change(tx: Transaction, project_id: int, **fields: Any) -> None:
-    """Change fields: name, key, description, notes (a list), workspace_id, is_archived, state, error."""
+    """Change the fields of a project that are listed below; ``notes`` is a list."""
     for name, value in fields.items():
         assert name in (
             "name",

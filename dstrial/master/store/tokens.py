@@ -1,4 +1,7 @@
-"""Tokens: rows that hold their SHA-256, and a store in memory that never outlives a commit that ends one."""
+"""Tokens: rows that hold their SHA-256, and a store of identities in memory.
+
+A person asks for access tokens so that scripts can ask in their name; the others come from logins and allocations.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,23 @@ from typing import Any
 
 from dstrial.master.clock import now_us
 from dstrial.master.pubsub import Changes
-from dstrial.master.store.database import Transaction
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 
 TOPIC = "tokens"
 """Published by every write that ends a token or changes a user."""
 
 _LIFETIME_US = 90 * 24 * 3600 * 1_000_000
+_ACCESS_TOKENS = "SELECT id, user_id, description, created_us, expires_us, revoked_us FROM access_tokens"
 _MAX_CACHED = 4096
+_MAX_DESCRIPTION = 1000
+_MAX_ACTIVE = 200
+"""Most access tokens of one user that are valid at a time; a script that makes one at each run is noticed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class User:
-    """A user, as handlers see one.
+    """A user, as handlers see it.
 
     Attributes:
         id: its number.
@@ -45,15 +53,8 @@ class User:
     @classmethod
     def from_row(cls, row: sqlite3.Row) -> User:
         """Read a row with the columns of ``users``."""
-        return cls(
-            row["id"],
-            row["username"],
-            row["display_name"],
-            bool(row["admin"]),
-            bool(row["active"]),
-            row["modified_us"],
-            row["last_auth_us"],
-        )
+        values = {field.name: row[field.name] for field in dataclasses.fields(cls)}
+        return cls(**{**values, "admin": bool(row["admin"]), "active": bool(row["active"])})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def create_token(tx: Transaction, user_id: int) -> str:
 
 
 def create_allocation_tokens(tx: Transaction, allocation_id: str, user_id: int) -> tuple[str, str]:
-    """Return the tokens of a new allocation: ``DET_SESSION_TOKEN``, ``DET_USER_TOKEN``."""
+    """Make ``DET_SESSION_TOKEN`` and ``DET_USER_TOKEN`` of a new allocation."""
     return (
         _insert(tx, "allocation", user_id, allocation_id, None),
         _insert(tx, "user", user_id, allocation_id, None),
@@ -135,7 +136,7 @@ def end_token(tx: Transaction, token_hash: str) -> None:
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
-    """End a user's tokens, access tokens and those inside running trials among them; the trials' own stay valid."""
+    """End all tokens of a user but those that the user's allocations themselves hold."""
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),
@@ -148,7 +149,7 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Look a token up; None if it does not exist, was revoked, or its allocation has ended."""
+    """Look a token up; None if unknown, revoked, or its allocation has ended."""
     row = connection.execute(
         "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
         "a.experiment_id, a.run_id, u.* FROM tokens t JOIN users u ON u.id = t.user_id "
@@ -196,8 +197,119 @@ def _insert(
     return token
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AccessToken:
+    """A row of access tokens; it stays when the token has ended, for lists.
+
+    Attributes:
+        id: its number.
+        user_id: whose it is.
+        description: what its owner has written.
+        created_us: when it was made.
+        expires_us: when it ends by itself; None for never.
+        revoked_us: when it was revoked; None if it was not.
+    """
+
+    id: int
+    user_id: int
+    description: str
+    created_us: int
+    expires_us: int | None
+    revoked_us: int | None
+
+    def is_active(self, at_us: int) -> bool:
+        """Say whether it is valid at a time."""
+        return self.revoked_us is None and (self.expires_us is None or self.expires_us > at_us)
+
+
+def create_access_token(
+    tx: Transaction, user_id: int, description: str, expires_us: int | None
+) -> tuple[int, str]:
+    """Make a token.
+
+    Returns:
+        Its number, and the token itself, which is told this once.
+
+    Raises:
+        StoreError: no such user, one that is not active, has too many, or a bad description.
+    """
+    user = tx.execute("SELECT username, active FROM users WHERE id = ?", (user_id,)).fetchone()
+    if user is None:
+        raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
+    if not user["active"]:
+        raise InvalidError(
+            f"user {user['username']!r} is not active; expected one that is. Activate it first."
+        )
+    now = now_us()
+    count = tx.execute(
+        "SELECT COUNT(*) FROM access_tokens WHERE user_id = ? AND revoked_us IS NULL "
+        "AND (expires_us IS NULL OR expires_us > ?)",
+        (user_id, now),
+    ).fetchone()[0]
+    if count >= _MAX_ACTIVE:
+        raise InvalidError(
+            f"user {user['username']!r} has {count} access tokens; expected fewer than {_MAX_ACTIVE}.",
+            Hint.REVOKE_TOKENS,
+        )
+    token = secrets.token_urlsafe(32)
+    cursor = tx.execute(
+        "INSERT INTO access_tokens (token_hash, user_id, description, created_us, expires_us) VALUES (?, ?, ?, ?, ?)",
+        (hash_token(token), user_id, _checked(description), now, expires_us),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid, token
+
+
+def list_access_tokens(connection: sqlite3.Connection, user_id: int | None) -> list[AccessToken]:
+    """Return the tokens of a user, or of all, by number."""
+    sql = f"{_ACCESS_TOKENS} WHERE ? IS NULL OR user_id = ? ORDER BY id"
+    return fetch_all(AccessToken, connection, sql, (user_id, user_id))
+
+
+def require_access_token(connection: sqlite3.Connection, token_id: int) -> AccessToken:
+    """Return one token.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = fetch_one(AccessToken, connection, f"{_ACCESS_TOKENS} WHERE id = ?", (token_id,))
+    if row is None:
+        raise NotFoundError(f"access token {token_id} is not found", Hint.LIST_TOKENS)
+    return row
+
+
+def change_access_token(
+    tx: Transaction, token_id: int, description: str | None, *, is_revoked: bool
+) -> AccessToken:
+    """Change a token's description, or end it; return what it is then.
+
+    Raises:
+        StoreError: unknown, one that has ended or a bad description.
+    """
+    now = now_us()
+    if not require_access_token(tx.connection, token_id).is_active(now):
+        raise InvalidError(
+            f"access token {token_id} is no longer active; expected one that is. Make a new one instead."
+        )
+    if description is not None:
+        tx.execute("UPDATE access_tokens SET description = ? WHERE id = ?", (_checked(description), token_id))
+    if is_revoked:
+        tx.execute("UPDATE access_tokens SET revoked_us = ? WHERE id = ?", (now, token_id))
+        tx.publish(TOPIC)
+    return require_access_token(tx.connection, token_id)
+
+
+def _checked(description: str) -> str:
+    if len(description) > _MAX_DESCRIPTION or not (description.isprintable() or description == ""):
+        raise InvalidError(
+            f"the description is {description[:80]!r}; expected at most {_MAX_DESCRIPTION} printable characters. "
+            "Write a shorter one."
+        )
+    return description
+
+
 class TokenStore:
-    """Finds identities, from memory as long as no commit has ended a token or changed a user since.
+    """Finds identities, from memory until a commit ends a token or changes a user.
 
     Args:
         read: runs a function of a connection in a reader's thread.
@@ -211,7 +323,7 @@ class TokenStore:
         self._identities: dict[str, Identity] = {}
 
     async def find(self, token: str) -> Identity | None:
-        """Return whose token it is; None for one that is not valid (any more)."""
+        """Return whose token it is; None if it is not valid (any more)."""
         token_hash = hash_token(token)
         version = self._changes.version(TOPIC)
         if version != self._version or len(self._identities) > _MAX_CACHED:

@@ -114,12 +114,7 @@ def open_ids(connection: sqlite3.Connection, experiment_id: int) -> list[int]:
 def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, warm_start: str | None) -> int:
     """Store the trial that a searcher asks for, with its task, and return its id.
 
-    Args:
-        tx: the write.
-        experiment: whose it is.
-        action: what the searcher asks for.
-        now: the time, microseconds.
-        warm_start: the checkpoint of another trial that it starts from.
+    ``now`` is in microseconds, ``warm_start`` the checkpoint of another trial that it starts from.
     """
     task_id = f"{experiment.id}.{action.request_id}"
     cursor = tx.execute(
@@ -145,7 +140,7 @@ def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, wa
 def insert_detached(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any], external_id: str | None, now: int
 ) -> int:
-    """Store a trial that runs elsewhere, with the task by which its logs and checkpoints are known, and return its id."""
+    """Store a trial that runs elsewhere, with its task, and return its id."""
     request_id = str(uuid.uuid4())
     task_id = f"{experiment_id}.{request_id}"
     cursor = tx.execute(
@@ -160,7 +155,7 @@ def insert_detached(
 
 
 def reopen(tx: Transaction, trial: Trial) -> None:
-    """Let a trial that has ended run again, as another task that resumes from its checkpoint."""
+    """Let an ended trial run again, as another task that resumes from its checkpoint."""
     now = now_us()
     number = tx.execute("SELECT COUNT(*) FROM tasks WHERE trial_id = ?", (trial.id,)).fetchone()[0]
     task_id = f"{trial.experiment_id}.{trial.request_id}-{number}"

@@ -37,16 +37,8 @@ class StoredUser(User):
     password_hash: str = dataclasses.field(repr=False)
 
     def without_password(self) -> User:
-        """Return the user as handlers may see one."""
-        return User(
-            self.id,
-            self.username,
-            self.display_name,
-            self.admin,
-            self.active,
-            self.modified_us,
-            self.last_auth_us,
-        )
+        """Return the user as handlers may see it."""
+        return User(**{field.name: getattr(self, field.name) for field in dataclasses.fields(User)})
 
 
 def new_passwords(*, is_blank: bool) -> dict[str, str]:
@@ -60,7 +52,7 @@ def has_users(connection: sqlite3.Connection) -> bool:
 
 
 def create_first_users(tx: Transaction, passwords: Mapping[str, str]) -> None:
-    """Make the users of a fresh master; ids 1 and 2, the administrator first, as Determined has them."""
+    """Make a fresh master's users as Determined does: admin has id 1, determined 2."""
     for name in sorted(FIRST_USERS):
         create_user(tx, username=name, admin=FIRST_USERS[name], password=client_hash(passwords[name]))
 
@@ -79,7 +71,7 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Whether a client's hash is that of the stored one; takes as long either way, blank ones excepted."""
+    """Whether a client's hash fits the stored one, in constant time unless blank."""
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")
@@ -99,18 +91,10 @@ def create_user(
     display_name: str = "",
     active: bool = True,
 ) -> int:
-    """Make a user.
-
-    Args:
-        tx: the write.
-        username: the name.
-        admin: whether it is an administrator.
-        password: the client's hash; blank for none.
-        display_name: shown beside the name.
-        active: whether it may log in.
+    """Make a user; ``password`` is the client's hash, blank for none.
 
     Raises:
-        StoreError: a name that cannot be one, one that exists.
+        StoreError: a name that is not valid, or is taken.
     """
     _check_name(username)
     if find_by_name(tx.connection, username) is not None:
@@ -137,7 +121,7 @@ def change_user(
     """Change what is given of a user.
 
     Raises:
-        StoreError: no such user, a new name that cannot be one or is taken, the last active administrator.
+        StoreError: no such user, a new name that is not valid or is taken, the last active administrator.
     """
     row = find_by_id(tx.connection, user_id)
     if username is not None and username != row.username:

@@ -117,7 +117,7 @@ def create(tx: Transaction, webhook: Webhook) -> int:
     """Store a webhook and return its number.
 
     Raises:
-        StoreError: a name, address or trigger that cannot be one, or too many; a name that is taken.
+        StoreError: a name, address or trigger that is not valid, too many of them, a name that is taken.
     """
     check(webhook)
     if tx.execute("SELECT COUNT(*) FROM webhooks").fetchone()[0] >= _MAX_WEBHOOKS:
@@ -152,7 +152,7 @@ def create(tx: Transaction, webhook: Webhook) -> int:
 
 
 def check(webhook: Webhook) -> None:
-    """Refuse (400) a webhook that cannot be one."""
+    """Refuse (400) a webhook that is not valid."""
     if not 1 <= len(webhook.name.strip()) <= _MAX_NAME or not webhook.name.isprintable():
         raise InvalidError(
             f"the name of the webhook is {webhook.name[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose "
@@ -193,7 +193,7 @@ def _check_trigger(trigger: Trigger, mode: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Refuse (400) an address that is not one of http or https."""
+    """Refuse (400) an address that is not of http or https."""
     problem = None
     try:
         parts = urlsplit(url)
@@ -210,7 +210,7 @@ def check_url(url: str) -> None:
 
 
 def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
-    """Return webhooks by number: those of all workspaces, and those of the given ones; of any for None."""
+    """Return webhooks by number: global, and of the workspaces (None: of all)."""
     rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
     return [
         _webhook(connection, row)
@@ -273,7 +273,7 @@ def delete(tx: Transaction, webhook_id: int) -> None:
 def triggered(
     connection: sqlite3.Connection, kind: str, condition: str | None = None
 ) -> list[TriggeredWebhook]:
-    """Return the triggers of a type, and of a condition if it is given, with the columns of their webhooks.
+    """Return triggers of a type, and of a condition if given, with their webhooks.
 
     The trigger's own number is ``trigger_id``.
     """
@@ -303,7 +303,7 @@ def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> Non
 
 
 def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
-    """Return for each webhook the waiting event that is due first, with the webhook's ``url`` and ``type``."""
+    """Return each webhook's first due event, with the webhook's ``url`` and ``type``."""
     return fetch_all(
         DueEvent,
         connection,
@@ -317,13 +317,7 @@ def note_result(
 ) -> None:
     """Store what came of an attempt.
 
-    Args:
-        tx: the write.
-        webhook_id: the webhook; it may have been deleted meanwhile.
-        event_id: the event.
-        result: one line.
-        is_delivered: whether it need not be sent again.
-        retry_us: when to try again; None to give it up, if it was not delivered.
+    ``result`` is one line; ``retry_us`` None gives up what was not delivered. The webhook may have been deleted meanwhile.
     """
     now = now_us()
     if is_delivered:

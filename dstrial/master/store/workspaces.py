@@ -1,4 +1,4 @@
-"""Rows of workspaces, which hold projects, models and templates."""
+"""Rows of workspaces, which hold projects, models and templates, and of templates."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WorkspaceInfo(Workspace):
 
 
 def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[WorkspaceInfo]:
-    """Return all workspaces by number, with their owner's name, what is in them, and when this user pinned them."""
+    """Return workspaces by number, with owner, contents, and this user's pin."""
     return fetch_all(WorkspaceInfo, connection, f"{_SELECT} ORDER BY w.id", {"user_id": user_id})
 
 
@@ -83,7 +83,7 @@ def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
-    """Refuse (400) a workspace that is archived or being deleted for what ``verb`` says."""
+    """Refuse (400) a workspace that cannot ``verb``: it is archived or being deleted."""
     state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -102,7 +102,7 @@ def refuse_immutable(row: Workspace, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
-    """Refuse a name that is empty or longer than 80 characters (400), or another workspace's (409)."""
+    """Refuse a name not of 1 to 80 characters (400), or taken (409)."""
     if not name.strip() or len(name) > 80:
         raise InvalidError(
             f"the workspace's name is {name[:80]!r}; expected 1 to 80 characters. Choose another."
@@ -137,7 +137,7 @@ def create(
 
 
 def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
-    """Change fields: name, is_archived, state, error, checkpoint_storage, agent_user_group (mappings or None)."""
+    """Change the fields of a workspace that are listed below."""
     for name, value in fields.items():
         assert name in ("name", "is_archived", "state", "error", "checkpoint_storage", "agent_user_group")
         kept = _json(value) if value is None or isinstance(value, Mapping) else value
@@ -170,3 +170,70 @@ def name_of(connection: sqlite3.Connection, workspace_id: int) -> str | None:
     """Return the name of a workspace, None if it is gone."""
     row = connection.execute("SELECT name FROM workspaces WHERE id = ?", (workspace_id,)).fetchone()
     return None if row is None else str(row["name"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """A part of experiment configs that a workspace keeps under a name."""
+
+    name: str
+    config: str
+    workspace_id: int
+
+
+def list_templates(connection: sqlite3.Connection) -> list[Template]:
+    """Return all templates by name."""
+    return fetch_all(Template, connection, "SELECT * FROM templates ORDER BY name")
+
+
+def require_template(connection: sqlite3.Connection, name: str) -> Template:
+    """Return one template.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = fetch_one(Template, connection, "SELECT * FROM templates WHERE name = ?", (name,))
+    if row is None:
+        raise NotFoundError(f"template {name[:80]!r} is not found", Hint.LIST_TEMPLATES)
+    return row
+
+
+def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
+    """Refuse a name that is empty (400) or in use (409)."""
+    if not name.strip():
+        raise InvalidError("the template's name is empty; expected a text. Choose a name.")
+    if connection.execute("SELECT 1 FROM templates WHERE name = ?", (name,)).fetchone() is not None:
+        raise ConflictError(
+            f"template {name[:80]!r} exists; expected a name that is not in use.", Hint.SET_TEMPLATE
+        )
+
+
+def create_template(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: int) -> None:
+    """Store a template.
+
+    Raises:
+        StoreError: see :func:`refuse_existing_template`.
+    """
+    refuse_existing_template(tx.connection, name)
+    tx.execute("INSERT INTO templates VALUES (?, ?, ?)", (name, json.dumps(config), workspace_id))
+
+
+def change_template(tx: Transaction, name: str, config: Mapping[str, Any]) -> None:
+    """Replace a template's config; experiments that were made with it keep theirs."""
+    tx.execute("UPDATE templates SET config = ? WHERE name = ?", (json.dumps(config), name))
+
+
+def rename_template(tx: Transaction, old: str, new: str) -> None:
+    """Give a template another name.
+
+    Raises:
+        StoreError: unknown, and see :func:`refuse_existing_template`.
+    """
+    require_template(tx.connection, old)
+    refuse_existing_template(tx.connection, new)
+    tx.execute("UPDATE templates SET name = ? WHERE name = ?", (new, old))
+
+
+def delete_template(tx: Transaction, name: str) -> None:
+    """Delete a template."""
+    tx.execute("DELETE FROM templates WHERE name = ?", (name,))

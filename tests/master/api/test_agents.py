@@ -5,7 +5,7 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import NUM_SLOTS, Master
 
-from dstrial.master.store import slots
+from dstrial.master.store import jobs
 
 pytestmark = pytest.mark.process
 
@@ -72,8 +72,8 @@ def test_an_agent_that_is_switched_off_takes_no_work_on_any_slot(
     agent = bindings.get_GetAgent(session, agentId=agent_id).agent
     assert (agent.enabled, agent.draining) == (False, True)
     with fresh_master.services.database.read() as connection:
-        off = slots.disabled(connection, range(NUM_SLOTS))
-    assert set(off) == {slots.AGENT, *range(NUM_SLOTS)}
+        off = jobs.disabled_slots(connection, range(NUM_SLOTS))
+    assert set(off) == {jobs.AGENT, *range(NUM_SLOTS)}
     assert all(off.values())
     assert fresh_master.rows("SELECT id FROM allocations WHERE kill_us IS NOT NULL") == []
     session.post(f"api/v1/agents/{agent_id}/enable")

@@ -12,7 +12,7 @@ from determined.common.api import authentication, errors
 from serving import Master, serving
 
 from dstrial.errors import RequestError
-from dstrial.master.http.login_throttle import Attempts, KnownPasswords
+from dstrial.master.http.login import Attempts, KnownPasswords
 from dstrial.master.store import tokens, users
 
 

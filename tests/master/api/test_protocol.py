@@ -15,7 +15,7 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import Master, serving
 
-from dstrial.master.store import background_jobs, checkpoints, usage
+from dstrial.master.store import allocations, background_jobs, checkpoints
 from dstrial.master.store.database import Transaction
 
 pytestmark = pytest.mark.process
@@ -199,7 +199,7 @@ def test_allocations_are_told_with_their_workspace_of_then_and_without_an_experi
 
     def forget(tx: Transaction) -> None:
         tx.execute("UPDATE allocations SET end_us = 9, state = 'TERMINATED' WHERE experiment_id = 1")
-        usage.remember(tx, 1)
+        allocations.remember_uses(tx, 1)
 
     fresh_master.services.database.write(forget)
     (past,) = fresh_master.rows("SELECT workspace_name FROM past_usage")

@@ -1,8 +1,9 @@
-"""Slow down whoever guesses passwords, and nobody else.
+"""Logins: by password, which slows down guessers and nobody else, and by link.
 
 Every password is compared before its sender is made to wait, so that a right one is never held up by wrong ones but for the
 comparisons before it (10 ms each). These are made one at a time, and accounts of this machine take turns. A password that has
-been right since the master started is known again without such a comparison.
+been right since the master started is known again without such a comparison. A login link holds a code that the owner gets at
+the master's socket, and that opens a session in a browser once.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import hashlib
 import hmac
 import secrets
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from dstrial.errors import RequestError
+
+LIFETIME_S = 600.0
+"""How long the code of a login link may be used, seconds."""
+_MAX_CODES = 16
 
 _NUM_FREE = 3
 _FIRST_DELAY_S = 0.1
@@ -28,14 +35,14 @@ _MAX_QUEUED = 100
 
 
 class KnownPasswords:
-    """Passwords that have been right since the master started, as digests with a key that only this process has."""
+    """Passwords that were right since the start, as digests with this process's key."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
         self._digests: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, stored: str, hashed: str) -> None:
-        """Remember that a client's hash is that of a stored one, until the stored one changes."""
+        """Remember that a client's hash fits a stored one, until the stored one changes."""
         self._digests[self._digest(stored, hashed)] = None
         if len(self._digests) > _MAX_NAMES:
             self._digests.popitem(last=False)
@@ -49,7 +56,7 @@ class KnownPasswords:
 
 
 class Attempts:
-    """Compares passwords in turn, and answers wrong ones the later the more of them there were in a row.
+    """Compares passwords in turn, and delays answers to repeated wrong ones.
 
     An *account* is the user id of the process that tries, None where it is not known; it is not the name that is tried.
     """
@@ -71,12 +78,8 @@ class Attempts:
     ) -> bool:
         """Return whether a password is right; at once if it is.
 
-        Args:
-            account: who tries.
-            username: whose password it is said to be.
-            is_right: compares.
-            is_stranger: whether it is neither the master's owner nor unknown who tries: such an account's passwords are
-                not even compared while many wrong ones of it wait.
+        An ``is_stranger`` is neither the master's owner nor unknown: such an account's passwords are not even compared while
+        many wrong ones of it wait.
 
         Raises:
             RequestError: 429, too many wrong passwords of this account wait for their answers.
@@ -106,7 +109,7 @@ class Attempts:
 
     @contextlib.asynccontextmanager
     async def _turn(self, account: int | None) -> AsyncIterator[None]:
-        """Compare while the block lasts, after those of the same account that came before, and others' in between."""
+        """Hold the turn while the block lasts: per account in order, accounts in turns."""
         if self._is_comparing:
             queue = self._queues.setdefault(account, deque())
             if len(queue) >= _MAX_QUEUED:
@@ -144,3 +147,32 @@ def _too_many() -> RequestError:
         429,
         "too many wrong passwords were sent lately; expected the right one. Wait a few seconds before the next.",
     )
+
+
+class LoginLinks:
+    """Unused codes: digests in the master's memory, which end with it.
+
+    Args:
+        clock: the time, seconds; it must not go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._codes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+
+    def create(self, user_id: int) -> str:
+        """Return a user's new code of 256 random bits; the oldest of too many is dropped."""
+        code = secrets.token_urlsafe(32)
+        self._codes[_digest_of(code)] = user_id, self._clock() + LIFETIME_S
+        while len(self._codes) > _MAX_CODES:
+            self._codes.popitem(last=False)
+        return code
+
+    def spend(self, code: str) -> int | None:
+        """Use a code up and return whose it is; None if unknown, used or too old."""
+        found = self._codes.pop(_digest_of(code), None)
+        return None if found is None or self._clock() > found[1] else found[0]
+
+
+def _digest_of(code: str) -> bytes:
+    return hashlib.sha256(code.encode("utf-8", "surrogateescape")).digest()
