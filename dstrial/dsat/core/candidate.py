@@ -156,6 +156,10 @@ class Ladder:
         self._accumulation = accumulation
         per_replica = (train_batch_size or 0) // replicas
         self._divisors = tuple(size for size in range(1, per_replica + 1) if per_replica % size == 0)
+        self._splits = tuple(
+            BatchSplit(micro, (train_batch_size or 0) // (micro * replicas), train_batch_size or 0)
+            for micro in self._divisors
+        )
 
     @property
     def is_free(self) -> bool:
@@ -172,8 +176,7 @@ class Ladder:
         if self._train_batch_size is None:
             micro = position + 1
             return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
-        micro = self._divisors[position]
-        return BatchSplit(micro, self._train_batch_size // (micro * self._replicas), self._train_batch_size)
+        return self._splits[position]
 
     def position(self, micro_batch_size: float) -> int:
         """Return the position of the largest micro batch that is not above a size; 0 if all are."""

@@ -106,10 +106,16 @@ class Structures:
     def effective(self, structure: Structure) -> Mapping[str, Any]:
         """Return a structure's DeepSpeed config with all defaults in it."""
         if structure not in self._effective:
-            candidate = self.space.candidate(structure, 0)
-            config = self.space.base if structure == self.own else self.space.config(candidate)
-            self._effective[structure] = check_deepspeed(config, self.space.sizes, auto="warning").effective
+            self._effective[structure] = self._new_effective(structure)
         return self._effective[structure]
+
+    def _new_effective(self, structure: Structure) -> dict[str, Any]:
+        if structure == self.own:
+            return self._own_effective
+        candidate = self.space.candidate(structure, 0)
+        if self.space.sizes_of(candidate) == self.space.sizes:
+            return self.space.checked(candidate).effective
+        return check_deepspeed(self.space.config(candidate), self.space.sizes, auto="warning").effective
 
     def setup(self, structure: Structure) -> Setup:
         """Return what of a structure decides where time and memory go."""

@@ -69,12 +69,15 @@ class TimePoint:
         return Row(self.parts.phases[PHASES.index(phase)], (*self._effects(), own))
 
     def _effects(self) -> Effects:
-        size = self.micro_batch_size
         return (
-            (f"micro {size}", _MICRO),
-            (f"slope {self.group}", _GROUP_SLOPE * math.log2(size) / 3),
+            *_size_effects(self.group, self.micro_batch_size),
             *_structure_effects(self.group, self.settings, self.extras),
         )
+
+
+@functools.lru_cache(maxsize=65_536)
+def _size_effects(group: tuple[Any, ...], size: int) -> Effects:
+    return (f"micro {size}", _MICRO), (f"slope {group}", _GROUP_SLOPE * math.log2(size) / 3)
 
 
 @functools.lru_cache(maxsize=65_536)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dstrial.config import ParallelDims, check_deepspeed, zero_keys_without_effect
+from dstrial.config import CheckResult, zero_keys_without_effect
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.space.knobs import ZERO
 
@@ -63,18 +63,14 @@ def with_neutral_values(
     return tuple(sorted(values.items()))
 
 
-def refusal(
-    merged: Mapping[str, Any], candidate: Candidate, sizes: ParallelDims, own_warnings: Collection[str]
-) -> str | None:
+def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
     """Say why DeepSpeed would refuse a config, or which of its candidate's settings has no effect; None if it is legal.
 
     Args:
-        merged: the config of the candidate.
+        found: the check of the candidate's config.
         candidate: what it is made of.
-        sizes: how the candidate divides the ranks.
         own_warnings: of the user's own config.
     """
-    found = check_deepspeed(merged, sizes, auto="warning")
     if found.problems:
         return str(found.problems[0])
     changed = {path for path, _ in candidate.settings}

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.config import ParallelDims, check_deepspeed, merge_deepspeed
+from dstrial.config import CheckResult, ParallelDims, check_deepspeed, merge_deepspeed
 from dstrial.dsat.core.candidate import (
     HYPERPARAMETERS,
     BatchSplit,
@@ -38,6 +38,8 @@ from dstrial.dsat.space.pipeline import (
 from dstrial.search.random_state import SearchRandom
 
 _MOST_COMBINATIONS = 256
+_MOST_CHECKED = 1024
+"""Checks that are kept, because one candidate is often asked about several times in a row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Space:
         self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
         self._reasons: dict[str, str | None] = {}
         self._refusals: dict[tuple[int, str, str], str | None] = {}
+        self._checked: dict[str, CheckResult] = {}
 
     @property
     def own_stage(self) -> int:
@@ -268,6 +271,18 @@ class Space:
         drop_dead_keys(merged, candidate.stage)
         return merged
 
+    def checked(self, candidate: Candidate) -> CheckResult:
+        """Return what the check of DeepSpeed configs says of a candidate's."""
+        # A text, because values of --space may be lists, and 1 and True are equal but not the same to DeepSpeed.
+        key = json.dumps(candidate.to_json(), sort_keys=True)
+        if key not in self._checked:
+            if len(self._checked) >= _MOST_CHECKED:
+                self._checked.clear()
+            # Keys of the user's that are dead in another stage are harmless, so they are not looked at.
+            merged = self.config(candidate)
+            self._checked[key] = check_deepspeed(merged, self.sizes_of(candidate), auto="warning")
+        return self._checked[key]
+
     def illegal(self, candidate: Candidate) -> str | None:
         """Say why DeepSpeed would refuse a candidate, or what in it would have no effect; None if it is legal."""
         if candidate.is_own:
@@ -278,17 +293,14 @@ class Space:
         return self._reasons[key]
 
     def _reason(self, candidate: Candidate) -> str | None:
-        # Keys of the user's that are dead in another stage are harmless, so they are not looked at.
-        merged = self.config(candidate)
         problem = self.sizes_problem(candidate.settings)
         if problem is not None:
             return problem
-        return refusal(merged, candidate, self.sizes_of(candidate), self._own_warnings)
+        return refusal(self.checked(candidate), candidate, self._own_warnings)
 
     def identity(self, candidate: Candidate) -> str:
         """Return a text that is equal for candidates with which DeepSpeed would do the same."""
-        merged = self.config(candidate)
-        effective = check_deepspeed(merged, self.sizes_of(candidate), auto="warning").effective
+        effective = self.checked(candidate).effective
         read = {
             path: self.hyperparameter(candidate, path)
             for path in {*self.extra, *(path for path, _ in candidate.settings)}
