@@ -22,7 +22,7 @@ _SECTION = "training_arguments"
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return an experiment's DeepSpeed config with numbers for its batch sizes, and what was assumed for that.
+    """Return a DeepSpeed config with numeric batch sizes, and what was assumed.
 
     A Trainer's sizes are those of its entrypoint's flags, else of hyperparameters called alike (also below
     ``training_arguments``), else the Trainer's defaults, of which a warning tells. What the config gives as a number wins, as in

@@ -1,7 +1,4 @@
-"""What a search was asked for, read and checked. Starts nothing.
-
-All problems of flags and files come at once.
-"""
+"""Read and check what a search was asked for, all problems at once."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class TrialResult:
 
 
 def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
-    """Return the best trial: the user's own configuration unless another one is better by more than ``TIE``."""
+    """Return the best trial; the user's own unless another is better by over ``TIE``."""
     scored = [
         (value, trial)
         for trial in trials
@@ -63,7 +63,7 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
 
 
 def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Measured] | None:
-    """Return what was measured best so far, ties not considered; None before anything was measured."""
+    """Return the best measurement whatever the ties; None before there is one."""
     best: tuple[float, TrialResult, Measured] | None = None
     for trial in trials:
         if isinstance(trial.outcome, Measured):
@@ -74,5 +74,5 @@ def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Me
 
 
 def gain(value: float, own: float) -> float:
-    """Return by which share a score is better than another one; scores of times are negative."""
+    """Return by which share a score beats another; scores of times are negative."""
     return value / own - 1 if own > 0 else own / value - 1

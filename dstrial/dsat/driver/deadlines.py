@@ -20,7 +20,7 @@ _SLACK_FACTOR = 2.0
 
 
 def deadline_of(measure: Measure, trials: Sequence[TrialResult], trial_timeout_s: float) -> float:
-    """Return how long a trial may run: five times what is expected, or ``--trial-timeout`` where nothing is.
+    """Return a trial's limit: 5 times what is expected, else ``--trial-timeout``.
 
     Expected is what was predicted, or the longest of the trials that have measured something. At least two minutes,
     because ranks may have to be started first, and one that is ended too early is lost to the search.

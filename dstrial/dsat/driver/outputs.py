@@ -1,7 +1,4 @@
-"""The files that a search leaves: results, best experiment, report.
-
-That a disk is full is told, and ends nothing.
-"""
+"""Write a search's results, best experiment and report; a full disk ends nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class SearchFiles:
         self._tell = tell
 
     def write(self, snapshot: Mapping[str, Any], trials: Sequence[TrialResult]) -> None:
-        """Write the method's snapshot, the results so far, and the experiment of the best one."""
+        """Write the method's snapshot, the results, and the best one's experiment."""
         try:
             self._record.write_snapshot(snapshot)
             best = write_results(self._record, self._settings.space, trials, self._settings.flags.metric)
@@ -82,7 +79,7 @@ class SearchFiles:
             self._tell(f"the report cannot be written ({error}); expected room on the disk")
 
     def read(self) -> dict[str, str]:
-        """Return what outlasts the search where its trials ran: name -> text of the files that exist."""
+        """Return the files that outlast the search and exist: name -> text."""
         kept = (
             self._record.best_config_path,
             self._record.best_metrics_path,

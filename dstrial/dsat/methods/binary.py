@@ -41,7 +41,7 @@ class AshaSearch(BinarySearch):
     """
 
     def choose(self) -> Lineage:
-        """Go on in an incomplete rung, else promote the best of a rung, else begin a lineage."""
+        """Go on in an incomplete rung, else promote a rung's best, else begin a lineage."""
         waiting = [lineage for lineage in self.lineages if not lineage.is_closed and not lineage.is_open]
         incomplete = [lineage for lineage in waiting if not self.is_complete(lineage)]
         if incomplete:

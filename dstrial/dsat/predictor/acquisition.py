@@ -52,7 +52,7 @@ class Proposal:
     is_risk: bool = False
 
     def gain(self, cost: float) -> float:
-        """Return by which share it, or what follows from it, is expected to be better than a cost."""
+        """Return the expected gain over a cost, its own or of what may follow from it."""
         gain = self.forecast.gain(cost) * self.forecast.probability_to_fit
         if self.promised is None:
             return gain
@@ -167,7 +167,7 @@ class _Descent:
         self._seen: dict[Candidate, Forecast] = {}
 
     def run(self, starts: Sequence[Structure], num_spreads: float) -> Forecast | None:
-        """Return what has the least bound of all that may be measured, from the best of some starts on."""
+        """Descend from the best start; return the least bound that may be measured."""
         begun = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
         if not begun:
             return None
@@ -188,7 +188,7 @@ class _Descent:
         return min(begun, key=lambda one: one.bound(num_spreads)) if begun else None
 
     def stone(self, structure: Structure) -> Forecast | None:
-        """Return a structure with the largest micro batch that fits and may be measured; None if there is none."""
+        """Return a structure's largest fitting micro batch that may be measured, or None."""
         start = self._start(structure)
         for place in range(-1 if start is None else start[1], -1, -1):
             candidate = self._space.candidate(structure, self._positions[place])
@@ -197,7 +197,7 @@ class _Descent:
         return None
 
     def _start(self, structure: Structure) -> tuple[Forecast, int] | None:
-        """Return a structure with the largest micro batch that fits, and at which of the positions that is."""
+        """Return a structure with its largest fitting micro batch, and the place of that."""
         if not self._structures.is_legal(structure):
             return None
         low, high = -1, len(self._positions) - 1
@@ -215,7 +215,7 @@ class _Descent:
     def _move(
         self, at: Forecast, place: int, num_spreads: float, best: Forecast | None
     ) -> tuple[Forecast, int] | None:
-        """Return the best change of one knob, the micro batch beside it if need be; None if there is none.
+        """Return the best change of one knob, maybe with the micro batch; None without.
 
         Without anything that may be measured so far, that which costs least does.
         """

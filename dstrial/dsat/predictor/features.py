@@ -1,7 +1,4 @@
-"""Features of configurations, from which time and memory are predicted. Pure.
-
-They come from dry runs, or from the first measurement.
-"""
+"""Features for predictions, from dry runs or the first measurement. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from dstrial.engine.dryrun.values import DryRunResult
 
 
 class Described:
-    """Tells of every configuration where its time and its memory go, before any correction.
+    """Says where a configuration's time and memory go, before any correction.
 
     Args:
         structures: of the space that is searched.
@@ -51,7 +48,7 @@ class Described:
         return None if self.info is None else self.info.num_params
 
     def learn(self, measured: Measured, candidate: Candidate) -> bool:
-        """Take what the first measurement tells about model and machine; return whether points have changed."""
+        """Take model and machine from the first measurement; say whether points changed."""
         is_news = False
         machine = Machine.from_metrics(measured.metrics)
         if machine is not None and self.machine is None:
@@ -71,7 +68,7 @@ class Described:
         return is_news
 
     def run(self, candidate: Candidate) -> DryRunResult | None:
-        """Return the dry run of a configuration, or what the first measurement tells instead; None before that."""
+        """Return the dry run, else what the first measurement says; None before that."""
         return self._view(candidate).run
 
     def time_point(self, candidate: Candidate) -> TimePoint | None:

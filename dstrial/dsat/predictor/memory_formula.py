@@ -73,7 +73,7 @@ def state_bytes(info: ModelInfo, stage: int, num_replicas: int, bytes_per_value:
 
 
 def largest_micro_batch(info: ModelInfo, stage: int, num_replicas: int, bytes_per_value: int) -> int | None:
-    """Return the largest micro batch that may fit, at least 1; None if that cannot be told."""
+    """Return the largest micro batch that may fit, at least 1; None if unknown."""
     if info.device_bytes is None or not info.activation_bytes:
         return None
     free = info.device_bytes - state_bytes(info, stage, num_replicas, bytes_per_value)

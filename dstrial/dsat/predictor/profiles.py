@@ -47,7 +47,7 @@ class PredictInputs:
 
     @property
     def flops_per_record(self) -> float | None:
-        """The model's FLOPs of one record on one rank, as the first dry run counts them; None without one."""
+        """The model's FLOPs per record on a rank, of the first dry run; None without one."""
         run = next(iter(self.runs.values()), None)
         return None if run is None else run.flops.model.at(_COUNTED_AT) / _COUNTED_AT
 
@@ -81,7 +81,7 @@ class PredictInputs:
 def closed_form(
     info: ModelInfo, setup: Setup, *, flops_per_record: float, is_accumulating: bool
 ) -> DryRunResult:
-    """Return what a dry run would about say, from what the first measurement tells about the model.
+    """Return about what a dry run would say, from the first measurement.
 
     Args:
         info: parameters and activations.
@@ -131,7 +131,7 @@ def closed_form(
 
 
 def _collectives(info: ModelInfo, setup: Setup) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return what the micro batches inside an accumulation send, and what the last one does."""
+    """Return what an accumulation's inner micro batches send, and what the last does."""
     if setup.replicas == 1:
         return (), ()
     width = setup.bytes_per_value

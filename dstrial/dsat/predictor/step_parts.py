@@ -1,7 +1,4 @@
-"""Where the time of one optimizer step goes. Pure.
-
-From a dry run and what a machine can do.
-"""
+"""Split the time of one step, from a dry run and a machine. Pure."""
 
 from __future__ import annotations
 
@@ -167,7 +164,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Seconds of operations as such in each phase; a device works on what was started while others are being started."""
+    """Seconds of operations in each phase; a device hides what starts while it works."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -190,7 +187,7 @@ def _fetched_s(run: DryRunResult, machine: Machine, setup: Setup, accumulation: 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exposed:
-    """Seconds of communication: what nothing can hide, and of what computing could hide, what it does not and what it does."""
+    """Seconds of communication: never hidden, left unhidden, and hidden."""
 
     moved_s: float
     called_s: float
@@ -219,7 +216,7 @@ class _Exposed:
 def _calls(
     run: DryRunResult, machine: Machine, setup: Setup, ran: Setup, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Seconds that go into bytes and into calls: of gradients, of parameters before they are used, and of the optimizer step."""
+    """Seconds of (bytes, calls): reduce, gather before use, and optimizer step."""
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
     for each in _with_buckets(run.collectives(accumulation), run.parameters, setup, ran):
         if each.group_size <= 1:

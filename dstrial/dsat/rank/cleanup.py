@@ -106,7 +106,7 @@ class ProcessState:
             vars(hooks).get(name, {}).clear()
 
     def _end_groups(self) -> None:
-        """End the groups that were made since; an engine clones the world's, and makes others for hpZ, MoE or tensors."""
+        """End groups made since: clones of the world's, and those of hpZ, MoE or tensors."""
         process.release_groups()
         # In the order in which they were made, which is the same on all ranks.
         for group in [group for group in process_groups() if group not in self._groups]:

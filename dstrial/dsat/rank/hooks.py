@@ -15,7 +15,7 @@ from deepspeed import DeepSpeedEngine, PipelineEngine
 
 
 class EngineListener(Protocol):
-    """What hears of the engines. Every method is called on all ranks that run an engine."""
+    """Hears of the engines. All ranks with an engine call every method."""
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
         """Make one call of an engine and return what it returns.

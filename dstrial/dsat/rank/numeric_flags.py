@@ -1,7 +1,4 @@
-"""How torch computes here: precision, kernels, determinism.
-
-To be put back after a configuration.
-"""
+"""Put torch's precision, kernels and determinism back after a configuration."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ KNOBS: tuple[Knob, ...] = (
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return the values of a knob that may differ for a model: of those above its number of parameters only the first.
+    """Return values that may differ for a model; above its parameters only the first.
 
     Args:
         knob: the knob.

@@ -11,7 +11,7 @@ from dstrial.dsat.space.knobs import ZERO
 
 
 def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
-    """Remove from a config what a stage does not read, and offloading that is switched off."""
+    """Remove keys that a stage does not read, and offloading that is switched off."""
     zero = merged.get(ZERO)
     if isinstance(zero, dict):
         for key in zero_keys_without_effect(stage):
@@ -42,7 +42,7 @@ def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return settings in the order of their paths, with a neutral value for what the user's own config has and a stage refuses.
+    """Return sorted settings, neutral where a stage refuses the user's own value.
 
     Args:
         settings: (dotted path, value) pairs.
@@ -64,7 +64,7 @@ def with_neutral_values(
 
 
 def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
-    """Say why DeepSpeed would refuse a config, or which of its candidate's settings has no effect; None if it is legal.
+    """Say why a candidate is refused or which setting has no effect; None if legal.
 
     Args:
         found: the check of the candidate's config.

@@ -55,7 +55,7 @@ class Incumbent:
 
 
 def drift_between(before: Measured, again: Measured) -> float:
-    """Return how much slower the machine has become, as a ratio of latencies; 1.0 within the intervals."""
+    """Return the ratio of latencies if the machine slowed; 1.0 within the intervals."""
     first, second = before.value("latency"), again.value("latency")
     if not first or not second:
         return 1.0
@@ -65,7 +65,7 @@ def drift_between(before: Measured, again: Measured) -> float:
 
 
 def without_drift(measured: Measured, drift: float) -> Measured:
-    """Return what would have been measured had the machine not become slower by ``drift``; says so as ``drift``."""
+    """Return a measurement as without the slowdown ``drift``, which it then names."""
     metrics: Mapping[str, float] = measured.metrics
     corrected = {
         name: value * drift if name in _RATES else value / drift if name in _TIMES else value

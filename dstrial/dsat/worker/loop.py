@@ -1,7 +1,4 @@
-"""The worker's loop on rank 0: take an order, measure it, answer.
-
-Until the search is over.
-"""
+"""The worker's loop on rank 0: take an order, measure, answer, until the end."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ def work(mailbox: Mailbox, crew: Crew, *, idle_s: float = IDLE_S) -> str:
 
 
 def _is_given_up(mailbox: Mailbox) -> bool:
-    """Say whether nobody waits for a measurement any more, or its slots are wanted back: both before it ends."""
+    """Say whether a measurement is to end early: nobody waits, or slots are wanted."""
     return mailbox.should_stop() or mailbox.book().results is not None
 
 
@@ -101,7 +98,7 @@ def _measured(
 
 
 def _without_extras(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters that ask for the configuration's measurement only, not for that of the machine."""
+    """Return hyperparameters that measure the configuration, not the machine."""
     asked = {
         name: value for name, value in (hparams.get(SETTINGS_KEY) or {}).items() if name != BENCHMARK_KEY
     }
