@@ -9,8 +9,7 @@ from typing import Any
 from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import BatchSplit, value_at
 from dstrial.dsat.predictor.zero_features import Setup
-from dstrial.dsat.space.knobs import KNOBS, ZERO, Knob, useful_values
-from dstrial.dsat.space.live_config import width_of
+from dstrial.dsat.space.knobs import KNOBS, ZERO, Knob, useful_values, width_of
 from dstrial.dsat.space.space import Space, Structure
 
 _KNOWN = frozenset(knob.path for knob in KNOBS)

@@ -24,8 +24,19 @@ from dstrial.dsat.core.candidate import (
     changes_in_words,
     value_at,
 )
-from dstrial.dsat.space.knobs import ALL_STAGES, ZERO, Knob, legal_stages, live_knobs, useful_values
-from dstrial.dsat.space.live_config import drop_dead_keys, live_zero, refusal, width_of, with_neutral_values
+from dstrial.dsat.space.knobs import (
+    ALL_STAGES,
+    ZERO,
+    Knob,
+    drop_dead_keys,
+    legal_stages,
+    live_knobs,
+    live_zero,
+    refusal,
+    useful_values,
+    width_of,
+    with_neutral_values,
+)
 from dstrial.dsat.space.pipeline import (
     divided_anew,
     efficiency,
