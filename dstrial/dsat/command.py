@@ -15,7 +15,7 @@ from pathlib import Path
 from dstrial.dsat.backends import LateBackend
 from dstrial.dsat.config import SearchSettings, read_settings, with_parallel
 from dstrial.dsat.core.journal import SearchEnd, SearchRecord
-from dstrial.dsat.core.result import TrialResult, best_of
+from dstrial.dsat.core.outcome import TrialResult, best_of
 from dstrial.dsat.driver.disk_full import NO_ROOM
 from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.driver.dry_runs import gather_inputs, on_one_device, target_here

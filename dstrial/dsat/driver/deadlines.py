@@ -8,8 +8,7 @@ from typing import Any
 
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
 from dstrial.dsat.config import SearchSettings
-from dstrial.dsat.core.outcome import Failure
-from dstrial.dsat.core.result import TrialResult, highest
+from dstrial.dsat.core.outcome import Failure, TrialResult, highest
 from dstrial.dsat.methods.base import Measure
 
 _SHORTEST_DEADLINE_S = 120.0

@@ -18,10 +18,10 @@ from dstrial.dsat.core.outcome import (
     FailureKind,
     Measured,
     Outcome,
+    TrialResult,
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.core.result import TrialResult
 from dstrial.dsat.driver.deadlines import deadline_of, longest_s, ordered_spec
 from dstrial.dsat.driver.disk_full import NO_ROOM, Room
 from dstrial.dsat.driver.normalize import doubts, judged

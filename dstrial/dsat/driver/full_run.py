@@ -17,7 +17,7 @@ from dstrial.dsat.backends import LateBackend
 from dstrial.dsat.backends.trial_spec import full_config, local_training_command
 from dstrial.dsat.config import SearchSettings
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.result import TrialResult
+from dstrial.dsat.core.outcome import TrialResult
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import write_text_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RUNS_DIR_VARIABLE, RunDirectory, RunState

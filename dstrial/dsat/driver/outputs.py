@@ -12,8 +12,7 @@ from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends.trial_spec import full_config
 from dstrial.dsat.config import SearchSettings
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.outcome import Measured
-from dstrial.dsat.core.result import TrialResult, best_of
+from dstrial.dsat.core.outcome import Measured, TrialResult, best_of
 from dstrial.dsat.methods.base import Finish, ReportFacts
 from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
 from dstrial.dsat.space.space import Space

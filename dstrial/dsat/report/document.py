@@ -7,8 +7,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.core.outcome import Failure, Measured, outcome_to_json, score, smaller_is_better
-from dstrial.dsat.core.result import TIE, TrialResult, best_of, gain
+from dstrial.dsat.core.outcome import (
+    TIE,
+    Failure,
+    Measured,
+    TrialResult,
+    best_of,
+    gain,
+    outcome_to_json,
+    score,
+    smaller_is_better,
+)
 from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.explain import (
     device_needs,

@@ -7,8 +7,16 @@ from typing import Any
 
 from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import HYPERPARAMETERS, value_at
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, score
-from dstrial.dsat.core.result import TrialResult, best_of, gain
+from dstrial.dsat.core.outcome import (
+    Failure,
+    FailureKind,
+    Measured,
+    Outcome,
+    TrialResult,
+    best_of,
+    gain,
+    score,
+)
 from dstrial.dsat.space.space import Space
 
 _PREDICTED = (

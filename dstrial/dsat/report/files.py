@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from dstrial.dsat.core.result import TrialResult
+from dstrial.dsat.core.outcome import TrialResult
 from dstrial.dsat.report import formatting, views
 from dstrial.dsat.report.document import SearchFacts, report_document
 from dstrial.dsat.report.views import Document

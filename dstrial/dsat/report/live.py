@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, score
-from dstrial.dsat.core.result import TrialResult, best_of, gain
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of, gain, score
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import UNITS, memory_bytes
 
