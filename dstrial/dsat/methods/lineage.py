@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json, score
 from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
-from dstrial.dsat.predictor.memory_formula import ModelInfo, largest_micro_batch, log_lines
+from dstrial.dsat.predictor.profiles import ModelInfo, largest_micro_batch, log_lines
 from dstrial.dsat.space.filters import Gates, Known
 from dstrial.dsat.space.knob_effects import best_proofs, trials_of_proof
 from dstrial.dsat.space.space import Space, Structure

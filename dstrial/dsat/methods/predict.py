@@ -24,9 +24,8 @@ from dstrial.dsat.methods.base import (
 from dstrial.dsat.methods.progress import explained, incumbent, incumbent_smoothed, margins, num_disappointed
 from dstrial.dsat.predictor.acquisition import Proposal, Proposals
 from dstrial.dsat.predictor.config_groups import Structures, positions, positions_near
-from dstrial.dsat.predictor.memory_formula import log_lines
 from dstrial.dsat.predictor.predictor import Forecast, Forecaster, structure_of
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.profiles import PredictInputs, log_lines
 from dstrial.dsat.predictor.step_time import TimeModel
 from dstrial.dsat.space.filters import Gates, Known
 from dstrial.dsat.space.space import Space, Structure

@@ -10,9 +10,8 @@ from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.config_groups import Structures
 from dstrial.dsat.predictor.hardware import Machine, unknown_machine
 from dstrial.dsat.predictor.memory import peak_parts
-from dstrial.dsat.predictor.memory_formula import ModelInfo
 from dstrial.dsat.predictor.memory_learner import MemoryPoint
-from dstrial.dsat.predictor.profiles import PredictInputs, closed_form
+from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs, closed_form
 from dstrial.dsat.predictor.step_parts import step_parts
 from dstrial.dsat.predictor.step_time import TimePoint
 from dstrial.dsat.predictor.zero_features import Setup

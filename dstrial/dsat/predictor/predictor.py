@@ -13,9 +13,8 @@ from dstrial.dsat.predictor.config_groups import Structures
 from dstrial.dsat.predictor.features import Described
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.predictor.memory import DeviceMemory, MemoryPrediction
-from dstrial.dsat.predictor.memory_formula import ModelInfo
 from dstrial.dsat.predictor.memory_learner import MemoryLearner, MemoryPoint
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs
 from dstrial.dsat.predictor.step_parts import PHASES
 from dstrial.dsat.predictor.step_time import TimeModel, TimePoint, TimePrediction, Timing
 from dstrial.dsat.space.space import Space, Structure
