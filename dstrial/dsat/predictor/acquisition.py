@@ -130,19 +130,30 @@ class Proposals:
             is_known = num_measured.get(group, 0) >= _KNOWN_AFTER
             risky = self._descent(positions, _SURE_ENOUGH if is_known else _MAY_FIT, time)
             promised = risky.run(begun, num_spreads)
-            if promised is None or promised.candidate in found:
-                continue
-            promised = self._forecaster.completed(promised)
-            worth = promised.gain(cost) * promised.probability_to_fit
-            if promised.probability_to_fit >= _SURE_ENOUGH and worth >= _WORTH_RISK:
-                found[promised.candidate] = Proposal(promised)
-                continue
-            stone = None if is_known else descent.stone(structure_of(promised.candidate))
-            if stone is not None:
-                found[stone.candidate] = Proposal(self._forecaster.completed(stone), promised)
-            elif promised.probability_to_fit >= _LIKELY_ENOUGH and worth >= _WORTH_LAST_RISK:
-                found[promised.candidate] = Proposal(promised, is_risk=True)
+            if promised is not None and promised.candidate not in found:
+                risk = self._risk(promised, None if is_known else descent, cost)
+                if risk is not None:
+                    found[risk.forecast.candidate] = risk
         return list(found.values())
+
+    def _risk(self, promised: Forecast, descent: _Descent | None, cost: float) -> Proposal | None:
+        """Return the measurement that a promise which may not fit is worth, or None.
+
+        Args:
+            promised: what fits less surely, memory not predicted yet.
+            descent: finds what would tell of the group's memory; None where that is known.
+            cost: of the best so far.
+        """
+        promised = self._forecaster.completed(promised)
+        worth = promised.gain(cost) * promised.probability_to_fit
+        if promised.probability_to_fit >= _SURE_ENOUGH and worth >= _WORTH_RISK:
+            return Proposal(promised)
+        stone = None if descent is None else descent.stone(structure_of(promised.candidate))
+        if stone is not None:
+            return Proposal(self._forecaster.completed(stone), promised)
+        if promised.probability_to_fit >= _LIKELY_ENOUGH and worth >= _WORTH_LAST_RISK:
+            return Proposal(promised, is_risk=True)
+        return None
 
     def _descent(self, positions: Sequence[int], fits: float, time: TimeModel) -> _Descent:
         return _Descent(self._structures, self._forecaster, self._is_allowed, positions, fits, time)

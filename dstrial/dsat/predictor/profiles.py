@@ -1,4 +1,7 @@
-"""What predictions start from: dry runs and the machine. Values only."""
+"""What predictions start from: dry runs, a machine, the guide's formula. Pure.
+
+The formula knows nothing of buckets, offload or peaks; a search starts with it and does not believe it.
+"""
 
 from __future__ import annotations
 

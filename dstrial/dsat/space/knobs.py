@@ -1,4 +1,4 @@
-"""Which DeepSpeed keys a ZeRO stage reads, and which are tried with which values. Pure.
+"""Which DeepSpeed keys a ZeRO stage reads, and which values are tried. Pure.
 
 What a value may not be combined with is no business of this table but of ``dstrial.config.check_deepspeed``.
 """
