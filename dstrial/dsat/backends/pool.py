@@ -1,6 +1,4 @@
-"""Measure trials in workers that live on from one trial to the next.
-
-An order goes out, an answer comes back; the ranks stay.
+"""Measure trials in living workers: orders go out, answers come, ranks stay.
 
 A worker is found again by a search that was killed: its orders and answers are where it left them.
 """

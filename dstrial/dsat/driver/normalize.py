@@ -1,7 +1,4 @@
-"""Make the measurements of one search comparable. Pure.
-
-All count FLOPs the same way, and an engine that trained something else than ordered is a failure.
-"""
+"""Make measurements comparable: equal FLOP counts, only what was ordered. Pure."""
 
 from __future__ import annotations
 

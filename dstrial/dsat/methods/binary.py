@@ -1,6 +1,4 @@
-"""``binary`` and ``asha``: find the largest micro batch that fits. Pure.
-
-In every random structure the range of micro batches is halved.
+"""``binary`` and ``asha``: halve the micro batches of random structures. Pure.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", methods ``binary`` and ``asha``; Li et al. 2020, "A System for
 Massively Parallel Hyperparameter Tuning", algorithm 2.

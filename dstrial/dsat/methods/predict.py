@@ -1,7 +1,4 @@
-"""``predict``: measure what may be best, until nothing is expected to be. Pure.
-
-The user's own configuration is the first.
-"""
+"""``predict``: measure the user's own, then what may be best, while any may. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``random``: random structures with random micro batches. Pure.
-
-Each gets a few trials.
+"""``random``: random structures, each with a few random micro batches. Pure.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", method ``random``.
 """

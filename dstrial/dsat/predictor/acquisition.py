@@ -1,6 +1,4 @@
-"""Propose what could be measured next, of every group. Pure.
-
-Of each group it is what the predictions make the most of.
+"""Propose the most promising candidates of every group. Pure.
 
 Groups (stage, offload, what ``--space`` names) are few, and all are looked at. Within one, knobs are changed one after the other
 as long as the bound of its time falls (coordinate descent), so that many knobs may differ at once from what was measured, and a

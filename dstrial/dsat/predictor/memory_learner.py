@@ -1,6 +1,4 @@
-"""Learn the peak memory of configurations, as distributions. Pure.
-
-From measured peaks and from out-of-memory errors.
+"""Learn distributions of peak memory from peaks and out-of-memory errors. Pure.
 
 The dry run says which bytes of tensors are alive in each phase. Measured peaks, phase by phase where they are told so, correct
 their parts; what the allocator holds beyond tensors, and what the driver takes, come on top.

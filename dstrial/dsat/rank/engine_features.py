@@ -1,7 +1,4 @@
-"""What an engine visibly is and computes: traits, FLOPs, its first micro batch.
-
-By the traits a search proves that a knob has changed something.
-"""
+"""An engine's traits, which prove a knob's effect, FLOPs and first micro batch."""
 
 from __future__ import annotations
 

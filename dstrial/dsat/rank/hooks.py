@@ -1,6 +1,4 @@
-"""Watch the engines of this rank.
-
-DeepSpeed's forward, backward and step tell a listener.
+"""Let DeepSpeed's forward, backward and step on this rank tell a listener.
 
 The only place where DeepSpeed's classes are replaced for measuring; everything is put back at the end.
 """

@@ -1,6 +1,4 @@
-"""Describe a DeepSpeedTrial without training it.
-
-Its own construction and steps run inside a dry run.
+"""Dry-run a DeepSpeedTrial's own construction and steps, without training it.
 
 Construction runs for real, so that data may be read as usual, but parameters keep their shapes only and
 ``deepspeed.initialize`` answers with a stand-in. The training loader gives its first batches, and the largest of them lends

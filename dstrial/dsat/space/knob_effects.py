@@ -1,6 +1,4 @@
-"""Whether a knob of ``--space`` has changed anything. Pure.
-
-Two measurements that differ in nothing else are compared.
+"""Compare measurements that differ in one knob of ``--space`` only. Pure.
 
 What DeepSpeed reads of its own keys is known from the rules. What a trial makes of a hyperparameter is not, so its values
 have to prove themselves: by what the engine is (``dstrial.dsat.rank.engine_features``), what a micro batch computes and keeps, or

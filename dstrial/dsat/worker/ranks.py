@@ -1,7 +1,4 @@
-"""All ranks of a worker, as the chief sees them.
-
-One measurement at a time, and new ranks where the old cannot go on.
-"""
+"""Run one measurement at a time on a worker's ranks, which are renewed if needed."""
 
 from __future__ import annotations
 

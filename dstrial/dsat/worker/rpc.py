@@ -1,6 +1,4 @@
-"""Lines of JSON between the chief and the guardians.
-
-There is one connection each, which tells at once when a side has gone.
+"""Lines of JSON between the chief and each guardian, until a side has gone.
 
 On one machine both ends ask the kernel whose process the other one is. Every line carries a tag of the job's secret, for its
 place in its direction of its connection, so that no other machine can say or repeat anything.

@@ -1,7 +1,4 @@
-"""Where a worker reads its orders and leaves its answers.
-
-Files of this machine, or the worker's own experiment on a master, which may be away for a while.
-"""
+"""Read orders and leave answers: in files, or on a master that may be away."""
 
 from __future__ import annotations
 
