@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from dstrial.config import merge_deepspeed
 from dstrial.dsat.core.candidate import BatchSplit, Candidate
-from dstrial.dsat.core.outcome import Failure, Measured, Outcome
-from dstrial.dsat.core.result import TIE, gain
+from dstrial.dsat.core.outcome import TIE, Failure, Measured, Outcome, gain
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import (
     Action,

@@ -1,7 +1,4 @@
-"""Run dsat as ``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``.
-
-The command that users of ``determined.pytorch.dsat`` know.
-"""
+"""Run dsat as ``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``."""
 
 from __future__ import annotations
 

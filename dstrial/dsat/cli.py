@@ -1,7 +1,4 @@
-"""The command line of dsat. Parses, and does nothing else.
-
-Every flag of ``determined.pytorch.dsat``, and ours.
-"""
+"""Parse dsat's command line: the flags of ``determined.pytorch.dsat``, and ours."""
 
 from __future__ import annotations
 
@@ -242,7 +239,7 @@ def _add_sample_batch(add: Callable[..., None]) -> None:
 
 
 def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """Return a function that adds an option in both spellings, with dashes and with underscores."""
+    """Return a function that adds an option spelled with dashes and underscores."""
 
     def add(*flags: str, **options: Any) -> None:
         spelled = list(flags)

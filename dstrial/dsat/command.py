@@ -15,7 +15,7 @@ from pathlib import Path
 from dstrial.dsat.backends import LateBackend
 from dstrial.dsat.config import SearchSettings, read_settings, with_parallel
 from dstrial.dsat.core.journal import SearchEnd, SearchRecord
-from dstrial.dsat.core.result import TrialResult, best_of
+from dstrial.dsat.core.outcome import TrialResult, best_of
 from dstrial.dsat.driver.disk_full import NO_ROOM
 from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.driver.dry_runs import gather_inputs, on_one_device, target_here
@@ -116,7 +116,7 @@ def _search(settings: SearchSettings) -> int:
 
 @contextlib.contextmanager
 def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
-    """Let the block be ended by a request to stop, because it leaves nothing half done.
+    """Let a stop request end the block, because it leaves nothing half done.
 
     Raises:
         KeyboardInterrupt: the request has come.
@@ -137,7 +137,7 @@ def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
 
 
 def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: LateBackend) -> int:
-    """Return how many trials run at the same time: the first answer of a search holds, so that it can be replayed."""
+    """Return how many trials run at once; a replay needs the search's first answer."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
@@ -153,7 +153,7 @@ def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: LateB
 
 
 def _inputs(settings: SearchSettings, record: SearchRecord, backend: LateBackend) -> PredictInputs:
-    """Return what ``predict`` starts from: what is on record, else what is found out now and put there."""
+    """Return what ``predict`` starts from: from the record, else found and recorded."""
     for event in record.events():
         if event["event"] == "inputs":
             return PredictInputs.from_json(event)

@@ -73,7 +73,7 @@ def _method_names() -> tuple[str, ...]:
 
 
 def _argument_defaults() -> Mapping[str, Any]:
-    """Return flag without its dashes -> default; where methods differ, that of ``predict``."""
+    """Return flag without dashes -> default; that of ``predict`` where methods differ."""
     from dstrial.dsat.cli import build_parser
 
     found: dict[str, Any] = {}
@@ -85,14 +85,14 @@ def _argument_defaults() -> Mapping[str, Any]:
 
 
 def _results_experiment() -> Mapping[str, Any]:
-    """Return what is submitted beside the trials: here the experiment whose checkpoint holds the results of launched trials."""
+    """Return what goes with launched trials: the experiment that keeps their results."""
     from dstrial.dsat.backends.trial_spec import RESULTS_EXPERIMENT
 
     return RESULTS_EXPERIMENT
 
 
 def _zero_search_space() -> Mapping[int, Mapping[str, tuple[Any, ...]]]:
-    """Return ZeRO stage -> key below ``zero_optimization`` -> values that are tried; each stage with all of its keys."""
+    """Return ZeRO stage -> key below ``zero_optimization`` -> values; no key left out."""
     from dstrial.dsat.space.knobs import ALL_STAGES, ZERO, live_knobs
 
     return MappingProxyType(
@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
 def get_ds_config_from_hparams(
     hparams: Mapping[str, Any], base_dir: str | os.PathLike[str] = "."
 ) -> dict[str, Any]:
-    """Return the DeepSpeed config that hyperparameters name, with their overwrites merged into it.
+    """Return the DeepSpeed config that hyperparameters name and overwrite.
 
     Args:
         hparams: hyperparameters of the trial: ``deepspeed_config``, the path of a JSON file or its content, and, if

@@ -135,7 +135,7 @@ def experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> lis
 
 
 def values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems for paths of ``--space`` of which no value can be tried, and warnings for single values."""
+    """Report ``--space`` paths without a legal value; warn of single illegal values."""
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():
@@ -162,7 +162,7 @@ def values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem
 
 
 def accepted(flags: SearchFlags) -> list[str]:
-    """Return warnings of flags that are accepted and have no effect, or one that a person has to know of."""
+    """Return warnings of flags without effect, or that a person has to know of."""
     warnings = []
     instead = {
         "search_runner_config": f"pool, labels, workspace and project of what it submits are those of {flags.config_path}",
@@ -183,7 +183,7 @@ def accepted(flags: SearchFlags) -> list[str]:
 
 
 def _named_in_entrypoint(experiment: ExperimentConfig) -> list[str]:
-    """Return what follows ``--deepspeed`` and ``--deepspeed_config`` in the entrypoint; nothing for a bare flag."""
+    """Return the file after ``--deepspeed`` or ``--deepspeed_config``, none if bare."""
     given = experiment.entrypoint
     words = shlex.split(given) if isinstance(given, str) else list(given or [])
     found = []
@@ -199,7 +199,7 @@ def _named_in_entrypoint(experiment: ExperimentConfig) -> list[str]:
 
 
 def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Read ``--space FILE``: a YAML or JSON mapping of dotted paths to lists of values.
+    """Read ``--space FILE``: YAML or JSON, dotted paths to lists of values.
 
     Args:
         path: the file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,13 @@ SIZES = ParallelDims(8)
 
 
 def space(base: dict[str, Any] | None = None, **arguments: Any) -> Space:
-    return Space(base or BASE, SIZES, **arguments)
+    # A space changes in nothing but what it has checked before, so that all searches may have the same.
+    return _plain_space() if base is None and not arguments else Space(base or BASE, SIZES, **arguments)
+
+
+@functools.cache
+def _plain_space() -> Space:
+    return Space(BASE, SIZES)
 
 
 def surface(candidate: Candidate) -> Outcome:

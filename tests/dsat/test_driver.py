@@ -19,8 +19,7 @@ from dstrial.dsat.cli import build_parser, flags_of
 from dstrial.dsat.config import SearchSettings, read_settings, with_parallel
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchEnd, SearchRecord
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
-from dstrial.dsat.core.result import TrialResult, best_of
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.report.live import summary

@@ -17,7 +17,7 @@ import yaml
 
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
 from dstrial.dsat.space.knob_effects import PROBES
-from dstrial.dsat.worker.drift import Incumbent, drift_between, without_drift
+from dstrial.dsat.worker.loop import Incumbent, drift_between, without_drift
 from dstrial.dsat.worker.messages import Answer, Order, OrderBook
 from dstrial.dsat.worker.transport import (
     ANSWERS_NAME,

@@ -17,10 +17,9 @@ from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, measures
 from dstrial.dsat.predictor.config_groups import Structures, positions
 from dstrial.dsat.predictor.hardware import DEVICES, METRIC_PREFIX, nominal_machine
-from dstrial.dsat.predictor.memory_formula import ModelInfo
 from dstrial.dsat.predictor.plan import headline, make_plan, parse_bytes
 from dstrial.dsat.predictor.predictor import structure_of
-from dstrial.dsat.predictor.profiles import PredictInputs, closed_form
+from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs, closed_form
 from dstrial.dsat.space.filters import Gates, needs_no_less_memory
 
 INFO = ModelInfo(1.3e9, 1.3e9, 1.1e9, None)

@@ -16,8 +16,7 @@ from rich.console import Console
 from surfaces import play, space, surface
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.core.result import TrialResult
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, TrialResult
 from dstrial.dsat.methods.base import Measure, ReportFacts
 from dstrial.dsat.report import SearchFacts, formatting, report_document, write_report
 from dstrial.dsat.report.live import LiveTable

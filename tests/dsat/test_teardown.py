@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dstrial.dsat.rank.numeric_flags import NumericFlags
+from dstrial.dsat.rank.cleanup import NumericFlags
 from dstrial.testing.ranks import run_function
 
 

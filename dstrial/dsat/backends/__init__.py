@@ -1,7 +1,4 @@
-"""Where measuring trials run, chosen by a search's settings.
-
-On this machine without a master, or as experiments of a master; in a worker that lives on, or launched one by one.
-"""
+"""Where trials run: here or on a master, in a worker or launched one by one."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class LateBackend:
         return self._backend
 
     def master(self) -> MasterBackend:
-        """Return what talks to the master, whether trials are launched there or measured by a worker.
+        """Return the backend that talks to the master: it launches trials or runs workers.
 
         Raises:
             DstrialError: there is no master.
@@ -65,7 +62,7 @@ class LateBackend:
         return self._master
 
     def _made(self) -> Backend:
-        """A trial class is measured by a worker; a script has to be launched anew for every configuration."""
+        """Workers measure a trial class; a script is launched anew for each configuration."""
         settings = self._settings
         has_worker = settings.trial is not None and not settings.flags.no_worker
         if settings.flags.local:

@@ -36,7 +36,7 @@ class Backend(Protocol):
 
     @property
     def num_parallel(self) -> int:
-        """How many trials can run at the same time without disturbing each other; at least 1."""
+        """How many trials can run at once without disturbing each other; at least 1."""
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         """Start a trial, or find the one of this label that was started before.
@@ -51,19 +51,19 @@ class Backend(Protocol):
         """
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take back a trial that an earlier process of this search has started; False if it is lost."""
+        """Take back a trial that an earlier process started; False if it is lost."""
 
     def poll(self) -> list[Ended]:
         """Return the trials that have ended since the last call."""
 
     def running_s(self, trial_id: int) -> float:
-        """Return how long a trial has been running on its slots, seconds; 0 while it waits for them."""
+        """Return for how many seconds a trial has had its slots; 0 while it waits."""
 
     def kill(self, trial_id: int) -> None:
         """End a trial at once and forget it."""
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Take that the search is over; what still runs is ended, here or by :meth:`close`.
+        """Take that the search is over; this or :meth:`close` ends what still runs.
 
         Args:
             results: its files, name -> text, to be kept beside the trials where there is a place for them.

@@ -1,7 +1,4 @@
-"""Measure trials as experiments of a master, through Determined's client.
-
-Each is an ordinary ``single`` experiment.
-"""
+"""Measure trials as ``single`` experiments, through Determined's client."""
 
 from __future__ import annotations
 
@@ -159,7 +156,7 @@ class MasterBackend:
             self.kill_experiment(submitted.experiment)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Submit an experiment without slots that keeps the search's files; trials that were launched one by one have ended."""
+        """Submit an experiment without slots that keeps the files, once trials have ended."""
         if self._search_id is None or "best_ds_config.json" not in results:
             return
         spec = results_config(self._settings, self._search_id)
@@ -181,7 +178,7 @@ class MasterBackend:
             self.kill(trial_id)
 
     def create_full_experiment(self, config: Mapping[str, Any], search_id: str) -> int:
-        """Submit the experiment with the best configuration, once for each search; returns its number."""
+        """Submit the best configuration, once for each search; return its number."""
         label = f"dsat-{search_id}-full"
         labels = [*(str(one) for one in config.get("labels") or []), label]
         found = self.insist(lambda: self.find(label))
@@ -201,7 +198,7 @@ class MasterBackend:
             return None
 
     def create(self, config: dict[str, Any], label: str) -> Experiment:
-        """Submit an experiment; one whose answer was lost because the master died is not submitted twice."""
+        """Submit an experiment, but not twice if the master died before it answered."""
         before = {one.id for one in self.insist(lambda: self._labelled(label))}
         is_repeated = False
 
@@ -219,7 +216,7 @@ class MasterBackend:
         return self.insist(submit)
 
     def find(self, label: str) -> Experiment | None:
-        """Return the newest experiment of a label; what was cancelled, by an interrupted search for example, does not count."""
+        """Return the newest experiment of a label that was not canceled."""
         ours = [one for one in self._labelled(label) if one.state not in _GONE]
         return max(ours, key=lambda one: int(one.id), default=None)
 
@@ -280,7 +277,9 @@ class MasterBackend:
 
 
 def of_pool(agents: Sequence[bindings.v1Agent], pool: str) -> list[bindings.v1Agent]:
-    """Return the agents on which an experiment may run; all of them where it names no pool, or one that none has said to be in.
+    """Return the agents of an experiment's pool; all of them if it names none.
+
+    An agent that has not named its pool counts for every pool.
 
     Args:
         agents: of the master.

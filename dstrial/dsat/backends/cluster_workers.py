@@ -1,7 +1,4 @@
-"""Run workers as ``single`` experiments of a master.
-
-Orders are in the experiment's notes, answers in its metrics.
-"""
+"""Run workers as experiments: orders are in notes, answers in metrics."""
 
 from __future__ import annotations
 
@@ -127,7 +124,7 @@ class MasterPlace:
             self._master.kill_experiment(seen.experiment)
 
     def _poll(self, worker: int) -> None:
-        """Ask for state and answers, at most twice a second; the state first, so that no answer is missed."""
+        """Ask for state, then answers (none is missed so), at most twice a second."""
         seen = self._seen[worker]
         if seen.is_ended or time.monotonic() < seen.next_poll_s:
             return

@@ -1,7 +1,4 @@
-"""Read from a master's experiment how its trial is doing.
-
-Whether it has its slots, and how it has ended.
-"""
+"""Read whether an experiment's trial has its slots, and how it has ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Measure trials as processes of this machine, without a master.
-
-They are started through ``dstrial.launch``.
-"""
+"""Measure trials as ``dstrial.launch`` processes here, without a master."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ _REPEATABLE = (
 
 
 class LocalBackend:
-    """Starts one launcher per trial, in the context directory, with its output in a file.
+    """Starts a launcher per trial in the context directory; its output is in a file.
 
     A launcher leads a session of its own. It survives a killed search, which finds it again by the process id in the
     trial's directory and the result file in that process's environment.
@@ -74,7 +71,7 @@ class LocalBackend:
         return f"this machine, {self._settings.num_slots} rank(s) per trial, without a master"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Start a launcher, unless that of an earlier process of this search is there or has left a result."""
+        """Start a launcher, unless an earlier one still runs or has left a result."""
         if self.adopt(spec, {}):
             return {"pid": self._running[spec.trial_id].pid}
         directory = self._record.trial_path(spec.trial_id)
@@ -96,7 +93,7 @@ class LocalBackend:
         return {"pid": running.pid}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take back a launcher that still runs, or one that has left a result or an error that another try would have too."""
+        """Take back a launcher that runs, has a result, or an error that would recur."""
         del handle
         directory = self._record.trial_path(spec.trial_id)
         running = found(directory, f"{RESULT_VARIABLE}={_result_path(directory)}")
@@ -180,7 +177,7 @@ class LocalPlace:
         return {"pid": running.pid}
 
     def begin(self, worker: int) -> dict[str, Any]:
-        """Start a launcher of guardians; what an earlier worker of this number has left is moved aside."""
+        """Start a launcher of supervisors; move aside what an earlier worker has left."""
         directory = self._record.worker_path(worker)
         if directory.exists():
             number = 1
@@ -259,7 +256,7 @@ def _has_failed(directory: Path) -> bool:
 
 
 def _last_written_s(directory: Path) -> float:
-    """Return when a trial has last written its output or its result, seconds since the epoch."""
+    """Return when a trial last wrote output or result, seconds since the epoch."""
     paths = (directory / "output.log", _result_path(directory))
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 

@@ -1,6 +1,4 @@
-"""Measure trials in workers that live on from one trial to the next.
-
-An order goes out, an answer comes back; the ranks stay.
+"""Measure trials in living workers: orders go out, answers come, ranks stay.
 
 A worker is found again by a search that was killed: its orders and answers are where it left them.
 """
@@ -55,7 +53,7 @@ class Place(Protocol):
         """How many workers do not disturb each other."""
 
     def find(self, worker: int) -> dict[str, Any] | None:
-        """Return what names a worker that an earlier process of this search has started and that lives; None without."""
+        """Return what names a worker of an earlier process that still lives; None without."""
 
     def begin(self, worker: int) -> dict[str, Any]:
         """Start a worker; returns what names it, JSON values."""
@@ -97,7 +95,7 @@ class _Worker:
 
 
 class WorkerBackend:
-    """Hands each trial to a worker that has nothing to do, and starts workers as they are needed.
+    """Hands each trial to an idle worker, and starts workers as they are needed.
 
     Args:
         settings: of the search.
@@ -207,7 +205,7 @@ class WorkerBackend:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _take_leave(self, worker: _Worker, gone: Gone) -> list[Ended]:
-        """Order again, once, what a worker took with it: whatever ended it need not be the configuration's fault."""
+        """Order a lost worker's trial again, once: the configuration may be innocent."""
         del self._workers[worker.number]
         ended = []
         again = []

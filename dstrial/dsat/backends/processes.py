@@ -1,7 +1,4 @@
-"""A launcher as a child that outlives its parent.
-
-Its process id is on disk before it starts, and by that it is found again.
-"""
+"""A launcher that outlives its parent, and is found by its process id on disk."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Launched:
 
     @property
     def exit_code(self) -> int | None:
-        """The launcher's exit status; -1 for one that is not our child and has ended, None while it runs."""
+        """The exit status; -1 for an ended launcher not our child, None while it runs."""
         if self.process is not None:
             return self.process.poll()
         return None if is_marked(self.pid, self.mark) else -1
@@ -100,7 +97,7 @@ def launch(
 
 
 def found(directory: Path, mark: str) -> Launched | None:
-    """Return the launcher that was last started in a directory, living or not; None if there was none.
+    """Return the launcher last started in a directory, living or not; None without.
 
     Args:
         directory: that ``launch`` was given.

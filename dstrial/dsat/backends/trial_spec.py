@@ -74,7 +74,7 @@ class TrialSpec:
 def measuring_spec(
     settings: SearchSettings, candidate: Candidate, trial_id: int, search_id: str
 ) -> TrialSpec:
-    """Return what is submitted to measure a candidate: one ordinary ``single`` experiment that is never restarted."""
+    """Return the ``single`` experiment without restarts that measures a candidate."""
     config = copy.deepcopy(settings.written)
     for key in _OF_TRAINING:
         config.pop(key, None)
@@ -110,7 +110,7 @@ def measuring_spec(
 
 
 def worker_config(settings: SearchSettings, worker: int, search_id: str) -> TrialSpec:
-    """Return what is submitted to have a living worker: one ordinary ``single`` experiment that is never restarted.
+    """Return the ``single`` experiment without restarts in which a worker lives.
 
     Args:
         settings: of the search.
@@ -139,7 +139,7 @@ def worker_config(settings: SearchSettings, worker: int, search_id: str) -> Tria
 
 
 def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
-    """Return what is submitted to keep the results of launched trials in a checkpoint: a ``single`` experiment without slots."""
+    """Return the ``single`` experiment without slots whose checkpoint keeps results."""
     written = copy.deepcopy(settings.written)
     label = f"dsat-{search_id}-results"
     runner = copy.deepcopy(dict(RESULTS_EXPERIMENT))
@@ -160,7 +160,7 @@ def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
 
 
 def worker_command(settings: SearchSettings, config_path: str, mailbox: str, python: str) -> list[str]:
-    """Return the command of a worker on this machine, to be started in the context directory."""
+    """Return the command of a local worker, to be started in the context directory."""
     assert settings.trial is not None
     where = ["--config", config_path, "--context-dir", "."]
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
@@ -168,7 +168,7 @@ def worker_command(settings: SearchSettings, config_path: str, mailbox: str, pyt
 
 
 def full_config(settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
-    """Return the user's experiment config with the best configuration in it; nothing of autotuning."""
+    """Return the experiment config with the best configuration, without autotuning."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
     return _with_stages(config, settings, candidate)
@@ -183,7 +183,7 @@ def _with_stages(config: dict[str, Any], settings: SearchSettings, candidate: Ca
 
 
 def local_command(settings: SearchSettings, config_path: str, python: str) -> list[str]:
-    """Return the command that runs a measuring trial on this machine, to be started in the context directory."""
+    """Return a local measuring trial's command, to start in the context directory."""
     if settings.trial is None:
         return local_training_command(settings, config_path, python)
     where = ["--config", config_path, "--context-dir", "."]
@@ -192,7 +192,7 @@ def local_command(settings: SearchSettings, config_path: str, python: str) -> li
 
 
 def local_training_command(settings: SearchSettings, config_path: str, python: str) -> list[str]:
-    """Return the command that trains an experiment config on this machine, to be started in the context directory."""
+    """Return a local training's command, to start in the context directory."""
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
     if settings.trial is not None:
@@ -210,7 +210,7 @@ def _measuring_entrypoint(settings: SearchSettings) -> Any:
 
 
 def script_words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    """Return the script and its arguments, without the interpreter and a launcher before them."""
+    """Return the script and its arguments, without interpreter and launcher."""
     words = shlex.split(entrypoint) if isinstance(entrypoint, str) else list(entrypoint or [])
     for idx in range(len(words) - 1):
         if words[idx] == "-m" and words[idx + 1] in _LAUNCH_MODULES:
@@ -224,7 +224,7 @@ def script_words(entrypoint: str | Sequence[str] | None) -> list[str]:
 
 
 def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    """Return the script or ``-m MODULE``, and its arguments: ``script_words`` without a ``python`` before them."""
+    """Return the script or ``-m MODULE``, and its arguments, without ``python``."""
     words = script_words(entrypoint)
     return words[1:] if len(words) > 1 and Path(words[0]).name.startswith("python") else words
 
@@ -239,7 +239,7 @@ def _hyperparameters(settings: SearchSettings, candidate: Candidate) -> dict[str
 
 
 def _concrete(settings: SearchSettings, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters as a trial reads them: constants that are written ``{type: const}`` as their values."""
+    """Return hyperparameters as a trial reads them: ``{type: const}`` as its value."""
     values = copy.deepcopy(settings.experiment.hyperparameters)
     return layered(
         values,

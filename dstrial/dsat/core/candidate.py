@@ -44,7 +44,7 @@ class Candidate:
     is_own: bool = False
 
     def overwrite(self) -> dict[str, Any]:
-        """Return what has to be merged over DeepSpeed's JSON; nothing but the batch for the user's own."""
+        """Return what to merge over DeepSpeed's JSON; of the user's own only the batch."""
         result: dict[str, Any] = {
             "train_batch_size": self.batch.train_batch_size,
             "train_micro_batch_size_per_gpu": self.batch.micro_batch_size,
@@ -97,7 +97,7 @@ def set_path(target: dict[str, Any], path: str, value: Any) -> None:
 
 
 def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two overwrites into one, key by key at every depth; unlike a config's, a ``None`` stays, to delete later."""
+    """Merge two overwrites at every depth; unlike a config's, ``None`` stays."""
     result = dict(below)
     for key, value in above.items():
         known = result.get(key)
@@ -109,7 +109,7 @@ def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return what mappings within mappings have at a dotted path; None where nothing is."""
+    """Return the value at a dotted path of nested mappings; None where nothing is."""
     for part in path.split("."):
         config = config.get(part) if isinstance(config, Mapping) else None
     return config
@@ -118,7 +118,7 @@ def value_at(config: Any, path: str) -> Any:
 def changes_in_words(
     candidate: Candidate, effective: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> list[str]:
-    """Return, for a person, the settings of a candidate that differ from the user's own configuration.
+    """Return a candidate's changes to the user's own configuration, for a person.
 
     Args:
         candidate: whose settings.
@@ -156,6 +156,10 @@ class Ladder:
         self._accumulation = accumulation
         per_replica = (train_batch_size or 0) // replicas
         self._divisors = tuple(size for size in range(1, per_replica + 1) if per_replica % size == 0)
+        self._splits = tuple(
+            BatchSplit(micro, (train_batch_size or 0) // (micro * replicas), train_batch_size or 0)
+            for micro in self._divisors
+        )
 
     @property
     def is_free(self) -> bool:
@@ -172,11 +176,10 @@ class Ladder:
         if self._train_batch_size is None:
             micro = position + 1
             return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
-        micro = self._divisors[position]
-        return BatchSplit(micro, self._train_batch_size // (micro * self._replicas), self._train_batch_size)
+        return self._splits[position]
 
     def position(self, micro_batch_size: float) -> int:
-        """Return the position of the largest micro batch that is not above a size; 0 if all are."""
+        """Return the position of the largest micro batch up to a size; 0 without one."""
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
         below = [position for position, size in enumerate(self._divisors) if size <= micro_batch_size]

@@ -94,7 +94,9 @@ class SearchRecord:
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
-        """Return the newest search of these settings in a directory or those that ``--fresh`` put beside it, else a new one.
+        """Return the newest search of these settings in a directory, else a new one.
+
+        Searches that ``--fresh`` put beside it count, too.
 
         Args:
             output: the directory that was asked for.
@@ -202,7 +204,7 @@ class SearchEnd:
 
 
 def is_final(event: Mapping[str, Any], budget_s: float | None) -> bool:
-    """Say whether an end on record holds: one for a spent budget does not where more is given now.
+    """Say whether an end on record holds; a spent budget may have grown.
 
     Args:
         event: of the end.

@@ -8,8 +8,7 @@ from typing import Any
 
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
 from dstrial.dsat.config import SearchSettings
-from dstrial.dsat.core.outcome import Failure
-from dstrial.dsat.core.result import TrialResult, highest
+from dstrial.dsat.core.outcome import Failure, TrialResult, highest
 from dstrial.dsat.methods.base import Measure
 
 _SHORTEST_DEADLINE_S = 120.0
@@ -20,7 +19,7 @@ _SLACK_FACTOR = 2.0
 
 
 def deadline_of(measure: Measure, trials: Sequence[TrialResult], trial_timeout_s: float) -> float:
-    """Return how long a trial may run: five times what is expected, or ``--trial-timeout`` where nothing is.
+    """Return a trial's limit: 5 times what is expected, else ``--trial-timeout``.
 
     Expected is what was predicted, or the longest of the trials that have measured something. At least two minutes,
     because ranks may have to be started first, and one that is ended too early is lost to the search.

@@ -1,7 +1,4 @@
-"""What of a search waits while a disk is full.
-
-Events wait until they can be written, trials until there is room for what they write.
-"""
+"""While a disk is full: events wait to be written, trials wait for room."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ class Room:
             time.sleep(self._poll_s)
 
     def is_cause_of(self, failure: Failure) -> bool:
-        """Say whether a trial failed because a disk is full, which says nothing about its configuration."""
+        """Say whether a full disk, not the configuration, made a trial fail."""
         if failure.kind is FailureKind.NO_ROOM:
             return True
         if failure.kind.is_out_of_memory or failure.kind is FailureKind.CANCELED:

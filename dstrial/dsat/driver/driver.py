@@ -1,7 +1,4 @@
-"""Run a search: ask the method, run trials, record everything first.
-
-Nothing is acted on before it is on record.
-"""
+"""Run a search: ask the method, run trials, act only on what is on record."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from dstrial.dsat.core.outcome import (
     FailureKind,
     Measured,
     Outcome,
+    TrialResult,
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.core.result import TrialResult
 from dstrial.dsat.driver.deadlines import deadline_of, longest_s, ordered_spec
 from dstrial.dsat.driver.disk_full import NO_ROOM, Room
 from dstrial.dsat.driver.normalize import doubts, judged
@@ -115,7 +112,7 @@ class Driver:
         return SearchEnd(end.reason, True, end.is_failure)
 
     def _clear(self, handles: dict[int, dict[str, Any]]) -> None:
-        """End what the search still has running, and keep its files there; once, also if it was killed before it could."""
+        """End what still runs and keep the files there; once, even after a kill."""
         if self._backend is None:
             try:
                 self._backend = self._make_backend()
@@ -163,7 +160,7 @@ class Driver:
     # ---- what happens ----------------------------------------------------------------------------
 
     def _replay(self) -> dict[int, dict[str, Any]]:
-        """Bring the method to where the record ends; returns the handles of trials that were running."""
+        """Replay the record to the method; return the handles of trials that were running."""
         events = self._record.events()
         self._apply(self._method.start(), is_replay=True)
         handles: dict[int, dict[str, Any]] = {}
@@ -266,7 +263,7 @@ class Driver:
         return [one.outcome for one in self.trials.values() if isinstance(one.outcome, Measured)]
 
     def _finish(self, finish: Finish, *, is_replay: bool = False, budget_s: float | None = None) -> None:
-        """End the search; in a replay the end follows from the last result, whether it is on record or not."""
+        """End the search; a replay does so after the last result, recorded end or not."""
         self._end = finish
         if not is_replay:
             fields = {"reason": finish.reason, "is_failure": finish.is_failure, "budget_s": budget_s}
@@ -287,7 +284,7 @@ class Driver:
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
-        """Return how long a trial may run; see :func:`dstrial.dsat.driver.deadlines.deadline_of`."""
+        """Return how long a trial may run; see ``deadlines.deadline_of``."""
         return deadline_of(measure, list(self.trials.values()), self._settings.flags.trial_timeout)
 
     def _write_files(self) -> None:

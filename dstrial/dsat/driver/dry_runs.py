@@ -1,7 +1,4 @@
-"""Gather the dry runs that ``predict`` starts from. Imports no torch.
-
-Every kind of structure of a space is dry-run, in processes of its own.
-"""
+"""Dry-run every kind of structure in processes of its own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def gather_inputs(
 
 
 def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
-    """Return how the FLOPs that were counted compare with what is known of transformers; nothing without tokens.
+    """Compare counted FLOPs with the rule for transformers; no notes without tokens.
 
     Args:
         runs: of one model; the first that tells is believed.
@@ -196,7 +193,7 @@ def _by_real_batch(
     target: Target,
     until_s: float,
 ) -> PredictInputs:
-    """Train one real batch of each kind of structure, one after the other; the user's own first."""
+    """Train one real batch of each kind of structure in turn; the user's own first."""
     error = DryRunError("unsupported", next(iter(failed.failures.values())))
     reason = why_real(error)
     runs: dict[str, DryRunResult] = {}
@@ -233,7 +230,7 @@ def _first_line(failures: Mapping[str, str]) -> str:
 def on_one_device(
     settings: SearchSettings, *, capacity_bytes: int, deadline_s: float = _DEADLINE_S
 ) -> list[tuple[str, DryRunResult]]:
-    """Dry-run the user's model on a single device: as it is, and with everything offloaded that can be.
+    """Dry-run the model on a single device: as it is, and with all it can offload.
 
     Args:
         settings: of the search.
@@ -258,7 +255,7 @@ def on_one_device(
 
 
 def target_here(environment: Mapping[str, str]) -> Target:
-    """Say what kind of device ranks on this machine have, without importing what would take it.
+    """Name the device kind of local ranks, without imports that would take it.
 
     Args:
         environment: of this process.

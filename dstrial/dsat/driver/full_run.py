@@ -1,7 +1,4 @@
-"""Train with the best configuration (``--run-full-experiment``).
-
-On this machine to its end; on a master as an experiment.
-"""
+"""Train the best configuration (``--run-full-experiment``), here or on a master."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from dstrial.dsat.backends import LateBackend
 from dstrial.dsat.backends.trial_spec import full_config, local_training_command
 from dstrial.dsat.config import SearchSettings
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.result import TrialResult
+from dstrial.dsat.core.outcome import TrialResult
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import write_text_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RUNS_DIR_VARIABLE, RunDirectory, RunState
@@ -37,7 +34,7 @@ def run_full(
     signals: list[signal.Signals],
     tell: Callable[[str], None],
 ) -> int:
-    """Train the experiment with the best configuration; on this machine to its end, on a master it is submitted.
+    """Train the best configuration to its end here, or submit it to a master.
 
     Args:
         settings: of the search.
@@ -96,7 +93,7 @@ def _train_here(
 
 
 def _going_on(runs: Path) -> dict[str, str]:
-    """Return the variables with which the newest full run that has a checkpoint goes on from it; none without one."""
+    """Return the variables that resume the newest full run with a checkpoint, or none."""
     for record in sorted(runs.glob("*/*/run.json"), reverse=True):
         if newest_checkpoint(RunDirectory.open(record.parent).checkpoints_path) is not None:
             return {RUN_DIR_VARIABLE: str(record.parent), RESUME_VARIABLE: "latest"}
@@ -104,7 +101,7 @@ def _going_on(runs: Path) -> dict[str, str]:
 
 
 def _trained(runs: Path) -> Path | None:
-    """Return the directory of a full experiment that was trained to its end on this machine; None if there is none."""
+    """Return the directory of a full local run that ended; None if there is none."""
     found = (Path(record).parent for record in sorted(runs.glob("*/*/run.json")))
     return next(
         (path for path in found if RunDirectory.open(path).read_record().state is RunState.COMPLETED), None

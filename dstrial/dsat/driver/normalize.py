@@ -1,7 +1,4 @@
-"""Make the measurements of one search comparable. Pure.
-
-All count FLOPs the same way, and an engine that trained something else than ordered is a failure.
-"""
+"""Make measurements comparable: equal FLOP counts, only what was ordered. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def with_model_flops(
     flops_per_record: float | None = None,
     num_replicas: int = 1,
 ) -> Measured:
-    """Return a measurement whose ``FLOPS_per_gpu`` is that of the one model which a search trains.
+    """Return a measurement with ``FLOPS_per_gpu`` of the search's one model.
 
     A model has one number of FLOPs per record, however it is trained, so that at equal throughput all configurations have equal
     ``FLOPS_per_gpu``: what was counted in the first measurement holds for all, else what was counted without one, else a rule.
@@ -63,7 +60,7 @@ def with_model_flops(
 
 
 def doubts(measured: Measured, first: Measured) -> list[str]:
-    """Return what a person should know of the ``FLOPS_per_gpu`` of a measurement, as sentences.
+    """Return caveats about the ``FLOPS_per_gpu`` of a measurement, as sentences.
 
     Args:
         measured: of :func:`with_model_flops`.
@@ -78,7 +75,7 @@ def doubts(measured: Measured, first: Measured) -> list[str]:
 
 
 def unlike_ordered(measured: Measured, candidate: Candidate) -> Failure | None:
-    """Return the error of training code whose engine trains with other batches or another ZeRO stage than it was told.
+    """Return the error of code that trains another batch or ZeRO stage than ordered.
 
     What several engines were built with is not compared: only one of them may be meant.
 
@@ -117,7 +114,7 @@ def judged(
     flops_per_record: float | None,
     num_replicas: int,
 ) -> Outcome:
-    """Return a measurement as one that can be compared with the others, or why it cannot.
+    """Return a measurement comparable with the others, or why it is not.
 
     Args:
         outcome: of a trial; anything but a measurement stays as it is.

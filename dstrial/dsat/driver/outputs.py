@@ -1,7 +1,4 @@
-"""The files that a search leaves: results, best experiment, report.
-
-That a disk is full is told, and ends nothing.
-"""
+"""Write a search's results, best experiment and report; a full disk ends nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends.trial_spec import full_config
 from dstrial.dsat.config import SearchSettings
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.outcome import Measured
-from dstrial.dsat.core.result import TrialResult, best_of
+from dstrial.dsat.core.outcome import Measured, TrialResult, best_of
 from dstrial.dsat.methods.base import Finish, ReportFacts
 from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
 from dstrial.dsat.space.space import Space
@@ -38,7 +34,7 @@ class SearchFiles:
         self._tell = tell
 
     def write(self, snapshot: Mapping[str, Any], trials: Sequence[TrialResult]) -> None:
-        """Write the method's snapshot, the results so far, and the experiment of the best one."""
+        """Write the method's snapshot, the results, and the best one's experiment."""
         try:
             self._record.write_snapshot(snapshot)
             best = write_results(self._record, self._settings.space, trials, self._settings.flags.metric)
@@ -82,7 +78,7 @@ class SearchFiles:
             self._tell(f"the report cannot be written ({error}); expected room on the disk")
 
     def read(self) -> dict[str, str]:
-        """Return what outlasts the search where its trials ran: name -> text of the files that exist."""
+        """Return the files that outlast the search and exist: name -> text."""
         kept = (
             self._record.best_config_path,
             self._record.best_metrics_path,

@@ -1,7 +1,4 @@
-"""The search methods of dsat, in one table.
-
-All else that has to know them reads it.
-"""
+"""The table of dsat's search methods, which all else reads."""
 
 from __future__ import annotations
 

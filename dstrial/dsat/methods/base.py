@@ -63,7 +63,7 @@ Action: TypeAlias = Measure | Skip | Note | Finish
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportFacts:
-    """What a method knows beyond the measurements, as JSON values; all empty for one that predicts nothing.
+    """What a method knows beyond measurements, as JSON; empty if it does not predict.
 
     Attributes:
         forecasts: trial -> what was predicted of it before it was measured.
@@ -92,7 +92,7 @@ class SearchMethod(Protocol):
         """Take how a measurement ended."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON values, for people and other tools; a search is resumed by replaying its results."""
+        """Return the state as JSON for people and tools; a resume replays results instead."""
 
     def report_facts(self) -> ReportFacts:
         """Return what a report says beyond the measurements."""
@@ -157,7 +157,7 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """All that the rest of dsat knows of a method; a module declares one, and the package lists it.
+    """What dsat knows of a method; its module declares it, the package lists it.
 
     Attributes:
         name: on the command line and on record.

@@ -1,6 +1,4 @@
-"""``binary`` and ``asha``: find the largest micro batch that fits. Pure.
-
-In every random structure the range of micro batches is halved.
+"""``binary`` and ``asha``: halve the micro batches of random structures. Pure.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", methods ``binary`` and ``asha``; Li et al. 2020, "A System for
 Massively Parallel Hyperparameter Tuning", algorithm 2.
@@ -41,7 +39,7 @@ class AshaSearch(BinarySearch):
     """
 
     def choose(self) -> Lineage:
-        """Go on in an incomplete rung, else promote the best of a rung, else begin a lineage."""
+        """Go on in an incomplete rung, else promote a rung's best, else begin a lineage."""
         waiting = [lineage for lineage in self.lineages if not lineage.is_closed and not lineage.is_open]
         incomplete = [lineage for lineage in waiting if not self.is_complete(lineage)]
         if incomplete:

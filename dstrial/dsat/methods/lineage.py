@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json, score
 from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
-from dstrial.dsat.predictor.memory_formula import ModelInfo, largest_micro_batch, log_lines
+from dstrial.dsat.predictor.profiles import ModelInfo, largest_micro_batch, log_lines
 from dstrial.dsat.space.filters import Gates, Known
 from dstrial.dsat.space.knob_effects import best_proofs, trials_of_proof
 from dstrial.dsat.space.space import Space, Structure
@@ -92,7 +92,7 @@ class LineageMethod(abc.ABC):
 
     @abc.abstractmethod
     def choose(self) -> Lineage:
-        """Return the lineage of the next trial, one that is neither closed nor open; may begin a new one."""
+        """Return the next trial's lineage, neither closed nor open; may begin a new one."""
 
     @abc.abstractmethod
     def position(self, lineage: Lineage) -> int:
@@ -100,10 +100,10 @@ class LineageMethod(abc.ABC):
 
     @abc.abstractmethod
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range after a step, whose score is None if it did not fit, or close it."""
+        """Narrow a lineage's range by a score, None if it did not fit, or close it."""
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the range of a new lineage: all, up to the first guess at the largest micro batch."""
+        """Return a new lineage's range: up to the first guess at the largest micro batch."""
         return 0, self.ceiling(stage)
 
     def why(self, lineage: Lineage) -> str:
@@ -199,7 +199,7 @@ class LineageMethod(abc.ABC):
         return self.space.stages[self.random.integer_below(len(self.space.stages))]
 
     def narrow(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Halve a range around a position, as binary search does; a guess that proved too low is raised."""
+        """Halve a range around a position by binary search; raise too low a guess."""
         if value is None:
             lineage.high = position - 1
         else:
@@ -223,7 +223,7 @@ class LineageMethod(abc.ABC):
             self._num_since_best += 1
 
     def _first(self, outcome: Outcome) -> list[Action]:
-        """Begin with what the user's own configuration, or its smallest micro batch, tells about the model."""
+        """Begin with what the user's own, or its smallest micro batch, tells of the model."""
         if isinstance(outcome, Measured):
             self.info = ModelInfo.from_measured(outcome)
             notes: list[Action] = []
@@ -293,7 +293,7 @@ class LineageMethod(abc.ABC):
             self.learn(lineage, position, value)
 
     def _proved(self, candidate: Candidate) -> list[Action]:
-        """Tell what the user's own configuration with one knob changed has shown of that knob."""
+        """Say what a trial with one changed knob has shown of that knob."""
         found = best_proofs(self.space, [(one.candidate, one.outcome) for one in self.known.values()])
         paths = {path for path, _ in candidate.settings}
         return [Note(str(proof)) for proof in found if proof.path in paths]

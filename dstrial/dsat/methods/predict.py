@@ -1,7 +1,4 @@
-"""``predict``: measure what may be best, until nothing is expected to be. Pure.
-
-The user's own configuration is the first.
-"""
+"""``predict``: measure the user's own, then what may be best, while any may. Pure."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ from dstrial.dsat.methods.base import (
 from dstrial.dsat.methods.progress import explained, incumbent, incumbent_smoothed, margins, num_disappointed
 from dstrial.dsat.predictor.acquisition import Proposal, Proposals
 from dstrial.dsat.predictor.config_groups import Structures, positions, positions_near
-from dstrial.dsat.predictor.memory_formula import log_lines
 from dstrial.dsat.predictor.predictor import Forecast, Forecaster, structure_of
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.profiles import PredictInputs, log_lines
 from dstrial.dsat.predictor.step_time import TimeModel
 from dstrial.dsat.space.filters import Gates, Known
 from dstrial.dsat.space.space import Space, Structure
@@ -45,7 +41,7 @@ _NEED_SMALLEST = "You may need to specify a configuration which can successfully
 
 
 class PredictSearch:
-    """Measures what is expected to gain most over the best so far, learns, and stops when nothing is expected to gain much.
+    """Measures what should gain most over the best, until gains are small.
 
     Args:
         space: what is searched.
@@ -126,7 +122,7 @@ class PredictSearch:
         }
 
     def report_facts(self) -> ReportFacts:
-        """Return what was predicted, and what that says of the own and the best configuration."""
+        """Return predictions, and what they say of the own and the best configuration."""
         best = self.incumbent()
         return ReportFacts(
             forecasts=dict(self._forecasts),
@@ -216,7 +212,7 @@ class PredictSearch:
                 actions.append(Skip(forecast.candidate, verdict.reason))
 
     def _ranked(self, best: tuple[Candidate, float] | None, time: TimeModel) -> list[tuple[Forecast, float]]:
-        """Return what could be measured next and what it is expected to gain, the most promising first."""
+        """Return candidates and their expected gains, the most promising first."""
         measured = [known.candidate for known in self.known.values() if isinstance(known.outcome, Measured)]
 
         def found(fits: float, num_spreads: float) -> list[Proposal]:
@@ -270,7 +266,7 @@ class PredictSearch:
     def _without_forecast(
         self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]
     ) -> Measure | None:
-        """Where nothing can be predicted: try the user's structure with the smallest micro batch, once."""
+        """Try the user's structure with the smallest micro batch, without predictions."""
         smallest = self.space.smallest()
         is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
         if best is not None or is_open or not is_smaller or len(self.known) > 1:

@@ -32,7 +32,7 @@ def incumbent(known: Mapping[int, Known], forecaster: Forecaster) -> tuple[Candi
 
 
 def incumbent_smoothed(known: Mapping[int, Known], forecaster: Forecaster) -> tuple[Candidate, float] | None:
-    """Return the best measured configuration and its cost as all measurements together have it.
+    """Return the best measured configuration and its cost by all measurements.
 
     The best of many measurements is in part the luckiest one.
 
@@ -48,7 +48,7 @@ def incumbent_smoothed(known: Mapping[int, Known], forecaster: Forecaster) -> tu
 
 
 def num_disappointed(order: Sequence[int], known: Mapping[int, Known], forecaster: Forecaster) -> int:
-    """Return how many of the last measurements in a row were not better than all before them by more than 1 %.
+    """Return how many last measurements in a row beat all before by 1 % at most.
 
     Args:
         order: trials in the order in which they ended.
@@ -71,7 +71,7 @@ def num_disappointed(order: Sequence[int], known: Mapping[int, Known], forecaste
 def explained(
     known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
 ) -> dict[int, dict[str, float]]:
-    """Return trial -> where its step's time goes, of the own and the best one, as all measurements together have it.
+    """Return trial -> parts of its step time, by all measurements, of own and best.
 
     Args:
         known: trial -> what was or is being measured.
@@ -89,7 +89,9 @@ def explained(
 def margins(
     known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
 ) -> list[dict[str, Any]]:
-    """Return what a device lacks for larger micro batches of the own and the best one; its own too where that ran out.
+    """Return the bytes that larger micro batches of the own and the best one lack.
+
+    If the own one ran out of memory, its own size counts as well.
 
     Args:
         known: trial -> what was or is being measured.

@@ -1,6 +1,4 @@
-"""``random``: random structures with random micro batches. Pure.
-
-Each gets a few trials.
+"""``random``: random structures, each with a few random micro batches. Pure.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", method ``random``.
 """
@@ -63,7 +61,7 @@ class RandomSearch(LineageMethod):
         return lineage.low + sum(self.random.integer_below(2) for _ in range(coins))
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Raise the lower end above a success, doubling the range where nothing is left; lower the upper end."""
+        """Move the lower end above a success, doubling a spent range, or the upper end."""
         if value is None:
             lineage.is_closed = position <= lineage.low
             lineage.high = max(position - 1, lineage.low)

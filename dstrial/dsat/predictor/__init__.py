@@ -1,1 +1,1 @@
-"""What a trial will take: dry runs read, step time and memory predicted, the next candidates proposed."""
+"""Predicts trials: reads dry runs, predicts time and memory, proposes candidates."""

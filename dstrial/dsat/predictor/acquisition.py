@@ -1,6 +1,4 @@
-"""Propose what could be measured next, of every group. Pure.
-
-Of each group it is what the predictions make the most of.
+"""Propose the most promising candidates of every group. Pure.
 
 Groups (stage, offload, what ``--space`` names) are few, and all are looked at. Within one, knobs are changed one after the other
 as long as the bound of its time falls (coordinate descent), so that many knobs may differ at once from what was measured, and a
@@ -52,7 +50,7 @@ class Proposal:
     is_risk: bool = False
 
     def gain(self, cost: float) -> float:
-        """Return by which share it, or what follows from it, is expected to be better than a cost."""
+        """Return the expected gain over a cost, its own or of what may follow from it."""
         gain = self.forecast.gain(cost) * self.forecast.probability_to_fit
         if self.promised is None:
             return gain
@@ -130,19 +128,30 @@ class Proposals:
             is_known = num_measured.get(group, 0) >= _KNOWN_AFTER
             risky = self._descent(positions, _SURE_ENOUGH if is_known else _MAY_FIT, time)
             promised = risky.run(begun, num_spreads)
-            if promised is None or promised.candidate in found:
-                continue
-            promised = self._forecaster.completed(promised)
-            worth = promised.gain(cost) * promised.probability_to_fit
-            if promised.probability_to_fit >= _SURE_ENOUGH and worth >= _WORTH_RISK:
-                found[promised.candidate] = Proposal(promised)
-                continue
-            stone = None if is_known else descent.stone(structure_of(promised.candidate))
-            if stone is not None:
-                found[stone.candidate] = Proposal(self._forecaster.completed(stone), promised)
-            elif promised.probability_to_fit >= _LIKELY_ENOUGH and worth >= _WORTH_LAST_RISK:
-                found[promised.candidate] = Proposal(promised, is_risk=True)
+            if promised is not None and promised.candidate not in found:
+                risk = self._risk(promised, None if is_known else descent, cost)
+                if risk is not None:
+                    found[risk.forecast.candidate] = risk
         return list(found.values())
+
+    def _risk(self, promised: Forecast, descent: _Descent | None, cost: float) -> Proposal | None:
+        """Return the measurement that a promise which may not fit is worth, or None.
+
+        Args:
+            promised: what fits less surely, memory not predicted yet.
+            descent: finds what would tell of the group's memory; None where that is known.
+            cost: of the best so far.
+        """
+        promised = self._forecaster.completed(promised)
+        worth = promised.gain(cost) * promised.probability_to_fit
+        if promised.probability_to_fit >= _SURE_ENOUGH and worth >= _WORTH_RISK:
+            return Proposal(promised)
+        stone = None if descent is None else descent.stone(structure_of(promised.candidate))
+        if stone is not None:
+            return Proposal(self._forecaster.completed(stone), promised)
+        if promised.probability_to_fit >= _LIKELY_ENOUGH and worth >= _WORTH_LAST_RISK:
+            return Proposal(promised, is_risk=True)
+        return None
 
     def _descent(self, positions: Sequence[int], fits: float, time: TimeModel) -> _Descent:
         return _Descent(self._structures, self._forecaster, self._is_allowed, positions, fits, time)
@@ -167,7 +176,7 @@ class _Descent:
         self._seen: dict[Candidate, Forecast] = {}
 
     def run(self, starts: Sequence[Structure], num_spreads: float) -> Forecast | None:
-        """Return what has the least bound of all that may be measured, from the best of some starts on."""
+        """Descend from the best start; return the least bound that may be measured."""
         begun = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
         if not begun:
             return None
@@ -188,7 +197,7 @@ class _Descent:
         return min(begun, key=lambda one: one.bound(num_spreads)) if begun else None
 
     def stone(self, structure: Structure) -> Forecast | None:
-        """Return a structure with the largest micro batch that fits and may be measured; None if there is none."""
+        """Return a structure's largest fitting micro batch that may be measured, or None."""
         start = self._start(structure)
         for place in range(-1 if start is None else start[1], -1, -1):
             candidate = self._space.candidate(structure, self._positions[place])
@@ -197,7 +206,7 @@ class _Descent:
         return None
 
     def _start(self, structure: Structure) -> tuple[Forecast, int] | None:
-        """Return a structure with the largest micro batch that fits, and at which of the positions that is."""
+        """Return a structure with its largest fitting micro batch, and the place of that."""
         if not self._structures.is_legal(structure):
             return None
         low, high = -1, len(self._positions) - 1
@@ -215,7 +224,7 @@ class _Descent:
     def _move(
         self, at: Forecast, place: int, num_spreads: float, best: Forecast | None
     ) -> tuple[Forecast, int] | None:
-        """Return the best change of one knob, the micro batch beside it if need be; None if there is none.
+        """Return the best change of one knob, maybe with the micro batch; None without.
 
         Without anything that may be measured so far, that which costs least does.
         """

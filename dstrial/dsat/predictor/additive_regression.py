@@ -153,7 +153,7 @@ class SumModel:
         measured: _Floats,
         noise: _Floats,
     ) -> tuple[_Fitted, _Floats, float]:
-        """Return the fit for one scale of the effects, by rounds of Gauss-Newton, and its log likelihood."""
+        """Fit at one scale of effects by Gauss-Newton; return fit and log likelihood."""
         effects = scale**2 * (features @ features.T)
         factors, doubled = self._prior.copy(), noise.copy()
         for number in range(_ROUNDS):

@@ -1,7 +1,4 @@
-"""Which structures are considered, and which of them are dry-run. Pure.
-
-And what follows from these for the others.
-"""
+"""Which structures are considered, and which dry run speaks for each. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import Any
 from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import BatchSplit, value_at
 from dstrial.dsat.predictor.zero_features import Setup
-from dstrial.dsat.space.knobs import KNOBS, ZERO, Knob, useful_values
-from dstrial.dsat.space.live_config import width_of
+from dstrial.dsat.space.knobs import KNOBS, ZERO, Knob, useful_values, width_of
 from dstrial.dsat.space.space import Space, Structure
 
 _KNOWN = frozenset(knob.path for knob in KNOBS)
@@ -55,7 +51,7 @@ class Structures:
         return Structure(self.space.own_stage, ())
 
     def bases(self) -> list[Structure]:
-        """Return the legal structures that differ in what changes most: stage, offload, overlap, and ``--space``.
+        """Return the legal structures that differ in stage, offload, overlap, ``--space``.
 
         The user's own is the first.
         """
@@ -80,7 +76,7 @@ class Structures:
         return self._bases
 
     def neighbours(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the legal structures that differ from one in one knob, and are not the same to DeepSpeed.
+        """Return the legal structures with one other knob that differ to DeepSpeed.
 
         Args:
             structure: which.
@@ -106,10 +102,16 @@ class Structures:
     def effective(self, structure: Structure) -> Mapping[str, Any]:
         """Return a structure's DeepSpeed config with all defaults in it."""
         if structure not in self._effective:
-            candidate = self.space.candidate(structure, 0)
-            config = self.space.base if structure == self.own else self.space.config(candidate)
-            self._effective[structure] = check_deepspeed(config, self.space.sizes, auto="warning").effective
+            self._effective[structure] = self._new_effective(structure)
         return self._effective[structure]
+
+    def _new_effective(self, structure: Structure) -> dict[str, Any]:
+        if structure == self.own:
+            return self._own_effective
+        candidate = self.space.candidate(structure, 0)
+        if self.space.sizes_of(candidate) == self.space.sizes:
+            return self.space.checked(candidate).effective
+        return check_deepspeed(self.space.config(candidate), self.space.sizes, auto="warning").effective
 
     def setup(self, structure: Structure) -> Setup:
         """Return what of a structure decides where time and memory go."""
@@ -132,14 +134,14 @@ class Structures:
         return self._frames[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Say whether DeepSpeed would take a structure, and all of its settings do something."""
+        """Say whether DeepSpeed takes a structure and all of its settings have effect."""
         frame = self.frame(structure)
         if frame not in self._legal:
             self._legal[frame] = self.space.illegal(self.space.candidate(frame, 0)) is None
         return self._legal[frame]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
-        """Return what of a structure changes most: stage, what is on the host, and what ``--space`` names."""
+        """Return what changes most: stage, what is on the host, keys of ``--space``."""
         if structure not in self._groups:
             self._groups[structure] = (*self.setup(structure).group, self.extras(structure))
         return self._groups[structure]
@@ -155,7 +157,7 @@ class Structures:
         )
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the structures of the same group that differ from one in one knob, legal or not.
+        """Return the structures of the group that differ in one knob, legal or not.
 
         Args:
             structure: which.
@@ -174,7 +176,7 @@ class Structures:
         return found
 
     def changed(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
-        """Return the known settings of a structure that differ from the user's own configuration."""
+        """Return the known settings that differ from the user's own configuration."""
         if structure not in self._changed:
             self._changed[structure] = self._new_changed(structure)
         return self._changed[structure]
@@ -187,7 +189,7 @@ class Structures:
         )
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the name of the dry run that a structure needs; others of the same name differ in buckets and the like."""
+        """Return the name of a structure's dry run, equal whatever buckets and the like."""
         known = self._keys.get((structure, is_accumulating))
         if known is None:
             setup = self.setup(structure)
@@ -197,7 +199,7 @@ class Structures:
         return known
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
-        """Return run key -> the structure that is dry-run for it, and whether it accumulates."""
+        """Return run key -> the structure to dry-run for it, and whether it accumulates."""
         splits = [self.space.ladder.split(position) for position in (0, self.space.ladder.last)]
         kinds = sorted({split.accumulation > 1 for split in splits}, reverse=True)
         found: dict[str, tuple[Structure, bool]] = {}
@@ -208,7 +210,7 @@ class Structures:
         return found
 
     def ran(self, structure: Structure, *, is_accumulating: bool) -> Structure:
-        """Return the structure whose dry run speaks for another one; itself if there is none."""
+        """Return the structure whose dry run speaks for another, or itself without one."""
         if self._ran is None:
             self._ran = {key: one for key, (one, _) in self.representatives().items()}
         return self._ran.get(self.run_key(structure, is_accumulating=is_accumulating), structure)
@@ -241,7 +243,7 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return the positions of the ladder up to 8 times the largest micro batch that has run, or the user's own.
+    """Return ladder positions up to 8 times the largest micro batch run, or the own.
 
     Args:
         space: what is searched.

@@ -1,7 +1,4 @@
-"""Requests for dry runs of a trial or a script. Imports no torch.
-
-With fake tensors, or by one real batch where the code needs values.
-"""
+"""Request dry runs, fake or with one real batch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -85,7 +82,7 @@ def script_request(
     trusts_code: bool = False,
     device_bytes: int | None = None,
 ) -> DryRunRequest:
-    """Return the request of a script's dry run: it runs until its engine gets its first batch.
+    """Return a script's dry run request: run until its engine gets the first batch.
 
     Args:
         words: the script, or ``-m`` and a module, and its arguments.
@@ -118,7 +115,7 @@ def script_request(
 
 
 def as_real(request: DryRunRequest) -> DryRunRequest:
-    """Return the request for one real batch, on the machine at hand, of what was asked with fake tensors."""
+    """Return a request for one real batch on this machine in place of fake tensors."""
     # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
     options = {**request.options, "is_real": True}
     return dataclasses.replace(request, options=options, is_real=True, target="cpu")

@@ -1,18 +1,17 @@
-"""Features of configurations, from which time and memory are predicted. Pure.
-
-They come from dry runs, or from the first measurement.
-"""
+"""Features for predictions, from dry runs or the first measurement. Pure."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.config_groups import Structures
 from dstrial.dsat.predictor.hardware import Machine, unknown_machine
 from dstrial.dsat.predictor.memory import peak_parts
-from dstrial.dsat.predictor.memory_formula import ModelInfo
 from dstrial.dsat.predictor.memory_learner import MemoryPoint
-from dstrial.dsat.predictor.profiles import PredictInputs, closed_form
+from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs, closed_form
 from dstrial.dsat.predictor.step_parts import step_parts
 from dstrial.dsat.predictor.step_time import TimePoint
 from dstrial.dsat.predictor.zero_features import Setup
@@ -21,7 +20,7 @@ from dstrial.engine.dryrun.values import DryRunResult
 
 
 class Described:
-    """Tells of every configuration where its time and its memory go, before any correction.
+    """Says where a configuration's time and memory go, before any correction.
 
     Args:
         structures: of the space that is searched.
@@ -33,7 +32,9 @@ class Described:
         self.info: ModelInfo | None = None
         self.machine: Machine | None = inputs.machine
         self._flops_per_record = 0.0
-        self._formulas: dict[tuple[Structure, bool], DryRunResult] = {}
+        self._unknown_machine = unknown_machine(structures.space.replicas, is_cpu=inputs.is_cpu)
+        self._formulas: dict[tuple[Any, ...], DryRunResult] = {}
+        self._views: dict[tuple[int, tuple[tuple[str, Any], ...], bool], _View] = {}
         self._times: dict[Candidate, TimePoint | None] = {}
         self._memories: dict[Candidate, MemoryPoint | None] = {}
 
@@ -46,7 +47,7 @@ class Described:
         return None if self.info is None else self.info.num_params
 
     def learn(self, measured: Measured, candidate: Candidate) -> bool:
-        """Take what the first measurement tells about model and machine; return whether points have changed."""
+        """Take model and machine from the first measurement; say whether points changed."""
         is_news = False
         machine = Machine.from_metrics(measured.metrics)
         if machine is not None and self.machine is None:
@@ -60,25 +61,14 @@ class Described:
             is_news = is_news or self.info is not None
         if is_news:
             self._formulas.clear()
+            self._views.clear()
             self._times.clear()
             self._memories.clear()
         return is_news
 
     def run(self, candidate: Candidate) -> DryRunResult | None:
-        """Return the dry run of a configuration, or what the first measurement tells instead; None before that."""
-        known = self._inputs.runs.get(self._key(candidate))
-        if known is not None or self.info is None:
-            return known
-        structure, is_accumulating = _structure(candidate), candidate.batch.accumulation > 1
-        key = (structure, is_accumulating)
-        if key not in self._formulas:
-            self._formulas[key] = closed_form(
-                self.info,
-                self._structures.setup(structure),
-                flops_per_record=self._flops_per_record,
-                is_accumulating=is_accumulating,
-            )
-        return self._formulas[key]
+        """Return the dry run, else what the first measurement says; None before that."""
+        return self._view(candidate).run
 
     def time_point(self, candidate: Candidate) -> TimePoint | None:
         """Return where a configuration's time goes; None if nothing is known of it."""
@@ -95,58 +85,87 @@ class Described:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _new_time_point(self, candidate: Candidate) -> TimePoint | None:
-        run = self.run(candidate)
-        if run is None:
+        view, batch = self._view(candidate), candidate.batch
+        if view.run is None:
             return None
-        structures, structure, batch = self._structures, _structure(candidate), candidate.batch
-        setup, ran = self._setups(candidate, structure)
-        space = structures.space
-        machine = self.machine or unknown_machine(space.replicas, is_cpu=self._inputs.is_cpu)
         parts = step_parts(
-            run,
-            machine,
-            setup,
-            ran,
+            view.run,
+            self.machine or self._unknown_machine,
+            view.setup,
+            view.ran,
             micro_batch_size=batch.micro_batch_size,
             accumulation=batch.accumulation,
         )
-        return TimePoint(
-            parts,
-            structures.group(structure),
-            structures.changed(structure),
-            batch.micro_batch_size,
-            structures.extras(structure),
-        )
+        return TimePoint(parts, view.group, view.settings, batch.micro_batch_size, view.extras)
 
     def _new_memory_point(self, candidate: Candidate) -> MemoryPoint | None:
-        run = self.run(candidate)
-        if run is None or not run.device.phases:
+        view, micro_batch_size = self._view(candidate), candidate.batch.micro_batch_size
+        if view.run is None or not view.run.device.phases:
             return None
-        structures, structure = self._structures, _structure(candidate)
-        setup, ran = self._setups(candidate, structure)
         return MemoryPoint(
-            tuple(peak_parts(run, setup, ran, candidate.batch.micro_batch_size)),
+            tuple(peak_parts(view.run, view.setup, view.ran, micro_batch_size)),
+            view.group,
+            view.settings,
+            view.extras,
+            is_formula=view.is_formula,
+            is_scattered=view.setup.stage > 0 and not view.setup.is_contiguous,
+            micro_batch_size=micro_batch_size,
+        )
+
+    def _view(self, candidate: Candidate) -> _View:
+        """Return what all micro batches of a structure share that do or do not accumulate."""
+        key = candidate.stage, candidate.settings, candidate.batch.accumulation > 1
+        if key not in self._views:
+            self._views[key] = self._new_view(
+                Structure(candidate.stage, candidate.settings), is_accumulating=key[-1]
+            )
+        return self._views[key]
+
+    def _new_view(self, structure: Structure, *, is_accumulating: bool) -> _View:
+        structures = self._structures
+        setup = ran = structures.setup(structure)
+        run = self._inputs.runs.get(structures.run_key(structure, is_accumulating=is_accumulating))
+        is_formula = run is None
+        if run is not None:
+            ran = structures.setup(structures.ran(structure, is_accumulating=is_accumulating))
+        elif self.info is not None:
+            run = self._formula(self.info, setup, is_accumulating=is_accumulating)
+        return _View(
+            run,
+            setup,
+            ran,
             structures.group(structure),
             structures.changed(structure),
             structures.extras(structure),
-            is_formula=self._key(candidate) not in self._inputs.runs,
-            is_scattered=setup.stage > 0 and not setup.is_contiguous,
-            micro_batch_size=candidate.batch.micro_batch_size,
+            is_formula=is_formula,
         )
 
-    def _setups(self, candidate: Candidate, structure: Structure) -> tuple[Setup, Setup]:
-        """Return what a structure is, and what was dry-run for it; a formula is of the structure itself."""
-        setup = self._structures.setup(structure)
-        if self._key(candidate) not in self._inputs.runs:
-            return setup, setup
-        is_accumulating = candidate.batch.accumulation > 1
-        return setup, self._structures.setup(self._structures.ran(structure, is_accumulating=is_accumulating))
-
-    def _key(self, candidate: Candidate) -> str:
-        return self._structures.run_key(
-            _structure(candidate), is_accumulating=candidate.batch.accumulation > 1
-        )
+    def _formula(self, info: ModelInfo, setup: Setup, *, is_accumulating: bool) -> DryRunResult:
+        if (setup, is_accumulating) not in self._formulas:
+            self._formulas[setup, is_accumulating] = closed_form(
+                info, setup, flops_per_record=self._flops_per_record, is_accumulating=is_accumulating
+            )
+        return self._formulas[setup, is_accumulating]
 
 
-def _structure(candidate: Candidate) -> Structure:
-    return Structure(candidate.stage, candidate.settings)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _View:
+    """What is known of a structure, whatever its micro batch.
+
+    Attributes:
+        run: its dry run, or what the first measurement tells instead; None before that.
+        setup: what it is.
+        ran: what was dry-run for it; a formula is of the structure itself.
+        group: what changes most.
+        settings: known settings that differ from the user's own.
+        extras: settings of which nothing is known.
+        is_formula: whether no dry run speaks for it.
+    """
+
+    run: DryRunResult | None
+    setup: Setup
+    ran: Setup
+    group: tuple[Any, ...]
+    settings: tuple[tuple[str, Any], ...]
+    extras: tuple[tuple[str, Any], ...]
+    is_formula: bool

@@ -1,7 +1,4 @@
-"""What a machine can do, as the numbers that step times follow from. Pure.
-
-They are measured on it, or published for a device.
-"""
+"""What a machine can do, as measured on it or published for a device. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class Machine:
     is_measured: bool = False
 
     def link(self, kind: str) -> Link:
-        """Return the link of a kind of collective; a broadcast and the like move what an all_gather moves."""
+        """Return a collective's link; a broadcast and the like move what all_gather moves."""
         known = self.collectives.get(kind) or self.collectives.get("all_gather")
         return known if known is not None else Link(0.0, math.inf)
 

@@ -56,7 +56,7 @@ class DeviceMemory:
 
     @classmethod
     def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
-        """Return ranks on a CPU, whose allocator rounds to 64 bytes; collectives in flight hold on to buffers."""
+        """Return a CPU: its allocator rounds to 64 bytes, collectives hold on to buffers."""
         return cls(capacity_bytes, waste=0.005, spread=0.03)
 
     @classmethod
@@ -146,7 +146,7 @@ class PeakParts:
 
 
 def peak_parts(run: DryRunResult, setup: Setup, ran: Setup, micro_batch_size: int) -> list[PeakParts]:
-    """Return the peaks of all phases, the greatest first, without those that are far below it.
+    """Return the phases' peaks, the greatest first, without those far below it.
 
     Args:
         run: dry run of a structure that differs in what ``Setup`` knows of, at most.
@@ -199,7 +199,7 @@ def _buckets(setup: Setup) -> Buckets:
 
 
 def _held_bytes(setup: Setup, phase: str, parameters: float) -> float:
-    """What stage 3 gathers ahead and keeps, and what stages 1 and 2 gather at once after the optimizer."""
+    """Bytes that stage 3 gathers ahead and keeps, or stages 1, 2 gather after a step."""
     width = setup.bytes_per_value
     if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):
         ahead = min(setup.prefetch_elements + 2 * parameters / _LAYERS, setup.live_elements, parameters)

@@ -1,6 +1,4 @@
-"""Learn the peak memory of configurations, as distributions. Pure.
-
-From measured peaks and from out-of-memory errors.
+"""Learn distributions of peak memory from peaks and out-of-memory errors. Pure.
 
 The dry run says which bytes of tensors are alive in each phase. Measured peaks, phase by phase where they are told so, correct
 their parts; what the allocator holds beyond tensors, and what the driver takes, come on top.
@@ -88,7 +86,7 @@ def _structure_effects(
     is_formula: bool,
     is_scattered: bool,
 ) -> Effects:
-    """Return the effects that all micro batches of a structure have in common; strings, which are hashed but once."""
+    """Return the effects that a structure's micro batches share, as cached strings."""
     effects: list[tuple[Hashable, float]] = [
         (f"group {group}", _GROUP),
         (f"structure {group} {settings} {extras}", _STRUCTURE),
@@ -107,7 +105,7 @@ _TOLD = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "
 
 
 class MemoryLearner:
-    """Predicts peaks, and learns from them; the same evidence in the same order gives the same predictions.
+    """Learns and predicts peaks; equal evidence in equal order gives equal results.
 
     Args:
         device: what is known beforehand of the devices.
@@ -151,7 +149,7 @@ class MemoryLearner:
         self._sums = None
 
     def ran_out(self, point: MemoryPoint, phase: str, capacity_bytes: float) -> None:
-        """Take that a configuration needed more than there is; the phase, if it is known, may be of the dry run or measured."""
+        """Take that a configuration ran out in a measured, dry-run or unknown phase."""
         peak = point.peak_in((*_TOLD.get(phase, ()), phase)) or (point.peaks[0] if point.peaks else None)
         if peak is not None:
             self._errors.append((point.row(peak), capacity_bytes))
@@ -161,7 +159,7 @@ class MemoryLearner:
         self._sums = None
 
     def predict(self, point: MemoryPoint) -> MemoryPrediction | None:
-        """Return the phase of a configuration that is least likely to fit; None if nothing is known of it."""
+        """Return the phase that is least likely to fit; None if nothing is known of it."""
         if not point.peaks:
             return None
         medians, spreads = self._model().predict([point.row(peak) for peak in point.peaks])
@@ -208,7 +206,7 @@ class MemoryLearner:
         return self._sums
 
     def _waste(self) -> tuple[float, float]:
-        """Return mean and spread of the logarithm of what the allocator holds over what tensors need."""
+        """Return mean and spread of the log of allocator bytes over tensor bytes."""
         prior = 1 / max(self.device.spread, 1e-6) ** 2
         own = 1 / _WASTE_NOISE**2
         weight = prior + own * len(self._wastes)

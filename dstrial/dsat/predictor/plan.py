@@ -1,7 +1,4 @@
-"""``dsat plan``: what fits and is fastest on hardware that is not here. Pure.
-
-Nothing is measured.
-"""
+"""``dsat plan``: what fits and is fastest elsewhere, without measuring. Pure."""
 
 from __future__ import annotations
 
@@ -202,7 +199,7 @@ def one_device(kind: str, memory: MemoryPrediction, device_bytes: float) -> str:
 
 
 def table_rows(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
-    """Return the cells of a table: configuration, verdict, margin, memory, throughput, largest micro batch."""
+    """Return cells: configuration, verdict, margin, memory, throughput, micro batch."""
     found: list[tuple[str, ...]] = []
     for row in rows:
         margin = row.margin_bytes / 2**30
@@ -222,7 +219,7 @@ def table_rows(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as ``80GiB``, ``24G`` or ``85899345920`` means.
+    """Return the bytes that ``80GiB``, ``24G`` or ``85899345920`` means.
 
     Raises:
         ValueError: it means none.

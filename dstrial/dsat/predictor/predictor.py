@@ -1,7 +1,4 @@
-"""Predict what configurations would measure. Pure.
-
-Time and memory of each are distributions, learned from every outcome.
-"""
+"""Predict time and memory as distributions, learned from every outcome. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from dstrial.dsat.predictor.config_groups import Structures
 from dstrial.dsat.predictor.features import Described
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.predictor.memory import DeviceMemory, MemoryPrediction
-from dstrial.dsat.predictor.memory_formula import ModelInfo
 from dstrial.dsat.predictor.memory_learner import MemoryLearner, MemoryPoint
-from dstrial.dsat.predictor.profiles import PredictInputs
+from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs
 from dstrial.dsat.predictor.step_parts import PHASES
 from dstrial.dsat.predictor.step_time import TimeModel, TimePoint, TimePrediction, Timing
 from dstrial.dsat.space.space import Space, Structure
@@ -49,11 +45,11 @@ class Forecast:
     cost_spread: float
 
     def bound(self, num_spreads: float) -> float:
-        """Return a cost that the configuration stays above, but for what lies so many spreads below its median."""
+        """Return the cost that lies so many spreads below its median."""
         return self.cost * math.exp(-num_spreads * self.cost_spread)
 
     def gain(self, cost: float) -> float:
-        """Return by which share it is expected to be better than a cost; what is worse would not be taken.
+        """Return by which share it should beat a cost; a worse one would not be taken.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
@@ -70,7 +66,7 @@ def expected_gain(ahead: float, spread: float) -> float:
 
 
 class Forecaster:
-    """Predicts, and learns from outcomes; the same outcomes in the same order give the same predictions.
+    """Predicts and learns; equal outcomes in equal order give equal predictions.
 
     Args:
         structures: of the space that is searched.
@@ -128,7 +124,7 @@ class Forecaster:
         self.time = TimeModel(self._timings())
 
     def supposing(self, candidates: Sequence[Candidate]) -> TimeModel:
-        """Return the times' model as if some configurations had measured what is predicted of them."""
+        """Return the time model as if configurations had measured their predictions."""
         points = [point for one in candidates if (point := self.described.time_point(one)) is not None]
         if not points:
             return self.time
@@ -141,7 +137,7 @@ class Forecaster:
     # ---- predicting ------------------------------------------------------------------------------
 
     def forecasts(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Forecast]:
-        """Return what is predicted of configurations; those of which nothing is known are left out."""
+        """Return predictions, without the configurations of which nothing is known."""
         return [self.completed(one) for one in self.times(candidates, time)]
 
     def times(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Forecast]:
@@ -177,14 +173,14 @@ class Forecaster:
         return self._memories[candidate]
 
     def probability_to_fit(self, candidate: Candidate) -> float:
-        """Return how probable it is that a configuration fits, with some room; 1 where nothing limits memory."""
+        """Return the probability to fit with some room; 1 where nothing limits memory."""
         if self.capacity_bytes is None:
             return 1.0
         memory = self.memory_of(candidate)
         return 1.0 if memory is None else memory.probability_to_fit(_ROOM * self.capacity_bytes)
 
     def cost(self, candidate: Candidate, outcome: Outcome) -> float | None:
-        """Return the measured cost, comparable with a forecast's; None if it was not measured."""
+        """Return the measured cost in a forecast's unit; None if it was not measured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:
@@ -196,7 +192,7 @@ class Forecaster:
         return seconds / candidate.batch.train_batch_size
 
     def explain(self, forecast: Forecast) -> dict[str, Any]:
-        """Return a forecast as JSON values, with where its time goes and what each phase needs."""
+        """Return a forecast as JSON values, with parts of its time and bytes of phases."""
         memory, point = forecast.memory, self.point(forecast.candidate)
         result: dict[str, Any] = {
             "median_s": forecast.time.median_s,
@@ -214,7 +210,7 @@ class Forecaster:
         return result
 
     def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
-        """Return the bytes left over on a device at a probability, negative for what is missing; None if unknown."""
+        """Return the bytes left at a probability, negative if missing; None if unknown."""
         memory = self.memory_of(candidate)
         if memory is None or self.capacity_bytes is None:
             return None

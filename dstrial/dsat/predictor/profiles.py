@@ -1,4 +1,7 @@
-"""What predictions start from: dry runs and the machine. Values only."""
+"""What predictions start from: dry runs, a machine, the guide's formula. Pure.
+
+The formula knows nothing of buckets, offload or peaks; a search starts with it and does not believe it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.predictor.memory_formula import ModelInfo, state_bytes
 from dstrial.dsat.predictor.step_parts import Setup
 from dstrial.dsat.predictor.zero_features import Buckets
 from dstrial.engine.dryrun.values import (
@@ -47,7 +50,7 @@ class PredictInputs:
 
     @property
     def flops_per_record(self) -> float | None:
-        """The model's FLOPs of one record on one rank, as the first dry run counts them; None without one."""
+        """The model's FLOPs per record on a rank, of the first dry run; None without one."""
         run = next(iter(self.runs.values()), None)
         return None if run is None else run.flops.model.at(_COUNTED_AT) / _COUNTED_AT
 
@@ -81,7 +84,7 @@ class PredictInputs:
 def closed_form(
     info: ModelInfo, setup: Setup, *, flops_per_record: float, is_accumulating: bool
 ) -> DryRunResult:
-    """Return what a dry run would about say, from what the first measurement tells about the model.
+    """Return about what a dry run would say, from the first measurement.
 
     Args:
         info: parameters and activations.
@@ -131,7 +134,7 @@ def closed_form(
 
 
 def _collectives(info: ModelInfo, setup: Setup) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return what the micro batches inside an accumulation send, and what the last one does."""
+    """Return what an accumulation's inner micro batches send, and what the last does."""
     if setup.replicas == 1:
         return (), ()
     width = setup.bytes_per_value
@@ -153,3 +156,91 @@ def _collectives(info: ModelInfo, setup: Setup) -> tuple[tuple[Collective, ...],
     reduce = sent("all_reduce", "reduce", num_reduces, gradients)
     gather = sent("all_gather", "gather", num_gathers, params)
     return ((reduce,) if setup.stage == 2 else ()), (reduce, gather)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the first measurement tells about the model and the device.
+
+    Attributes:
+        num_params: parameters of the whole model.
+        num_trainable_params: those that are trained.
+        activation_bytes: kept for backward per record of one micro batch; None if unknown.
+        device_bytes: memory of one device; None where there is no device but the CPU.
+    """
+
+    num_params: float
+    num_trainable_params: float
+    activation_bytes: float | None
+    device_bytes: float | None
+
+    @classmethod
+    def from_measured(cls, measured: Measured) -> ModelInfo | None:
+        """Read it from a measurement; None if that does not tell."""
+        params = measured.value("num_params")
+        if params is None:
+            return None
+        trainable = measured.value("num_trainable_params")
+        return cls(
+            params,
+            params if trainable is None else trainable,
+            measured.value("activation_bytes_per_record"),
+            measured.value("device_memory_bytes"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return dataclasses.asdict(self)
+
+
+def state_bytes(info: ModelInfo, stage: int, num_replicas: int, bytes_per_value: int) -> float:
+    """Return the bytes of parameters, gradients and optimizer state on one device.
+
+    Args:
+        info: the model.
+        stage: ZeRO stage.
+        num_replicas: ranks among which ZeRO divides.
+        bytes_per_value: 2 in half precision, when Adam keeps 12 bytes per parameter (master weight and two
+            moments), else 4 with 8 bytes.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), section 3.1.
+    """
+    optimizer = info.num_trainable_params * (12 if bytes_per_value == 2 else 8)
+    gradients = info.num_trainable_params * bytes_per_value
+    params = info.num_params * bytes_per_value
+    if stage >= 1:
+        optimizer /= num_replicas
+    if stage >= 2:
+        gradients /= num_replicas
+    if stage >= 3:
+        params /= num_replicas
+    return params + gradients + optimizer
+
+
+def largest_micro_batch(info: ModelInfo, stage: int, num_replicas: int, bytes_per_value: int) -> int | None:
+    """Return the largest micro batch that may fit, at least 1; None if unknown."""
+    if info.device_bytes is None or not info.activation_bytes:
+        return None
+    free = info.device_bytes - state_bytes(info, stage, num_replicas, bytes_per_value)
+    return max(int(free // info.activation_bytes), 1)
+
+
+def log_lines(info: ModelInfo, stages: tuple[int, ...], num_replicas: int, bytes_per_value: int) -> list[str]:
+    """Return what the guide shows after the first measurement, one line each."""
+    memory = {stage: _mib(state_bytes(info, stage, num_replicas, bytes_per_value)) for stage in stages}
+    lines = [
+        f"Model size: {info.num_params:,.0f} parameters, {info.num_trainable_params:,.0f} of them trainable",
+        f"Approx. GPU memory per stage: {memory}",
+    ]
+    if info.device_bytes is not None:
+        lines.append(f"Total GPU memory: {_mib(info.device_bytes)}")
+    if info.activation_bytes is not None:
+        lines.append(f"Approx. activation memory per example: {_mib(info.activation_bytes)}")
+    ceilings = {stage: largest_micro_batch(info, stage, num_replicas, bytes_per_value) for stage in stages}
+    if all(ceiling is not None for ceiling in ceilings.values()):
+        lines.append(f"Approx. max mbs per stage: {ceilings}")
+    return lines
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.4g} MiB"

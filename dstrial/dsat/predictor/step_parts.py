@@ -1,7 +1,4 @@
-"""Where the time of one optimizer step goes. Pure.
-
-From a dry run and what a machine can do.
-"""
+"""Split the time of one step, from a dry run and a machine. Pure."""
 
 from __future__ import annotations
 
@@ -108,31 +105,17 @@ def step_parts(
     buckets = max(math.ceil(run.parameters / max(setup.reduce_elements, 1.0)), 1)
     able = 1.0 if setup.is_overlapping else 0.0
     reduce = _Exposed.of(*reduced, hides=machine.hides, able=able * (1 - 1 / buckets), beside_s=backward_s)
-    ahead = min(max(setup.prefetch_elements * _LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
-    ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
-    spared = setup.kept_elements(run.parameters) / max(run.parameters, 1.0)
     fetched = _fetched_s(run, machine, setup, accumulation)
-    gathers, fetches = [], []
-    for each_s, kept in ((forward_s, 0.0), (backward_s, spared)):
-        moved, called = (0.5 * (1 - kept) * seconds for seconds in gathered)
-        fetched_s = 0.5 * (1 - kept) * fetched
-        gathers.append(_Exposed.of(moved, called, hides=machine.hides, able=ahead, beside_s=each_s))
-        fetches.append(fetched_s - min(ahead * machine.hides * fetched_s, _MOST_HIDDEN * each_s))
-
+    gathers, fetches = _gathers(run, machine, setup, gathered, fetched, (forward_s, backward_s))
     owned = run.trainable_parameters / (setup.replicas if setup.stage else 1)
     on_host = owned * setup.host_share
-    down = up = 0.0
-    if machine.host_copy_bytes_per_s is not None:
-        # Gradients go to the host, partly while others are made; weights come back.
-        often = accumulation if setup.stage >= 2 else 1
-        down = often * setup.bytes_per_value * on_host / machine.host_copy_bytes_per_s
-        down -= min(0.5 * down, _MOST_HIDDEN * backward_s)
-        up = setup.bytes_per_value * on_host / machine.host_copy_bytes_per_s
+    often = accumulation if setup.stage >= 2 else 1
+    down, up = _offload_s(machine, setup.bytes_per_value, on_host, often, backward_s)
     copies = 0.0
     if setup.stage:
         moves = _COPIED_IN if setup.is_contiguous else _COPIED_OUT
         copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s
-        copies *= accumulation if setup.stage >= 2 else 1
+        copies *= often
     unhidden = [gathers[0].unhidden_s, gathers[1].unhidden_s + reduce.unhidden_s]
     hidden_s = sum(each.hidden_s for each in (*gathers, reduce))
     phases = (
@@ -153,6 +136,38 @@ def step_parts(
     return StepParts(phases, hidden_s)
 
 
+def _gathers(
+    run: DryRunResult,
+    machine: Machine,
+    setup: Setup,
+    gathered: tuple[float, float],
+    fetched: float,
+    computing: tuple[float, float],
+) -> tuple[list[_Exposed], list[float]]:
+    """Gathers, and unhidden seconds of fetches, in forward and in backward."""
+    ahead = min(max(setup.prefetch_elements * _LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
+    ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
+    spared = setup.kept_elements(run.parameters) / max(run.parameters, 1.0)
+    gathers, fetches = [], []
+    for each_s, kept in zip(computing, (0.0, spared), strict=True):
+        moved, called = (0.5 * (1 - kept) * seconds for seconds in gathered)
+        fetched_s = 0.5 * (1 - kept) * fetched
+        gathers.append(_Exposed.of(moved, called, hides=machine.hides, able=ahead, beside_s=each_s))
+        fetches.append(fetched_s - min(ahead * machine.hides * fetched_s, _MOST_HIDDEN * each_s))
+    return gathers, fetches
+
+
+def _offload_s(
+    machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
+) -> tuple[float, float]:
+    """Seconds of gradients to the host, partly hidden by backward, and weights back."""
+    if machine.host_copy_bytes_per_s is None:
+        return 0.0, 0.0
+    down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
+    down -= min(0.5 * down, _MOST_HIDDEN * backward_s)
+    return down, bytes_per_value * on_host / machine.host_copy_bytes_per_s
+
+
 def _filling(run: DryRunResult) -> float:
     """The share of one record that would fill the device."""
     tokens = 0.0 if run.tokens is None else run.tokens.per_record
@@ -167,7 +182,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Seconds of operations as such in each phase; a device works on what was started while others are being started."""
+    """Seconds of operations in each phase; a device hides what starts while it works."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -190,7 +205,7 @@ def _fetched_s(run: DryRunResult, machine: Machine, setup: Setup, accumulation: 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exposed:
-    """Seconds of communication: what nothing can hide, and of what computing could hide, what it does not and what it does."""
+    """Seconds of communication: never hidden, left unhidden, and hidden."""
 
     moved_s: float
     called_s: float
@@ -219,7 +234,7 @@ class _Exposed:
 def _calls(
     run: DryRunResult, machine: Machine, setup: Setup, ran: Setup, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Seconds that go into bytes and into calls: of gradients, of parameters before they are used, and of the optimizer step."""
+    """Seconds of (bytes, calls): reduce, gather before use, and optimizer step."""
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
     for each in _with_buckets(run.collectives(accumulation), run.parameters, setup, ran):
         if each.group_size <= 1:

@@ -69,19 +69,22 @@ class TimePoint:
         return Row(self.parts.phases[PHASES.index(phase)], (*self._effects(), own))
 
     def _effects(self) -> Effects:
-        size = self.micro_batch_size
         return (
-            (f"micro {size}", _MICRO),
-            (f"slope {self.group}", _GROUP_SLOPE * math.log2(size) / 3),
+            *_size_effects(self.group, self.micro_batch_size),
             *_structure_effects(self.group, self.settings, self.extras),
         )
+
+
+@functools.lru_cache(maxsize=65_536)
+def _size_effects(group: tuple[Any, ...], size: int) -> Effects:
+    return (f"micro {size}", _MICRO), (f"slope {group}", _GROUP_SLOPE * math.log2(size) / 3)
 
 
 @functools.lru_cache(maxsize=65_536)
 def _structure_effects(
     group: tuple[Any, ...], settings: tuple[tuple[str, Any], ...], extras: tuple[tuple[str, Any], ...]
 ) -> Effects:
-    """Return the effects that all micro batches of a structure have in common; strings, which are hashed but once."""
+    """Return the effects that a structure's micro batches share, as cached strings."""
     effects: list[tuple[Hashable, float]] = [
         (f"stage {group[0]}", _STAGE),
         (f"group {group}", _GROUP),
@@ -160,7 +163,7 @@ class TimeModel:
         ]
 
     def parts(self, point: TimePoint, phase: str | None = None) -> dict[str, float]:
-        """Return part -> seconds of a configuration, or of one phase of it, so that they sum to its predicted time."""
+        """Return part -> seconds of a step or phase; they sum to its predicted time."""
         seconds = point.parts.seconds if phase is None else point.parts.phases[PHASES.index(phase)]
         corrected = np.array(self._sums.factors()) * np.array(seconds)
         total = float(corrected.sum())

@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def group(self) -> tuple[int, bool, bool]:
-        """What changes most: stage, whether the optimizer is on the host, whether parameters are."""
+        """What changes most: stage, optimizer on the host, parameters on the host."""
         return self.stage, self.host_share > 0, self.has_host_params
 
     def kept_elements(self, parameters: float) -> float:
@@ -124,7 +124,7 @@ class Buckets:
 
     @property
     def num_bytes(self) -> int:
-        """All buckets, as DeepSpeed 0.19.8 allocates them: two with overlap in stages 1 and 2, one in stage 3.
+        """Bytes of DeepSpeed 0.19.8's buckets: two with overlap in stages 1, 2, one in 3.
 
         Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
         """

@@ -19,7 +19,7 @@ from dstrial.ranks.process_group import prepare_accelerator
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure one trial class with the hyperparameters of this trial. Ranks: all, collectively."""
+    """Measure a trial class by this trial's hyperparameters. Ranks: all, collectively."""
     parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.trial")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)

@@ -27,7 +27,7 @@ from dstrial.ranks import process_group
 
 @contextlib.contextmanager
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
-    """Measure the steps of DeepSpeed engines inside the block, in a trial of dsat; do nothing in any other.
+    """Measure the block's engine steps in a dsat trial; do nothing in any other.
 
     When enough steps are measured, what was measured is reported as validation metrics, ``op`` is completed, and
     ``SystemExit`` with status 0 leaves the block out of ``engine.step()``. A loop that ends before is measured by what it
@@ -95,7 +95,7 @@ class _PartByPart:
     is_finished: bool = False
 
     def begin(self) -> None:
-        """Have later blocks of the same core context find this, and its end tell. Ranks: each its own."""
+        """Let later blocks of this core context find this one. Ranks: each its own."""
         setattr(self.core_context, _PARTS_ATTRIBUTE, self)
         # Determined 0.23's contexts end without it; there a loop has to make enough steps to be measured.
         close = getattr(self.core_context, "close", None)
@@ -134,12 +134,12 @@ def _require_result(meter: Meter) -> None:
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
-    """Measure every ``Trainer.fit`` of a measuring trial; its hyperparameters name this function. Ranks: all, collectively."""
+    """Measure each fit of trials that name this function. Ranks: all, collectively."""
     return dsat_reporting_context(core_context, None)
 
 
 def hyperparameters_of_trial() -> Mapping[str, Any]:
-    """Return the hyperparameters of the trial that this process belongs to; empty outside any. Ranks: any."""
+    """Return this process's trial's hyperparameters, empty without. Ranks: any."""
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
         found: Mapping[str, Any] = info.trial.hparams
@@ -148,14 +148,14 @@ def hyperparameters_of_trial() -> Mapping[str, Any]:
 
 
 def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
-    """Return when enough is measured, from the hyperparameters that the search has set."""
+    """Return when enough is measured, from hyperparameters that the search set."""
     given = hparams.get(SETTINGS_KEY)
     names = {field.name for field in dataclasses.fields(SamplingLimits)}
     return SamplingLimits(**{name: value for name, value in dict(given or {}).items() if name in names})
 
 
 def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
-    """Report metrics to the master, if there is one, and into the file that a search on this machine reads.
+    """Report metrics to a master, if any, and to the file of a local search.
 
     Ranks: any; only rank 0 does anything.
     """
@@ -170,7 +170,7 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 @contextlib.contextmanager
 def failures_told(meter: Meter) -> Iterator[None]:
-    """Print how this rank failed, in the line that the search looks for, and let the exception go on. Ranks: each its own."""
+    """Print how this rank failed for the search, and re-raise. Ranks: each its own."""
     try:
         yield
     except SystemExit as exit_:
@@ -183,7 +183,7 @@ def failures_told(meter: Meter) -> Iterator[None]:
 
 
 def failure_of(error: BaseException, meter: Meter) -> Failure:
-    """Return how this rank failed, from what it was doing and the exception that ended it. Ranks: any; no communication."""
+    """Return this rank's failure by its phase and exception. Ranks: any, no messages."""
     text = "".join(traceback.format_exception(error))
     failure = classify(text, phase=meter.phase)
     if isinstance(error, NumericError):

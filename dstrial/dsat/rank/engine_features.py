@@ -1,7 +1,4 @@
-"""What an engine visibly is and computes: traits, FLOPs, its first micro batch.
-
-By the traits a search proves that a knob has changed something.
-"""
+"""An engine's traits, which prove a knob's effect, FLOPs and first micro batch."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
 
 
 class _Recomputation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Adds up the FLOPs of forward operations inside of a backward pass: only those record gradients there."""
+    """Adds up FLOPs of forward operations, which record gradients, in backward passes."""
 
     supports_higher_order_operators = True
 
@@ -59,7 +56,7 @@ class _Recomputation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Counts the operations of torch that reach its dispatcher while entered; what a compiled graph fuses is not seen."""
+    """Counts, while entered, operations that reach torch's dispatcher, not fused ones."""
 
     supports_higher_order_operators = True
 

@@ -1,6 +1,4 @@
-"""Watch the engines of this rank.
-
-DeepSpeed's forward, backward and step tell a listener.
+"""Let DeepSpeed's forward, backward and step on this rank tell a listener.
 
 The only place where DeepSpeed's classes are replaced for measuring; everything is put back at the end.
 """
@@ -15,7 +13,7 @@ from deepspeed import DeepSpeedEngine, PipelineEngine
 
 
 class EngineListener(Protocol):
-    """What hears of the engines. Every method is called on all ranks that run an engine."""
+    """Hears of the engines. All ranks with an engine call every method."""
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
         """Make one call of an engine and return what it returns.

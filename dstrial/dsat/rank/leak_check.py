@@ -1,7 +1,4 @@
-"""What a training process holds, and whether that has grown.
-
-Tensors, process groups, threads, files and memory.
-"""
+"""Check whether tensors, process groups, threads, files or memory have grown."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Residue:
     resident_bytes: int
 
     def grown_over(self, baseline: Residue) -> list[str]:
-        """Return in words what there is more of than in a warmed-up process; empty if nothing.
+        """Say what there is more of than in a warmed-up process; empty if nothing.
 
         What an allocator keeps for later (RSS) does not count below a quarter, nor do 1 MiB of tensors.
         """
@@ -91,13 +88,13 @@ def residue() -> Residue:
 
 
 def reset_host_peak() -> None:
-    """Let the kernel count the process's peak memory (VmHWM) anew; without effect where it may not be told."""
+    """Restart the kernel's count of peak memory (VmHWM); no effect if it may not."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def process_groups() -> list[Any]:
-    """Return all process groups of this process, in the order in which they were made. Ranks: any; no communication."""
+    """Return this process's groups in the order of making. Ranks: any, no messages."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     return list(torch.distributed.distributed_c10d._world.pg_map)

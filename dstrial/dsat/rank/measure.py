@@ -1,7 +1,4 @@
-"""Measure a DeepSpeedTrial.
-
-It and its loader are built, and it trains as in the loop, with a meter listening.
-"""
+"""Measure a DeepSpeedTrial: build it, train as in the loop, with a step timer."""
 
 from __future__ import annotations
 
@@ -74,5 +71,5 @@ def _open_stream(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> tuple
 
 
 def _repeated(iterator: CountingIterator | None) -> Iterator[Any] | None:
-    """Yield one micro batch for ever, so that no time goes into reading; None on ranks that read no records."""
+    """Yield one micro batch forever, with no time to read; None on ranks without data."""
     return None if iterator is None else itertools.repeat(next(iterator))

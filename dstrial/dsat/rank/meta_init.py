@@ -1,7 +1,4 @@
-"""Models with shapes and types, and no values.
-
-They are built as such, and made fake for a dry run.
-"""
+"""Build models with shapes and types, without values, to be made fake."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def make_fake(arguments: dict[str, Any]) -> None:
-    """Give the model in the arguments of ``deepspeed.initialize`` fake parameters, and put them wherever the old ones are."""
+    """Give ``deepspeed.initialize``'s model fake parameters wherever the old ones are."""
     renewed = renew_parameters(arguments["model"])
     if arguments.get("model_parameters") is not None:
         arguments["model_parameters"] = _renewed(arguments["model_parameters"], renewed)
@@ -28,7 +25,7 @@ def make_fake(arguments: dict[str, Any]) -> None:
 
 
 def renew_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Give a model parameters and buffers with memory; inside ``FakeTensorMode`` they are fake.
+    """Give parameters and buffers memory; inside ``FakeTensorMode`` they are fake.
 
     Returns:
         ``id`` of each old parameter -> the new one; tied parameters stay tied.
@@ -55,7 +52,7 @@ def _renewed(parameters: Any, renewed: Mapping[int, nn.Parameter]) -> Any:
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Let modules built in the block keep shapes and types of their parameters, without initial values.
+    """Keep only shapes and types of parameters of modules built in the block.
 
     The memory of a parameter is given back as soon as its module has it, before it is ever written. ``deepspeed.zero.Init``,
     with which transformers builds models for ZeRO 3, does nothing: there is nothing to divide, and the engine divides all of it.

@@ -25,7 +25,7 @@ _REPEATS = 5
 
 
 def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
-    """Return what was measured, with the machine's metrics if the settings of the measurement ask for them.
+    """Return a measurement, with the machine's metrics if the settings ask for them.
 
     Args:
         measured: of a configuration.
@@ -40,7 +40,7 @@ def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: 
 
 
 def measure_machine(dtype: torch.dtype) -> dict[str, float]:
-    """Return what ``dstrial.dsat.predictor.hardware.Machine.from_metrics`` reads; about two seconds.
+    """Return what ``Machine.from_metrics`` reads; takes about two seconds.
 
     Args:
         dtype: in which matrices are multiplied.
@@ -104,7 +104,7 @@ def _copy_rate(timed: Callable[..., float], device: torch.device, num_bytes: int
 
 
 def _collective_rates(timed: Callable[..., float], device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Time the collectives of ZeRO; what a backend does not have is left out, on all ranks."""
+    """Time ZeRO's collectives; all ranks leave out what the backend does not have."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
     size = torch.distributed.get_world_size()
@@ -135,6 +135,6 @@ def _collective_rates(timed: Callable[..., float], device: torch.device, num_byt
 
 
 def _meet(device: torch.device) -> None:
-    """Wait for all ranks, which also makes the first collective, the slowest one, nobody's measurement."""
+    """Wait for all ranks, so that no measurement has the slow first collective."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(torch.zeros(1, device=device))

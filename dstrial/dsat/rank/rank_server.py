@@ -125,7 +125,7 @@ class LivingRank:
         return outcome, built_s, cpu_built_s
 
     def _context(self, hparams: Mapping[str, Any]) -> DeepSpeedTrialContext:
-        """Return a new context; nothing is reported from here, so its core context is a silent one."""
+        """Return a new context with a silent core context: nothing is reported from here."""
         size = self._channel.size
         return DeepSpeedTrialContext(
             core_context=core._dummy_init(distributed=self._channel),

@@ -33,7 +33,7 @@ _NO_MASTER = "http://localhost:1"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a script, or ``-m MODULE``, as a rank of a trial of this machine. Ranks: all."""
+    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     known = read_experiment()
     assert known is not None, "the launcher was given --config"
@@ -111,7 +111,7 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
 
 
 def _length(given: Any) -> tuple[int | None, core.Unit | None]:
-    """Return ``searcher.max_length`` as a number and its unit; the unit is None for a bare number."""
+    """Return ``searcher.max_length`` and its unit, None for a bare number."""
     if not isinstance(given, Mapping):
         return given, None
     ((unit, number),) = given.items()

@@ -57,7 +57,7 @@ def warm_from(values: Sequence[float]) -> int:
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """Return the median and its bootstrap interval; infinite where fewer than three values are given.
+    """Return the median and its bootstrap interval, infinite below three values.
 
     Source: percentile bootstrap, Efron 1979.
     """
@@ -138,7 +138,7 @@ class Sampling:
         return warm_from(self._times_s)
 
     def mean_s(self) -> float:
-        """Return the time of one step after warm-up, seconds, slow steps counted as what they took.
+        """Return the seconds of one step after warm-up; slow steps count in full.
 
         The median tells configurations apart; this is what a whole training is made of: epochs begin, batches differ.
         """

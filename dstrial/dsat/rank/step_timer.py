@@ -105,7 +105,7 @@ class Meter:
         return torch.float32 if parameter is None else parameter.dtype
 
     def forget_engines(self) -> list[Any]:
-        """Return the engines that were heard of and hold them no more; nothing can be measured or told afterwards."""
+        """Return the engines heard of, and drop them; nothing can be measured afterwards."""
         engines, self._engines = self._engines, []
         self._last_loss = None
         return engines
@@ -132,7 +132,7 @@ class Meter:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count a step of the first engine, and at the end of a window agree on what comes next. Ranks: all.
+        """Count the first engine's step; after a window agree on what is next. Ranks: all.
 
         Raises:
             MeasurementDone: enough is measured, and the loop is not ours.
@@ -151,7 +151,7 @@ class Meter:
     # ---- result ----------------------------------------------------------------------------------
 
     def result(self) -> Measured:
-        """Return what was measured; on ranks other than 0 their own view of it. Ranks: any; no communication."""
+        """Return what this rank measured; rank 0's counts. Ranks: any, no messages."""
         engine = self._engines[0]
         interval = self._sampling.interval()
         micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -217,7 +217,7 @@ class Meter:
         return str(self._accelerator.device_name()) == "cpu"
 
     def allocated_bytes(self) -> int | None:
-        """Return what is allocated on the device now; None on the CPU. Ranks: any; no communication."""
+        """Return the device's allocated bytes; None on CPU. Ranks: any, no messages."""
         return None if self._is_cpu else int(self._accelerator.memory_allocated())
 
     def _synchronize(self) -> float:
@@ -290,7 +290,7 @@ class Meter:
 
 
 def _host_peak_bytes() -> float:
-    """Return the process's peak memory, since the kernel was last told to count it anew."""
+    """Return the process's peak memory since the kernel's count was last restarted."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

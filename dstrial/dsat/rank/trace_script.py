@@ -1,7 +1,4 @@
-"""Describe a script that trains with DeepSpeed, without training.
-
-It runs until its engine gets its first batch; model and batch are then dry-run.
-"""
+"""Dry-run a script's model and first batch, by running it up to that batch."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _NO_CLUSTER, _NO_MASTER = "dry run", "http://localhost:1"
 
 
 class ScriptWorkload:
-    """A script's model and first batch as a dry run's workload; see ``dstrial.engine.dryrun.workload.Workload``.
+    """A script's model and first batch as an ``engine.dryrun.workload.Workload``.
 
     What the script does with the engine's output is not run: the loss is the output itself where that is one number, its
     ``loss``, or the mean of all numbers of the output.
@@ -112,7 +109,7 @@ class ScriptWorkload:
         return stand_in, self._arguments.get("optimizer"), None, self._arguments.get("lr_scheduler")
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the engine of the script's model, with this config; what it leaves ``"auto"`` is as the script has filled it."""
+        """Return the script's engine with a config; its own values fill ``"auto"``."""
         self._device = device
         arguments = {**self._arguments, "config": _filled(deepspeed_config, self._config)}
         arguments.pop("config_params", None)
@@ -163,7 +160,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class _Captured(BaseException):
-    """Ends the script at its first batch; no ``except Exception`` of the script's stops it."""
+    """Ends the script at its first batch; its ``except Exception`` cannot stop this."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -199,7 +196,7 @@ class _CapturingEngine:
 
 
 def _filled(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose ``"auto"`` values are those of ``captured``; left out where that has none either."""
+    """Return a config with ``"auto"`` values of ``captured``, or without them."""
     filled: dict[str, Any] = {}
     for key, value in config.items():
         known = captured.get(key)
@@ -213,7 +210,7 @@ def _filled(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str,
 
 
 def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Run a script, or ``-m MODULE``, until it calls its engine; returns the arguments of that call, None if it ends before."""
+    """Run a script, or ``-m MODULE``, to its first engine call; return its arguments."""
     is_module = words[0] == "-m"
     directory = Path.cwd() if is_module else Path(words[0]).resolve().parent
     argv = list(words[1:] if is_module else words)
@@ -234,7 +231,7 @@ def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 @contextlib.contextmanager
 def _stand_in_directory() -> Iterator[None]:
-    """Be in a directory that shows what this one holds, so that files which the script makes are not left in it."""
+    """Work in a directory of links to this one, so that the script leaves no files."""
     real = Path.cwd()
     with scratch_directory("dstrial-described-") as made:
         for path in real.iterdir():
@@ -248,7 +245,7 @@ def _stand_in_directory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _off_cluster(size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]) -> Iterator[None]:
-    """Let Determined's Core API, and ours, answer a script as rank 0 of a trial with these hyperparameters, without a master."""
+    """Let the Core APIs answer the script as rank 0 of a trial without a master."""
     distributed = AloneContext(size)
     trial = det.TrialInfo(
         trial_id=0,

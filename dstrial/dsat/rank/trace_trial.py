@@ -1,6 +1,4 @@
-"""Describe a DeepSpeedTrial without training it.
-
-Its own construction and steps run inside a dry run.
+"""Dry-run a DeepSpeedTrial's own construction and steps, without training it.
 
 Construction runs for real, so that data may be read as usual, but parameters keep their shapes only and
 ``deepspeed.initialize`` answers with a stand-in. The training loader gives its first batches, and the largest of them lends
@@ -38,7 +36,7 @@ _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", 
 
 
 class TrialWorkload:
-    """A DeepSpeedTrial as a dry run's workload; see ``dstrial.engine.dryrun.workload.Workload``.
+    """A DeepSpeedTrial as a dry run's ``engine.dryrun.workload.Workload``.
 
     Args:
         trial: ``module:Class``.
@@ -144,7 +142,7 @@ _ARGUMENTS = inspect.signature(deepspeed.initialize)
 
 
 class _StandIn:
-    """What the trial gets for its engine; from ``stand_for`` on everything is the engine's."""
+    """Stands for the trial's engine; after ``stand_for`` everything is the engine's."""
 
     def __init__(self, module: nn.Module, micro_batch_size: int, config: Mapping[str, Any]) -> None:
         self._engine: Any = None
@@ -230,7 +228,7 @@ def _largest_batch(loader: Any, length: Callable[[Any], int], num_batches: int) 
 
 
 def _as_loader(loader: Any) -> Any:
-    """Return something to iterate over; Determined's ``DataLoader`` is a recipe for torch's."""
+    """Return an iterable; Determined's ``DataLoader`` is a recipe for torch's."""
     if not isinstance(loader, pytorch.DataLoader):
         return loader
     own = copy.copy(loader)

@@ -1,7 +1,4 @@
-"""What a search found, for people.
-
-``report.json``, and from that ``report.md`` and ``report.html``; a live table meanwhile.
-"""
+"""Reports: ``report.json``, from it ``report.md`` and ``.html``, and a live table."""
 
 from __future__ import annotations
 

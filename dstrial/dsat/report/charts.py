@@ -106,19 +106,23 @@ def scatter(
         marks.append(f'<polyline class="front" points="{vertices}"/>')
     order = {"other": 0, "own": 1, "best": 2}
     for point in sorted(points, key=lambda each: order.get(each.kind, 0)):
-        radius = 4 if point.kind == "other" else 6
-        marks.append(
-            f'<circle class="{point.kind}" cx="{x(point.x):.1f}" cy="{y(point.y):.1f}" r="{radius}">'
-            f"<title>{escape(point.title)}</title></circle>"
-        )
-        if point.label:
-            is_right = x(point.x) > WIDTH * 0.7
-            anchor, shift = ("end", -10) if is_right else ("start", 10)
-            marks.append(
-                f'<text class="label" x="{x(point.x) + shift:.1f}" y="{y(point.y) - 8:.1f}" '
-                f'text-anchor="{anchor}">{escape(point.label)}</text>'
-            )
+        marks += _point_marks(point, x(point.x), y(point.y))
     return _svg(WIDTH, HEIGHT, marks)
+
+
+def _point_marks(point: Point, x: float, y: float) -> list[str]:
+    radius = 4 if point.kind == "other" else 6
+    marks = [
+        f'<circle class="{point.kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
+        f"<title>{escape(point.title)}</title></circle>"
+    ]
+    if point.label:
+        anchor, shift = ("end", -10) if x > WIDTH * 0.7 else ("start", 10)
+        marks.append(
+            f'<text class="label" x="{x + shift:.1f}" y="{y - 8:.1f}" '
+            f'text-anchor="{anchor}">{escape(point.label)}</text>'
+        )
+    return marks
 
 
 def stacks(rows: Sequence[tuple[str, Mapping[str, float]]], *, unit: str) -> str:

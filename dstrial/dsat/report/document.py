@@ -1,7 +1,4 @@
-"""Everything that a report says, as JSON values. Pure.
-
-The renderings add nothing to it.
-"""
+"""Everything that a report says, as JSON values; renderings add nothing. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +7,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.core.outcome import Failure, Measured, outcome_to_json, score, smaller_is_better
-from dstrial.dsat.core.result import TIE, TrialResult, best_of, gain
+from dstrial.dsat.core.outcome import (
+    TIE,
+    Failure,
+    Measured,
+    TrialResult,
+    best_of,
+    gain,
+    outcome_to_json,
+    score,
+    smaller_is_better,
+)
 from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.explain import (
     device_needs,
@@ -110,13 +116,13 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 
 
 def _notes(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> list[str]:
-    """Return what a person should know, with what the knobs of ``--space`` were proved to do."""
+    """Return what a person should know, and what knobs of ``--space`` proved to do."""
     proved = [str(proof) for proof in best_proofs(space, [(one.candidate, one.outcome) for one in trials])]
     return [*facts.notes, *(line for line in proved if line not in facts.notes)]
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the trials that no other one beats in both throughput and memory, by ascending memory."""
+    """Return trials beaten by none in throughput and memory, by ascending memory."""
     front: list[int] = []
     most = 0.0
     known = [row for row in rows if row["memory_bytes"] and row["throughput"]]
@@ -167,7 +173,7 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return the peak memory of a device: what the allocator held, else tensors; on a CPU what the rank held."""
+    """Return a device's peak memory: allocator's, else tensors'; a CPU rank's own."""
     for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
         if (value := measured.value(name)) is not None:
             return value

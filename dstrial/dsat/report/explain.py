@@ -7,8 +7,16 @@ from typing import Any
 
 from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import HYPERPARAMETERS, value_at
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, score
-from dstrial.dsat.core.result import TrialResult, best_of, gain
+from dstrial.dsat.core.outcome import (
+    Failure,
+    FailureKind,
+    Measured,
+    Outcome,
+    TrialResult,
+    best_of,
+    gain,
+    score,
+)
 from dstrial.dsat.space.space import Space
 
 _PREDICTED = (
@@ -74,13 +82,13 @@ def step_shares(outcome: Outcome | None, parts: Mapping[str, float] | None) -> d
 
 
 def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, float]:
-    """Return parts with what is left of the whole; without those that nobody could see."""
+    """Return parts and what is left of the whole, without parts too small to see."""
     parts = {**parts, rest: max(whole - sum(parts.values()), 0.0)}
     return {name: value for name, value in parts.items() if value > 0.0005 * whole}
 
 
 def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> list[dict[str, Any]]:
-    """Return for every knob what its values were worth: the best that was measured with each, the knob with most effect first.
+    """Return each value's best measurement by knob, the most effective knob first.
 
     Settings are compared as they take effect, DeepSpeed's defaults included. What was changed together with others is not told
     apart from those.
@@ -136,7 +144,7 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
 def device_needs(
     trials: Sequence[TrialResult], space: Space, metric: str, margins: Sequence[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Return what the next larger micro batches of the best and of the user's own structure would need.
+    """Return what larger micro batches of the best and own structure would need.
 
     As the method predicts it from all phases, else from the peak that was measured there and what one record keeps for
     backward; nothing where a device tells no memory.

@@ -1,7 +1,4 @@
-"""The three files of a report: JSON, Markdown and a page.
-
-The page needs no network and no script.
-"""
+"""Write a report as JSON, Markdown and a page without scripts or network."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from dstrial.dsat.core.result import TrialResult
+from dstrial.dsat.core.outcome import TrialResult
 from dstrial.dsat.report import formatting, views
 from dstrial.dsat.report.document import SearchFacts, report_document
 from dstrial.dsat.report.views import Document
@@ -99,7 +96,7 @@ def write_report(
 
 
 def render_page(document: Document) -> str:
-    """Return the report as one HTML page; charts come as SVG whose texts are escaped already."""
+    """Return the report as an HTML page; charts are SVG with escaped texts."""
     best = views.trial(document, document["best"])
     runners = [views.trial(document, trial_id) for trial_id in document["runners_up"]]
     return _template().render(

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, score
-from dstrial.dsat.core.result import TrialResult, best_of, gain
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of, gain, score
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import UNITS, memory_bytes
 
@@ -23,7 +22,7 @@ _REFRESHES_PER_S = 2.0
 
 
 class LiveTable:
-    """Shows a search while the ``with`` block lasts; on anything but a terminal it prints lines and nothing else.
+    """Shows a search during the ``with`` block: a table on a terminal, else lines.
 
     Args:
         metric: that is searched for.
@@ -67,7 +66,7 @@ class LiveTable:
         self._console.print(Text(line))
 
     def show(self, trials: Sequence[TrialResult]) -> None:
-        """Show the trials so far; called as often as one likes, drawn twice a second at most."""
+        """Show the trials so far; draws at most twice a second however often called."""
         now_s = time.monotonic()
         if self._is_shown and now_s - self._shown_s >= 1 / _REFRESHES_PER_S:
             self._shown_s = now_s
@@ -121,7 +120,7 @@ class LiveTable:
         return f"{line} ({formatting.share(gain(after, before), signed=True)} over yours): {best.description}"
 
     def time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
-        """Return how long it may still take at most, from the median trial and from the budget."""
+        """Return the most time it may still take, by the median trial and the budget."""
         took = sorted(trial.seconds for trial in trials if trial.outcome is not None and trial.seconds)
         num_ended = sum(1 for trial in trials if trial.outcome is not None)
         estimates = []
@@ -153,7 +152,7 @@ def _worth(trial: TrialResult, metric: str) -> float:
 def summary(
     record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
 ) -> str:
-    """Return what is printed at the end: the trials, the best one, the gain over the user's own, and the files."""
+    """Return the final lines: trials, the best, its gain over the own, and files."""
     best = best_of(trials, metric)
     lines = trial_table(trials, metric)
     lines.append("")

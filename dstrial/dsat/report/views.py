@@ -140,7 +140,7 @@ def needs(document: Document) -> list[str]:
 
 
 def front_chart(document: Document) -> str:
-    """Return throughput against memory, with the configurations that nothing beats in both."""
+    """Return throughput over memory with the configurations that none beats in both."""
     rows = [row for row in document["trials"] if row["throughput"] and row["memory_bytes"]]
     points = [
         Point(
@@ -161,7 +161,7 @@ def front_chart(document: Document) -> str:
 
 
 def prediction_charts(document: Document) -> list[tuple[str, str]]:
-    """Return predicted against measured: (title, SVG) for step time and for memory; none without predictions."""
+    """Return (title, SVG) of predicted against measured time and memory, if any."""
     found = []
     per_s, time_unit = _time_scale(document)
     for title, name, factor, unit in (
@@ -185,7 +185,7 @@ def prediction_charts(document: Document) -> list[tuple[str, str]]:
 
 
 def time_charts(document: Document) -> list[tuple[str, str]]:
-    """Return where the time of a step goes: (title, SVG), as measured and as the prediction explains it."""
+    """Return (title, SVG) of a step's time, measured and as the prediction splits it."""
     found = []
     per_s, unit = _time_scale(document)
     for title, key in (
@@ -203,7 +203,7 @@ def time_charts(document: Document) -> list[tuple[str, str]]:
 
 
 def sensitivity_rows(document: Document) -> list[tuple[str, str, Sequence[tuple[str, str, float]]]]:
-    """Return (knob, effect, values) with values as (value, words, share of the best) for every knob that was varied."""
+    """Return (knob, effect, (value, words, share of best)) of every varied knob."""
     found: list[tuple[str, str, Sequence[tuple[str, str, float]]]] = []
     for one in document["sensitivity"]:
         values = [

@@ -1,4 +1,4 @@
-"""Which configurations a search may try: knobs, what makes them legal, and which differ in effect."""
+"""What a search may try: knobs, their legality, and which of them have effect."""
 
 from dstrial.dsat.space.space import Space, Structure
 

@@ -104,7 +104,7 @@ class Gates:
 
 
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
-    """Say whether a candidate surely needs at least as much device memory as another one.
+    """Say whether a candidate surely needs at least as much memory as another.
 
     That is so with the same stage, a micro batch that is no smaller, buckets that are no smaller, and nothing
     else different.
@@ -122,7 +122,7 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
 
 
 def _value(settings: dict[str, object], path: str, space: Space) -> object:
-    """The value of a path; that of the user's own config where a candidate does not change it, None if unknown."""
+    """The value of a path, else that of the user's config; None if unknown."""
     if path in settings:
         return settings[path]
     found: object = value_at(space.base, path)

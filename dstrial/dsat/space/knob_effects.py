@@ -1,6 +1,4 @@
-"""Whether a knob of ``--space`` has changed anything. Pure.
-
-Two measurements that differ in nothing else are compared.
+"""Compare measurements that differ in one knob of ``--space`` only. Pure.
 
 What DeepSpeed reads of its own keys is known from the rules. What a trial makes of a hyperparameter is not, so its values
 have to prove themselves: by what the engine is (``dstrial.dsat.rank.engine_features``), what a micro batch computes and keeps, or
@@ -60,7 +58,7 @@ class Proof:
 
     @property
     def is_dead(self) -> bool:
-        """Whether nothing that is looked at has changed, and times are known well enough to say so."""
+        """Whether nothing observed has changed, and times are certain enough to say so."""
         return not self.changes and self.noise <= _MOST_NOISE
 
     def __str__(self) -> str:
@@ -80,12 +78,12 @@ class Proof:
 
 
 def unproven(space: Space) -> tuple[str, ...]:
-    """Return the paths of a space that have to prove themselves: what DeepSpeed's rules say nothing about."""
+    """Return the paths that DeepSpeed's rules say nothing about and need a proof."""
     return tuple(path for path, values in space.extra.items() if path not in _KNOWN or "nvme" in values)
 
 
 def trials_of_proof(space: Space) -> list[Candidate]:
-    """Return the user's own configuration with each value of each knob that has to prove itself."""
+    """Return the user's configuration with each value of each knob that needs a proof."""
     own = space.own()
     found = []
     for path in unproven(space):
@@ -129,7 +127,7 @@ def proofs(
 
 
 def best_proofs(space: Space, known: Sequence[Pair]) -> list[Proof]:
-    """Return one proof for each two values of each unproven knob: the one with most changes."""
+    """Return the proof with most changes for each two values of each unproven knob."""
     found: dict[tuple[str, str], Proof] = {}
     for proof in proofs(space, known):
         key = (proof.path, str(sorted(map(str, proof.values))))
@@ -139,7 +137,7 @@ def best_proofs(space: Space, known: Sequence[Pair]) -> list[Proof]:
 
 
 def without_dead(candidate: Candidate, dead: Sequence[Proof], space: Space) -> Candidate:
-    """Return a candidate with one and the same value for all those of a knob that do the same."""
+    """Return a candidate with one same value for all those that have equal effect."""
     settings = dict(candidate.settings)
     for proof in dead:
         if _value(space, candidate, proof.path) in proof.values:

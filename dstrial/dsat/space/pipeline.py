@@ -20,7 +20,7 @@ _FOR_IT = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
 
 def efficiency(accumulation: int, num_stages: int) -> float:
-    """Return the share of a step in which a stage computes: the rest is filling and draining the pipeline.
+    """Return the share of a step outside of filling and draining the pipeline.
 
     Args:
         accumulation: micro batches of a step.
@@ -32,12 +32,12 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return the micro batches of a step from which on more of them are worth less than larger ones."""
+    """Return the micro batches of a step, above which larger ones are worth more."""
     return 1 if num_stages == 1 else _FOR_IT * num_stages
 
 
 def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
-    """Return where a search begins: the largest micro batch that leaves enough of them in a step, else the smallest.
+    """Return the largest micro batch with enough of them in a step, else the smallest.
 
     Args:
         splits: how the batch may be divided, by ascending micro batch.
@@ -53,7 +53,7 @@ def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
 
 
 def stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
-    """Return the path of ``--space`` that changes the number of pipeline stages; None if there is none.
+    """Return the ``--space`` path that changes pipeline stages; None without.
 
     Args:
         paths: of the file.
@@ -79,7 +79,7 @@ def with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
 
 
 def divided_anew(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_free: bool) -> BatchSplit:
-    """Return a batch as the replicas of another number of stages divide it between themselves.
+    """Return a batch as the replicas of another number of stages divide it.
 
     Args:
         batch: as the replicas of the user's own number of stages divide it.
@@ -97,7 +97,7 @@ def divided_anew(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_
 
 
 def uneven(num_stages: int, hyperparameters: Mapping[str, Any]) -> str | None:
-    """Say why layers cannot be divided evenly between stages; None if they can, or nothing is known of them.
+    """Say why stages cannot share layers evenly; None if they can, or it is unknown.
 
     Args:
         num_stages: stages.

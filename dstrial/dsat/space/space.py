@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.config import ParallelDims, check_deepspeed, merge_deepspeed
+from dstrial.config import CheckResult, ParallelDims, check_deepspeed, merge_deepspeed
 from dstrial.dsat.core.candidate import (
     HYPERPARAMETERS,
     BatchSplit,
@@ -24,8 +24,19 @@ from dstrial.dsat.core.candidate import (
     changes_in_words,
     value_at,
 )
-from dstrial.dsat.space.knobs import ALL_STAGES, ZERO, Knob, legal_stages, live_knobs, useful_values
-from dstrial.dsat.space.live_config import drop_dead_keys, live_zero, refusal, width_of, with_neutral_values
+from dstrial.dsat.space.knobs import (
+    ALL_STAGES,
+    ZERO,
+    Knob,
+    drop_dead_keys,
+    legal_stages,
+    live_knobs,
+    live_zero,
+    refusal,
+    useful_values,
+    width_of,
+    with_neutral_values,
+)
 from dstrial.dsat.space.pipeline import (
     divided_anew,
     efficiency,
@@ -38,6 +49,8 @@ from dstrial.dsat.space.pipeline import (
 from dstrial.search.random_state import SearchRandom
 
 _MOST_COMBINATIONS = 256
+_MOST_CHECKED = 1024
+"""Checks that are kept, because one candidate is often asked about several times in a row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +121,7 @@ class Space:
         self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
         self._reasons: dict[str, str | None] = {}
         self._refusals: dict[tuple[int, str, str], str | None] = {}
+        self._checked: dict[str, CheckResult] = {}
 
     @property
     def own_stage(self) -> int:
@@ -128,7 +142,7 @@ class Space:
         return Candidate(self._stage, (), self.ladder.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
-        """Return what may be changed in a stage: live knobs with their values, and those of ``--space``."""
+        """Return live knobs of a stage with their values, and those of ``--space``."""
         known = live_knobs(stage, is_pipeline=self.sizes.has_pipeline_engine)
         everywhere = {knob.path for one in ALL_STAGES for knob in live_knobs(one, is_pipeline=False)}
         result = [
@@ -144,13 +158,13 @@ class Space:
         return tuple(sorted(result, key=lambda knob: knob.path))
 
     def hyperparameter(self, candidate: Candidate, path: str) -> Any:
-        """Return what a trial of a candidate reads at a path that begins with ``hyperparameters.``; None where nothing is."""
+        """Return a candidate's value at a ``hyperparameters.`` path; None where none is."""
         return dict(candidate.settings).get(
             path, value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
         )
 
     def refused(self, path: str, value: Any) -> str | None:
-        """Say why a value of ``--space`` can be tried in no stage, whatever goes with it; None if it can."""
+        """Say why no stage can try a value of ``--space``; None if any can."""
         reason = None
         for stage in self.stages:
             if self.illegal(self.candidate(self._structure(stage, []), 0)) is not None:
@@ -161,7 +175,7 @@ class Space:
         return reason
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Say why no structure of a stage can have a value; None if one can, alone or with others that may be tried."""
+        """Say why a stage refuses a value, whatever goes with it; None if it does not."""
         key = (stage, path, repr(value))
         if key not in self._refusals:
             self._refusals[key] = self._new_refusal(stage, path, value)
@@ -203,7 +217,7 @@ class Space:
         return self._structure(stage, settings)
 
     def describe(self, candidate: Candidate) -> str:
-        """Say in one line what a candidate is: its batch, and what it changes in the user's own configuration."""
+        """Return a line with a candidate's batch and its changes to the user's own."""
         batch = candidate.batch
         words = [f"stage {candidate.stage}, micro batch {batch.micro_batch_size} x {batch.accumulation}"]
         num_stages = self.sizes_of(candidate).pp
@@ -226,7 +240,7 @@ class Space:
             yield self._structure(stage, list(zip((knob.path for knob in chosen), values, strict=True)))
 
     def first_position(self, last: int) -> int:
-        """Return where on the ladder a search begins, at most ``last``: pipelines first need enough micro batches in a step."""
+        """Return where a search begins, at most ``last``; pipelines need accumulation."""
         num_stages = self.sizes.pp
         if num_stages == 1 or self.ladder.is_free:
             return last
@@ -248,7 +262,7 @@ class Space:
         return with_stages(self.sizes, self._num_stages(candidate.settings))
 
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
-        """Say why ranks or layers cannot be divided as some settings ask; None if they can."""
+        """Say why settings cannot divide ranks or layers; None if they can."""
         if self.stages_path is None:
             return None
         num_stages = self._num_stages(settings)
@@ -263,13 +277,25 @@ class Space:
         return dict(settings).get(self.stages_path or "", self.sizes.pp)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the whole DeepSpeed config of a candidate, without keys that do nothing in it and for autotuning."""
+        """Return a candidate's DeepSpeed config, without dead keys and autotuning's."""
         merged = merge_deepspeed(self.base, candidate.overwrite())
         drop_dead_keys(merged, candidate.stage)
         return merged
 
+    def checked(self, candidate: Candidate) -> CheckResult:
+        """Return what the check of DeepSpeed configs says of a candidate's."""
+        # A text, because values of --space may be lists, and 1 and True are equal but not the same to DeepSpeed.
+        key = json.dumps(candidate.to_json(), sort_keys=True)
+        if key not in self._checked:
+            if len(self._checked) >= _MOST_CHECKED:
+                self._checked.clear()
+            # Keys of the user's that are dead in another stage are harmless, so they are not looked at.
+            merged = self.config(candidate)
+            self._checked[key] = check_deepspeed(merged, self.sizes_of(candidate), auto="warning")
+        return self._checked[key]
+
     def illegal(self, candidate: Candidate) -> str | None:
-        """Say why DeepSpeed would refuse a candidate, or what in it would have no effect; None if it is legal."""
+        """Say why a candidate is refused, or what in it has no effect; None if legal."""
         if candidate.is_own:
             return None
         key = json.dumps(candidate.to_json(), sort_keys=True)
@@ -278,17 +304,14 @@ class Space:
         return self._reasons[key]
 
     def _reason(self, candidate: Candidate) -> str | None:
-        # Keys of the user's that are dead in another stage are harmless, so they are not looked at.
-        merged = self.config(candidate)
         problem = self.sizes_problem(candidate.settings)
         if problem is not None:
             return problem
-        return refusal(merged, candidate, self.sizes_of(candidate), self._own_warnings)
+        return refusal(self.checked(candidate), candidate, self._own_warnings)
 
     def identity(self, candidate: Candidate) -> str:
-        """Return a text that is equal for candidates with which DeepSpeed would do the same."""
-        merged = self.config(candidate)
-        effective = check_deepspeed(merged, self.sizes_of(candidate), auto="warning").effective
+        """Return a text that is equal for candidates that are the same to DeepSpeed."""
+        effective = self.checked(candidate).effective
         read = {
             path: self.hyperparameter(candidate, path)
             for path in {*self.extra, *(path for path, _ in candidate.settings)}

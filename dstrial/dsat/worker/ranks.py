@@ -1,7 +1,4 @@
-"""All ranks of a worker, as the chief sees them.
-
-One measurement at a time, and new ranks where the old cannot go on.
-"""
+"""Run one measurement at a time on a worker's ranks, which are renewed if needed."""
 
 from __future__ import annotations
 
@@ -99,7 +96,7 @@ class Crew:
     def _hear_all(
         self, number: int, deadline_at_s: float, is_given_up: Callable[[], bool]
     ) -> tuple[dict[int, dict[str, Any]] | None, bool]:
-        """Return what each rank has said, None if it was given up, and whether the deadline came before the last one had."""
+        """Return each rank's words, None if given up, and whether the deadline came first."""
         said: dict[int, dict[str, Any]] = {}
         until_s = deadline_at_s
         ask_at_s = time.monotonic() + _ASK_PERIOD_S

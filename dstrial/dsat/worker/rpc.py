@@ -1,6 +1,4 @@
-"""Lines of JSON between the chief and the guardians.
-
-There is one connection each, which tells at once when a side has gone.
+"""Lines of JSON between the chief and each guardian, until a side has gone.
 
 On one machine both ends ask the kernel whose process the other one is. Every line carries a tag of the job's secret, for its
 place in its direction of its connection, so that no other machine can say or repeat anything.
@@ -34,7 +32,7 @@ _NUM_PORTS = 14_000
 
 
 class Line:
-    """One end of a connection; messages are JSON objects, one per line, behind their tag.
+    """An end of a connection; messages are JSON, one per line, after their tag.
 
     Args:
         connection: both ends of which have been greeted.
@@ -54,7 +52,7 @@ class Line:
         return self.connection.fileno()
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a message; does nothing where the other side has gone, which ``heard`` tells."""
+        """Send a message; does nothing if the other side has gone, as ``heard`` tells."""
         text = json.dumps(message).encode()
         told = tag(self._key, self._directions[0], b"%d" % self._num_told, text).hex().encode()
         self._num_told += 1
@@ -62,7 +60,7 @@ class Line:
             self.connection.sendall(told + b" " + text + b"\n")
 
     def heard(self) -> list[dict[str, Any]] | None:
-        """Return what has come, after ``select`` said that there is something; None if the other side has gone.
+        """Return what has come once ``select`` says so; None if the other side has gone.
 
         Raises:
             RankError: it does not come from the other side.
@@ -94,7 +92,7 @@ class Line:
 
 
 def job_name() -> str:
-    """Return what the guardians of one worker have in common, and no other process of the machine."""
+    """Return what only the supervisors of one worker on a machine have in common."""
     names = ["DET_ALLOCATION_ID", "MASTER_ADDR", "MASTER_PORT"]
     if identify(os.environ).num_nodes == 1:
         names.append(LAUNCHER_PID_VARIABLE)
@@ -197,7 +195,7 @@ def _greeted_guardian(connection: socket.socket) -> tuple[int, Line] | None:
 
 
 def _greeted_chief(connection: socket.socket, rank: int) -> Line | None:
-    """Answer whoever listens as its guardian, unless it belongs to another account; its own lines show who it is."""
+    """Answer a connected chief, unless its socket is of another account."""
     if not _is_own_account(connection):
         return None
     # A chief may be busy with greeting others first.
@@ -213,7 +211,7 @@ def _greeted_chief(connection: socket.socket, rank: int) -> Line | None:
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """Return a line without its end, byte by byte, because what follows is a ``Line``'s; empty if it does not end."""
+    """Read a line by bytes, since the rest is a ``Line``'s; empty without an end."""
     line = b""
     while len(line) < _GREETING_BYTES:
         byte = connection.recv(1)
@@ -234,12 +232,12 @@ def _line_key(nonce: str, answer: str, rank: int) -> bytes:
 
 
 def _key() -> bytes:
-    """The key of this worker: of its job's secret, if there is one, and of what its slots have in common."""
+    """The key of this worker: from its job's secret, if any, and its slots' secret."""
     return tag(key_from_environ(os.environ) or b"", b"dsat", job_name().encode())
 
 
 def _is_own_account(connection: socket.socket) -> bool:
-    """Whether the process at the other end is one of this account's, as far as the kernel knows (on one machine)."""
+    """Whether the other end is of this account, as the kernel knows on one machine."""
     if connection.family != socket.AF_UNIX:
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -256,7 +254,7 @@ def ready(lines: Sequence[Any], timeout_s: float) -> list[Any]:
 
 
 def _address(identity: RankIdentity) -> tuple[socket.AddressFamily, Any]:
-    """Where the chief listens: on one machine a socket without a file, that no other machine can reach.
+    """The chief's address: a socket without a file, local to this machine, on one.
 
     Raises:
         RankError: the worker has several machines, and no secret.

@@ -1,7 +1,4 @@
-"""Keep one rank: start it, hand it orders, pass on answers, end it.
-
-Runs on every slot for as long as a worker.
-"""
+"""Keep one rank per slot of a worker: start it, pass orders and answers, end it."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ class _Rank:
 
 
 def guard(line: Line, words: Sequence[str]) -> None:
-    """Do what the chief says until it says ``end`` or has gone; the rank then ends too.
+    """Do what the chief says until ``end`` or its exit; the rank then ends too.
 
     Args:
         line: to the chief.
@@ -114,14 +111,14 @@ def guard(line: Line, words: Sequence[str]) -> None:
 
 
 def _status_of(rank: _Rank) -> int:
-    """The status of a rank that has closed its pipe; it is given a moment to finish dying by itself."""
+    """The status of a rank that closed its pipe, after a moment to finish dying."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         rank.process.wait(5.0)
     return rank.end()
 
 
 def _variables(message: Mapping[str, Any]) -> dict[str, str]:
-    """The environment of a rank: its own rendezvous, and no agent's store, which knows the guardians only."""
+    """A rank's environment: its own rendezvous; the agent's knows only supervisors."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     meeting = kept.get(STORE_VARIABLE)
     if meeting:

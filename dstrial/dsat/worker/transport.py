@@ -1,7 +1,4 @@
-"""Where a worker reads its orders and leaves its answers.
-
-Files of this machine, or the worker's own experiment on a master, which may be away for a while.
-"""
+"""Read orders and leave answers: in files, or on a master that may be away."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
 
 
 def is_away(error: Exception) -> bool:
-    """Say whether an exception of Determined's client means that the master is away, and not that it refuses.
+    """Say whether a client's exception means an absent master, not a refusal.
 
     Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
     """
@@ -111,7 +108,7 @@ class FileMailbox:
 
 
 class ExperimentMailbox:
-    """The notes of the worker's own experiment, which the driver writes, and its trial's metrics.
+    """The experiment's notes from the driver, and the trial's metrics.
 
     Both are open to any client of any Determined: nothing of the protocol is new. Waits for a master that is away.
 
@@ -142,7 +139,7 @@ class ExperimentMailbox:
         return book_from_notes(self._experiment.notes or "")
 
     def answered(self) -> set[int]:
-        """Read the trial's metrics, for the master may have taken the slots away and given them back."""
+        """Read the trial's metrics, as the master may have replaced its slots meanwhile."""
         return self._insisting(self._rows)
 
     def _rows(self) -> set[int]:
