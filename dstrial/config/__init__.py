@@ -1,7 +1,6 @@
-"""Experiment config and DeepSpeed JSON: load with line numbers, merge, solve the batch equation, check.
+"""Experiment config and DeepSpeed JSON: load, merge, solve the batch, check.
 
-Everything here is pure but for reading files: no process is started, and torch, deepspeed and
-determined are never imported.
+Pure but for reading files: no process is started, and torch, deepspeed and determined are never imported.
 """
 
 from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch

@@ -1,4 +1,4 @@
-"""Check a whole DeepSpeed config: keys, batch equation, pairs of settings; say what it amounts to."""
+"""Check a whole DeepSpeed config: keys, batch equation, conflicting settings."""
 
 from __future__ import annotations
 
@@ -46,11 +46,7 @@ class CheckResult:
     filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def raise_if_any(self) -> None:
-        """Raise a ConfigError with all problems.
-
-        Raises:
-            ConfigError: there is at least one.
-        """
+        """Raise a ConfigError with all problems, if there are any."""
         if self.problems:
             raise ConfigError(self.problems)
 

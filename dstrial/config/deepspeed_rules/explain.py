@@ -33,12 +33,8 @@ class ExplainedValue:
 
 
 def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedValue, ...]:
-    """List every setting with its value and origin: batch sizes, then what was set, then DeepSpeed's defaults.
-
-    Args:
-        source: the config before solving and defaults.
-        checked: what the check made of it.
-    """
+    """List every setting of a config that was checked, with its value and origin."""
+    # First the batch sizes, then what was set, then DeepSpeed's defaults.
     effective = checked.effective
     rows = [_row((key,), effective[key], source, checked) for key in BATCH_KEYS]
     others = [
