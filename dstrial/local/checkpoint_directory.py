@@ -1,9 +1,8 @@
-"""A directory of checkpoints on disk: which are complete, which are being written, which were left behind.
+"""Checkpoint directories: complete, being written, or left behind.
 
-``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion mark is there. While one is being
-written, ``<uuid>.saving/`` beside it says by which process, so that what a dead process left behind can
-be told from work in progress, and holds one empty file per rank that has not ended its part. A rank
-ends its part by removing its file, which works on a full disk too.
+``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion mark is there. While it is being written, ``<uuid>.saving/``
+beside it says by which process, which tells work in progress from what a dead process left, and holds one empty file per rank
+that has not ended its part. A rank ends its part by removing its file, which works on a full disk too.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class Writer:
     Attributes:
         host: name of its machine.
         pid: its process id there.
-        started: when it started, in the kernel's own ticks; tells a reused pid apart. None where the
-            system does not say.
+        started: when it started, in the kernel's own ticks, or None if unknown; tells a reused pid apart.
     """
 
     host: str
@@ -172,12 +170,9 @@ def _read_stored(path: Path) -> StoredCheckpoint:
 
 
 def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
-    """Find the checkpoint that was completed last.
+    """Find the checkpoint that was completed last; None if there is none.
 
     It is not always the one with the most batches: a run can be resumed from an earlier checkpoint.
-
-    Returns:
-        The checkpoint; None if there is none.
     """
     return max(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time, default=None)
 

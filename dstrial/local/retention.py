@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept: Determined's ``checkpoint_storage`` rules as a pure function.
+"""Which checkpoints are kept by Determined's ``checkpoint_storage`` rules. Pure.
 
 A run off any cluster is one trial, so "best of the trial" and "best of the experiment" rank the same
 checkpoints. This module deletes nothing.
@@ -27,16 +27,11 @@ class KeepPolicy:
 
     @classmethod
     def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
-        """Read the policy from the experiment config's ``checkpoint_storage``.
+        """Read the experiment config's ``checkpoint_storage``; None keeps everything.
 
-        Args:
-            checkpoint_storage: the section; None if there is none. Of the three ``save_…`` fields, those that are
-                missing or None have Determined's defaults (latest 1, trial best 1, experiment best 0) where another
-                one is given; the others have been validated as integers of at least 0.
-
-        Returns:
-            The policy; None, which means keep everything, where none of the fields is given: nobody has asked to
-            delete anything.
+        None comes of a section without any ``save_…`` field: nobody has asked to delete anything. Where one of the three is
+        given, the others have Determined's defaults (latest 1, trial best 1, experiment best 0) if missing or None. Those that
+        are given have been validated as integers of at least 0.
         """
         fields = checkpoint_storage or {}
         given = {key: fields[key] for key in _DEFAULTS if fields.get(key) is not None}
