@@ -1,8 +1,7 @@
-"""How an engine's state lies over ranks, as plain values for the checkpoint manifest.
+"""How an engine's state lies over ranks, as plain values for the manifest. Pure.
 
-The per-parameter table says where every element of every parameter is, whatever the ZeRO stage, so that
-a checkpoint can later be read on another arrangement of ranks. Pure values: ``parameter_table`` fills
-them in from an engine; nothing here reads files or needs torch.
+The per-parameter table says where every element of every parameter is, whatever the ZeRO stage, so that a checkpoint can later
+be read on another arrangement of ranks. ``parameter_table`` fills it in from an engine; nothing here reads files or needs torch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dstrial.resume.metadata import EngineArrangement
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """One flat buffer of master weights, and of each optimizer state beside it, cut over the replicas.
+    """One flat buffer of master weights and of each optimizer state, cut over ranks.
 
     Attributes:
         model_part: which part of the model it belongs to, see ``ParameterPlace.model_part``.
@@ -142,7 +141,7 @@ _COMPARED = (
 
 
 def compatible(saved: Layout | Mapping[str, Any], now: Layout | Mapping[str, Any]) -> list[str]:
-    """Say what keeps ``now`` from loading a checkpoint written under ``saved`` as it is.
+    """Say what keeps a layout from loading a checkpoint of another, in words.
 
     Batch sizes and versions are not compared: DeepSpeed loads across them.
 
@@ -151,7 +150,7 @@ def compatible(saved: Layout | Mapping[str, Any], now: Layout | Mapping[str, Any
         now: the layout of the engine that is to load it, likewise.
 
     Returns:
-        One difference per entry, in words; empty when the checkpoint can be loaded.
+        One difference per entry; empty when the checkpoint can be loaded as it is.
 
     Ranks: any; no communication.
     """

@@ -16,14 +16,14 @@ _SAME_OPTIMIZERS = (
 
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
-    """Say what keeps a checkpoint from being loaded in another layout, in words; pure.
+    """Say what keeps a checkpoint from being loaded in another layout; pure.
 
     Args:
         saved: the layout of the checkpoint.
         now: the layout of the engine that is to load it.
 
     Returns:
-        One reason per entry; empty if it can be loaded.
+        One reason per entry, in words; empty if it can be loaded.
     """
     problems = []
     if saved.model_parallel_size != now.model_parallel_size:
@@ -65,7 +65,8 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
 
 
 def _is_trained(place: ParameterPlace) -> bool:
-    """Whether the optimizer changes a parameter: without a wrapper it may own frozen ones, which it leaves alone."""
+    """Say whether the optimizer changes a parameter."""
+    # Without a wrapper it may own frozen parameters, which it leaves alone.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 
 
