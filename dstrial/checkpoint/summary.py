@@ -70,7 +70,7 @@ def count_parameters(layout: Layout) -> ParameterCounts:
 
 
 def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
-    """Return kind -> ``files`` and ``bytes``, in ``KINDS``' order, without empty kinds."""
+    """Return ``files`` and ``bytes`` by kind, in ``KINDS``' order, no empty kinds."""
     sizes: dict[str, dict[str, int]] = {}
     for kind in KINDS:
         of_kind = [

@@ -1,4 +1,4 @@
-"""Compare the checkpoint of a cluster's trial with its config and slots before its ranks are started."""
+"""Compare a cluster trial's checkpoint with its config before any rank starts."""
 
 from __future__ import annotations
 
@@ -53,11 +53,6 @@ def saved_run_of_trial(
     config: Mapping[str, Any], *, trial_id: int, latest_checkpoint: str | None
 ) -> SavedRun | None:
     """Return what the checkpoint says that a cluster's trial goes on from.
-
-    Args:
-        config: the experiment config, as the trial has it.
-        trial_id: the trial.
-        latest_checkpoint: uuid of the checkpoint; None if the trial starts anew.
 
     Returns:
         None for a new trial, and for a checkpoint whose directory is not on this machine.

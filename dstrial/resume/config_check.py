@@ -20,7 +20,7 @@ from dstrial.resume.rules import resume_problems
 def with_kept_batch(
     found: DeepSpeedSource, resumed: SavedRun, sizes: ParallelDims, notes: list[str], *, is_main: bool
 ) -> dict[str, Any]:
-    """Return a merged DeepSpeed config with the batch of the checkpoint that a run goes on from.
+    """Return a merged DeepSpeed config with the batch of the run's checkpoint.
 
     Args:
         found: the config.

@@ -32,7 +32,7 @@ def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
 def resumed_run(
     core_context: core.Context, info: Any, latest_checkpoint: str | None, *, is_mirrored: bool
 ) -> SavedRun | None:
-    """Return what the checkpoint says from which this very run is going to go on.
+    """Return what the checkpoint says from which this very run goes on.
 
     Args:
         core_context: entered.

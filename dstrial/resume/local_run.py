@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from off a cluster, before anything of it is loaded."""
+"""Find the checkpoint of a run off a cluster before anything of it is loaded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
 def saved_run_to_resume(
     resume: str | None = None, run_dir: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> SavedRun | None:
-    """Return what the checkpoint says from which ranks that are started now go on.
+    """Return what the checkpoint says that starting ranks go on from.
 
-    Args:
-        resume: a uuid, a directory, or ``latest``; the environment's if left out.
-        run_dir: the run directory; the environment's if left out.
-        environ: environment variables; this process's if left out.
+    Resume (a uuid, a directory, or ``latest``) and run directory are the environment's if left out, which is this process's.
 
     Returns:
         None for a new run, and where a checkpoint cannot be found or read: the ranks say so when they load it.

@@ -1,4 +1,4 @@
-"""Say what keeps a checkpoint from going on with a config on a number of slots, before any process is started; pure.
+"""What keeps a checkpoint from going on with a config on some slots. Pure.
 
 What only a running engine can tell (parameters, groups, what user code makes itself) is compared again by the ranks.
 """
@@ -51,7 +51,7 @@ def resume_problems(
     slots_key: str = "resources.slots_per_trial",
     where: Sequence[Mapping[str, str]] = (),
 ) -> list[ConfigProblem]:
-    """Return what keeps a checkpoint from being gone on with, each with what would work.
+    """Return what keeps a checkpoint from going on, each with what would work.
 
     Args:
         saved: the checkpoint.
@@ -110,14 +110,9 @@ def fitting_slots(
     extents: Mapping[str, Any] | None = None,
     configs: Sequence[Mapping[str, Any]] = (),
 ) -> int | None:
-    """Return the largest number of slots, of those there are, on which a checkpoint can go on; None if there is none.
+    """Return the most available slots on which a checkpoint can go on; else None.
 
-    Args:
-        saved: the checkpoint.
-        num_available: slots that there are.
-        at_least: the smallest number that is wanted.
-        extents: as for :func:`resume_problems`.
-        configs: as for :func:`resume_problems`.
+    At least ``at_least`` slots are wanted. ``extents`` and ``configs`` are those of :func:`resume_problems`.
     """
     for num_slots in range(num_available, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents, configs=configs):
@@ -126,7 +121,7 @@ def fitting_slots(
 
 
 def _configs_by_engine(saved: SavedRun, configs: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return which config each engine of a checkpoint is made from, as far as that can be told."""
+    """Return which config each engine of a checkpoint is made from, where known."""
     found: dict[int, int] = {}
     for config_idx, config in enumerate(configs):
         engine = engine_of(config, saved, is_main=config_idx == 0)
@@ -137,7 +132,7 @@ def _configs_by_engine(saved: SavedRun, configs: Sequence[Mapping[str, Any]]) ->
 
 
 def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Return the ZeRO stage of a merged DeepSpeed config, and where it offloads optimizer and parameters to."""
+    """Return a config's ZeRO stage, and where it offloads optimizer and parameters."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return int(zero is True), "none", "none"
@@ -153,7 +148,7 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _is_arranged_otherwise(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Say whether the state of an engine will lie otherwise than it was saved, as far as can be told."""
+    """Say whether an engine's state will lie otherwise than saved, as far as known."""
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
@@ -166,7 +161,7 @@ def _is_arranged_otherwise(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return the type of optimizer or scheduler of a config where it is another one than the run began with."""
+    """Return a config's optimizer or scheduler type if the run began with another."""
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
         return None
@@ -229,7 +224,8 @@ def _reshape_problems(
 
 
 def _kept_apart(engine: EngineRecord) -> str | None:
-    """Say what of an engine's state belongs to no parameter element, so that only its own arrangement can load it."""
+    """Say what of an engine's state only its own arrangement can load."""
+    # It belongs to no parameter element.
     if engine.model_parallel_size > 1:
         return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
     if engine.has_experts:
