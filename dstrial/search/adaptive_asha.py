@@ -1,4 +1,4 @@
-"""The searcher ``adaptive_asha``: several brackets of asynchronous halving that differ in how early they stop."""
+"""The searcher ``adaptive_asha``: halving brackets that stop more or less early."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bracket:
 
 
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
-    """Divide the trials of an ``adaptive_asha`` searcher among brackets, the one with the most rungs first.
+    """Divide a searcher's trials among brackets, the one with the most rungs first.
 
     Raises:
         SearchError: ``bracket_rungs`` has something else than numbers of rungs.

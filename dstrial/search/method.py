@@ -28,7 +28,7 @@ class PreviewedTrials:
 
 
 class SearchMethod(Protocol):
-    """One kind of search. Every method returns what to do now; the order of actions matters."""
+    """One kind of search; each method returns what to do now, in order."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SearchMethod:
@@ -36,7 +36,8 @@ class SearchMethod(Protocol):
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the trials by how long they train, shortest first, if no validations are equal and none fails."""
+        """Return the trials by how long they train, shortest first."""
+        # For a search in which no validations are equal and no trial fails.
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Start the search."""
@@ -53,7 +54,7 @@ class SearchMethod(Protocol):
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Take the failure, cancellation or invalid hyperparameters of a trial, before its exit."""
+        """Take that a trial failed, was cancelled or is invalid, before its exit."""
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
         """Take the end of a trial, whatever its reason."""
@@ -73,7 +74,7 @@ _MAX_REPLACED_PER_TRIAL = 10
 
 
 def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
-    """Return how many trials with invalid hyperparameters a search replaces before they count.
+    """Return how many invalid trials a search replaces before they count.
 
     Without a bound, a search whose every point is invalid would start trials for ever; where nothing is drawn, another
     trial would have the very same hyperparameters.

@@ -1,4 +1,4 @@
-"""The searchers by name: make the one that an experiment config names, or preview it."""
+"""The searchers by name: make or preview the one that a config names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The searchers ``single``, ``random`` and ``grid``: trials that do not depend on each other's metrics."""
+"""The searchers ``single``, ``random`` and ``grid``, which look at no metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.search.random_state import SearchRandom
 
 
 class RandomSearch:
-    """``max_trials`` random points, at most ``max_concurrent_trials`` at once (0 for all).
+    """``max_trials`` random points, ``max_concurrent_trials`` at once (0 for all).
 
     A failed trial counts; one with invalid hyperparameters is replaced, unless too many were.
     """

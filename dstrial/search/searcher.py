@@ -1,4 +1,4 @@
-"""The search of one experiment: its method, its random numbers, and when it is over."""
+"""An experiment's search: its method, its random numbers, and when it is over."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Searcher:
         return self._finished(self._method.validation_completed(self._random, request_id, metrics))
 
     def trial_exited_early(self, request_id: str, reason: ExitReason) -> list[Action]:
-        """Take that a trial failed, was cancelled or had invalid hyperparameters; :meth:`trial_exited` follows."""
+        """Take that a trial failed, was cancelled or had invalid hyperparameters."""
+        # trial_exited follows.
         if request_id in self._closed or request_id in self._failed | self._cancelled:
             return []
         if reason is ExitReason.ERRORED:

@@ -1,4 +1,4 @@
-"""Play a whole search without training: a function gives the metric of every trial at every time."""
+"""Play a search without training: a function gives each trial's metric over time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def simulate(
     schedule_seed: int = 0,
     restart_searcher: bool = False,
 ) -> SimulationResult:
-    """Play a search: at each step one open trial, chosen at random, trains one unit of time and validates.
+    """Play a search: at each step a random open trial trains a unit and validates.
 
     Args:
         config: the experiment config with defaults; ``searcher.max_time`` is how long a trial trains.
