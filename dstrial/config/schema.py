@@ -43,7 +43,7 @@ SEARCHERS: dict[str, SearcherKeys] = {
     ),
     "async_halving": SearcherKeys((*_ASHA, "num_rungs"), ("max_trials", "num_rungs"), is_timed=True),
 }
-"""Name -> what its config may have; ``dstrial.search.methods`` says what runs it."""
+"""Name -> what its config may have; ``dstrial.search.searcher`` says what runs it."""
 ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
 STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "shared_fs": ("host_path",),

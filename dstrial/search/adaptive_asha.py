@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dstrial.errors import SearchError
-from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.async_halving import AsyncHalving, power, previewed_brackets
-from dstrial.search.method import PreviewedTrials
+from dstrial.search.method import Create, ExitReason, PreviewedTrials, Stop
 from dstrial.search.random_state import SearchRandom
 
 

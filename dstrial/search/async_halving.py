@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dstrial.errors import SearchError
-from dstrial.search.actions import Create, ExitReason, Stop
-from dstrial.search.method import PreviewedTrials, create, max_replaced
+from dstrial.search.method import Create, ExitReason, PreviewedTrials, Stop, create, max_replaced
 from dstrial.search.random_state import SearchRandom
 
 _WORST = sys.float_info.max

@@ -1,15 +1,61 @@
-"""What a search method is: the part that differs between searchers."""
+"""A search method: what differs between searchers, and what it asks for."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from dstrial.config.experiment_config.hyperparameters import is_searched
-from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.hyperparameters import sample
 from dstrial.search.random_state import SearchRandom
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Create:
+    """Start a trial.
+
+    Attributes:
+        request_id: the searcher's name of the trial, a version-4 UUID.
+        trial_seed: seed of the trial, 0 to 2^31 - 1.
+        hparams: concrete value by name, nested mappings kept.
+    """
+
+    request_id: str
+    trial_seed: int
+    hparams: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stop:
+    """Ask a trial to save a checkpoint and end; it has trained as long as it should."""
+
+    request_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The search is over: every trial that was asked for has exited.
+
+    Attributes:
+        cancel: every trial was cancelled by a user.
+        failure: every trial failed.
+    """
+
+    cancel: bool = False
+    failure: bool = False
+
+
+Action: TypeAlias = Create | Stop | Shutdown
+
+
+class ExitReason(str, enum.Enum):
+    """Why a trial ended before its time."""
+
+    ERRORED = "ERRORED"
+    USER_CANCELED = "USER_CANCELED"
+    INVALID_HP = "INVALID_HP"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

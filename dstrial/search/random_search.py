@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.hyperparameters import Grid
-from dstrial.search.method import PreviewedTrials, complete, create, max_replaced
+from dstrial.search.method import Create, ExitReason, PreviewedTrials, Stop, complete, create, max_replaced
 from dstrial.search.random_state import SearchRandom
 
 

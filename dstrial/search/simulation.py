@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dstrial.search.actions import Action, Create, ExitReason, Shutdown, Stop
+from dstrial.search.method import Action, Create, ExitReason, Shutdown, Stop
 from dstrial.search.random_state import SearchRandom
 from dstrial.search.searcher import Searcher
 
