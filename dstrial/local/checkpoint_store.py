@@ -26,8 +26,10 @@ from dstrial.checkpoint.completion_marker import MARK_NAME, is_complete, read_ma
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
+    KeepPolicy,
     StoredCheckpoint,
     begin_checkpoint,
+    checkpoints_to_delete,
     end_part,
     end_saving,
     list_checkpoints,
@@ -37,7 +39,6 @@ from dstrial.local.checkpoint_directory import (
     remove_incomplete_checkpoints,
 )
 from dstrial.local.json_files import read_json, write_json_atomically
-from dstrial.local.retention import KeepPolicy, checkpoints_to_delete
 from dstrial.local.run_directory import default_runs_dir, utc_now
 
 logger = logging.getLogger("dstrial.local")

@@ -9,8 +9,8 @@ from pathlib import Path
 from determined import core
 
 from dstrial.errors import RankError
+from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
-from dstrial.local.retention import KeepPolicy
 from dstrial.local.run_directory import RunDirectory
 from dstrial.local.train_context import LocalTrainContext, open_train_context
 

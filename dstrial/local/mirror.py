@@ -17,9 +17,13 @@ from determined.common.api import bindings
 from determined.common.api.errors import ForbiddenException, NotFoundException
 
 from dstrial.checkpoint.completion_marker import remove_mark, write_mark
-from dstrial.local.checkpoint_directory import list_checkpoints, remove_incomplete_checkpoints
+from dstrial.local.checkpoint_directory import (
+    KeepPolicy,
+    checkpoints_to_delete,
+    list_checkpoints,
+    remove_incomplete_checkpoints,
+)
 from dstrial.local.json_files import read_json
-from dstrial.local.retention import KeepPolicy, checkpoints_to_delete
 from dstrial.local.run_directory import RunDirectory, utc_now
 from dstrial.local.train_context import LocalTrainContext, open_train_context
 
