@@ -1,4 +1,4 @@
-"""How an engine's state lies over ranks, and what loads it in another layout. Pure.
+"""How an engine's state lies over ranks, and what another layout can load. Pure.
 
 It is plain values for the manifest. The per-parameter table says where every element of every parameter is, whatever the ZeRO
 stage, so that a checkpoint can later be read on another arrangement of ranks. ``parameter_table`` fills it in from an engine;
