@@ -36,8 +36,8 @@ from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.parsing.documents import Document, read_yaml
 from dstrial.config.schema import EXPERIMENT, Length, is_length
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.resume.config_check import check_resumption, with_kept_batch
 from dstrial.resume.metadata import SavedRun
+from dstrial.resume.rules import check_resumption, with_kept_batch
 
 _DIALECT = Dialect(
     name="the experiment config",
