@@ -143,6 +143,18 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             raise error
         if error is not None and shard:
             self._await_other_ranks(storage_id, error)
+        self._finish(path, storage_id, metadata, shard=shard, error=error)
+
+    def _finish(
+        self,
+        path: Path,
+        storage_id: str,
+        metadata: dict[str, Any] | None,
+        *,
+        shard: bool,
+        error: Exception | None,
+    ) -> None:
+        """Complete a checkpoint that all ranks have saved; remove it where that fails."""
         try:
             all_metadata = self._together(shard, f"saved in {path}", lambda: dict(metadata or {}), error)
             merged, conflicts = merge_metadata(all_metadata)

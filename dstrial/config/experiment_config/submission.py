@@ -150,17 +150,15 @@ def check_submission(
         num_slots: how many slots there are; None to leave that out.
         resumed: the checkpoint that its trial goes on from, if it does; its batch is kept.
         template: a part of a config that gives what the config leaves out.
-        is_detached: whether its trials run elsewhere: no entrypoint is needed, and the searcher, which does not search, may
-            have any name.
+        is_detached: whether its trials run elsewhere: no entrypoint is needed, and the idle searcher may have any name.
         document: the same YAML, if it has been read; its value is changed.
-        has_files: whether there is a model definition. Without one the entrypoint's files are looked for nowhere: they may be
-            installed on this machine, and Determined 0.38.1 looks for none.
+        has_files: whether there is a model definition. Without one the entrypoint's files are not looked for, as in
+            Determined 0.38.1: they may be installed on this machine.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
     """
-    if document is None:
-        document = read_yaml_text(config_text, LABEL, defaults.limits)
+    document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
 
     def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
