@@ -11,7 +11,7 @@ from dstrial.search.random_state import SearchRandom
 
 
 class _Independent:
-    """Trials of which none looks at another's metrics; so many at once, 0 for all."""
+    """Trials of which none looks at another's metrics."""
 
     def __init__(self, max_trials: int, max_concurrent_trials: int) -> None:
         self._max_trials = max_trials
@@ -36,7 +36,7 @@ class _Independent:
         return []
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the mean over all trials of the search, those with invalid hyperparameters included."""
+        """Return the mean over all trials, invalid ones included."""
         still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
         return (still_open + len(closed)) / (self._max_trials + self._num_invalid)
 
