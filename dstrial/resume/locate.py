@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, off a cluster and on it, before it is loaded.
+"""Find the checkpoint that a run goes on from, before anything of it is loaded.
 
 Off a cluster, ``saved_run_to_resume``; for a cluster's trial, ``resumption_problems`` and ``saved_run_of_trial`` before its ranks
 start; in the ranks of both, ``resumed_run``.
