@@ -21,11 +21,11 @@ from determined import core
 
 from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local import core_context as local_context
+from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.core_context import LocalContext
 from dstrial.local.json_files import read_json
 from dstrial.local.measuring_variables import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror, tidy
-from dstrial.local.retention import KeepPolicy
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ

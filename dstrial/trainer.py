@@ -33,7 +33,7 @@ from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.identity import identify
 from dstrial.ranks.startup_phase import begin_phase, end_phases
-from dstrial.resume.in_rank import resumed_run, trial_id_of
+from dstrial.resume.locate import resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE
 from dstrial.runtime import cluster_info, surroundings
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of

@@ -35,10 +35,8 @@ def key_path() -> pathlib.Path:
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values with the account's signature; without one where the account can keep no secret.
-
-    Makes the secret where there is none yet.
-    """
+    """Return JSON values with the account's signature, making its secret if needed."""
+    # Where the account can keep no secret they stay without one.
     key = _key(is_made=True)
     rest = {name: value for name, value in values.items() if name != SIGNATURE_KEY}
     return rest if key is None else {**rest, SIGNATURE_KEY: _digest(key, rest)}
@@ -112,7 +110,7 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(values: Mapping[str, Any]) -> bool:
-    """Say whether values that ``sealed`` returned are unchanged; True for values without a checksum."""
+    """Say whether what ``sealed`` returned is unchanged; True without a checksum."""
     return SEAL_KEY not in values or values[SEAL_KEY] == _checksum(values)
 
 

@@ -1,4 +1,4 @@
-"""The completion mark: the one file that makes a directory a checkpoint, written after all else is on disk."""
+"""The completion mark, which makes a directory a checkpoint and is written last."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def remove_mark(path: str | os.PathLike[str]) -> None:
 
 
 def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the directories directly under ``root`` that carry no mark, sorted; empty if there is no ``root``."""
+    """Return the sorted directories in ``root`` without a mark; none without a root."""
     parent = pathlib.Path(root)
     if not parent.is_dir():
         return []
@@ -94,7 +94,7 @@ def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
 
 
 def fsync_tree(path: str | os.PathLike[str]) -> None:
-    """Wait until every file and directory under ``path`` is on the disk, the directory itself last."""
+    """Wait until everything under ``path`` is on the disk, the directory itself last."""
     for directory, _, names in os.walk(path, topdown=False):
         for name in names:
             entry = pathlib.Path(directory) / name

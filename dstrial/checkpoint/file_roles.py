@@ -1,4 +1,4 @@
-"""What each file of a checkpoint holds, and which rank wrote it, from the file's name and the layout."""
+"""What a checkpoint file holds and which rank wrote it, by its name and layout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rank_state_name(rank: int) -> str:
 
 
 def engine_folder(paths: Iterable[str], engine_idx: int) -> str:
-    """Return the folder of an engine in a checkpoint, which is also the tag that DeepSpeed is given.
+    """Return an engine's folder in a checkpoint: the tag that DeepSpeed is given.
 
     Args:
         paths: files of the checkpoint, relative to it, with ``/``.
@@ -78,11 +78,7 @@ def _engine_idx(found: re.Match[str]) -> int:
 
 
 def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout, ...]:
-    """Return every engine's layout.
-
-    Args:
-        manifest: of a checkpoint.
-        root: its directory, for the message.
+    """Return the layouts of a manifest's engines; ``root`` is for the message.
 
     Raises:
         CheckpointError: another release of dstrial wrote it, in another form.
@@ -141,7 +137,7 @@ def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
 
 
 def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
-    """Return whose engine's a file is and its name in the engine's folder; None if no engine's."""
+    """Return which engine a file is of, and its name in that folder; else None."""
     for engine_idx, layout in enumerate(layouts):
         if layout.folder and path.startswith(f"{layout.folder}/"):
             return engine_idx, path[len(layout.folder) + 1 :]

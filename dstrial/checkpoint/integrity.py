@@ -1,4 +1,4 @@
-"""Whether a checkpoint directory is what was written, down to the byte: what is damaged, and whom it would hit."""
+"""Whether a checkpoint is what was written, to the byte; if not, whom it hits."""
 
 from __future__ import annotations
 
@@ -78,11 +78,8 @@ def read_verified(
         part: which share is this rank's, the rank on its machine.
         parts: ranks of its machine.
 
-    Returns:
-        The manifest.
-
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: there is no manifest.
         CheckpointDamagedError: it cannot be read, or files are not as it says, on any rank; all of them are named.
 
     Ranks: all, collectively (one ``allgather``).
@@ -105,7 +102,7 @@ def read_verified(
 
 
 def describe_damage(damage: Damage) -> str:
-    """Return one sentence part: the file, what it is, what was expected, and the ranks that it would have hit."""
+    """Return a clause: the file, what is wrong, what was expected, the ranks it hits."""
     return f"{damage.path} is {damage.got}; expected {damage.expected}{_readers(damage.reader_ranks)}"
 
 

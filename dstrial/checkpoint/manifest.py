@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: how it was laid out, and every file with its size, checksum and readers."""
+"""A checkpoint's manifest: layouts, and each file's size, checksum and readers."""
 
 from __future__ import annotations
 
@@ -120,10 +120,8 @@ class Manifest:
 
 
 def write_manifest(root: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Write ``manifest`` into the checkpoint directory ``root``, signed by this account, replacing one that is there.
-
-    It is not waited for the disk: the completion mark does that for all files.
-    """
+    """Write or replace the manifest of ``root``, signed by this account."""
+    # It is not waited for the disk: the completion mark does that for all files.
     target = pathlib.Path(root) / MANIFEST_NAME
     temporary = target.with_name(target.name + ".tmp")
     temporary.write_text(
@@ -166,7 +164,7 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
 
 def is_own_manifest(root: str | os.PathLike[str]) -> bool:
-    """Say whether the manifest of ``root`` bears this account's signature; False where there is none that can be read.
+    """Say whether a readable manifest bears this account's signature.
 
     It speaks for files only that were compared with it.
     """
@@ -193,9 +191,7 @@ def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, 
 def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None) -> FileEntry:
     """Return size and checksum of one file, read once.
 
-    Args:
-        path: the file.
-        on_bytes: told how many more bytes were read, after each piece of a mebibyte.
+    ``on_bytes`` is told how many more bytes were read, after each piece of a mebibyte.
     """
     digest = hashlib.sha256()
     num_bytes = 0
@@ -209,7 +205,9 @@ def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | No
 
 
 def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
-    """Return this part's share of ``files``: every file is in exactly one share, and shares differ by one at most.
+    """Return this part's share of ``files``: each is in exactly one share.
+
+    Shares differ by one at most.
 
     Args:
         files: the same sequence in every part.

@@ -1,4 +1,4 @@
-"""What a Hugging Face model directory consists of: the safetensors format, config and tokenizer files; pure.
+"""A Hugging Face model directory: safetensors, config and tokenizer files. Pure.
 
 A safetensors file is the length of a header (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end of
 the bytes), and the bytes of all tensors, in C order and little endian, one after the other. So a file can be written tensor by
@@ -39,8 +39,7 @@ _OTHER_NAMES = (
 def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     """Return the config and tokenizer files of the first directories that have them.
 
-    Args:
-        directories: looked through in this order, not below them; those that do not exist have none.
+    The directories are looked through in this order, not below them; those that do not exist have none.
 
     Returns:
         At most one file of each name. A ``config.json`` counts only if it names a model's type or class.
@@ -97,16 +96,14 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return tensors so that each is aligned to its elements: larger elements first, else as they come."""
+    """Order tensors so that each is aligned: larger elements first, else as they come."""
     return sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return everything that stands in front of the tensors' bytes.
+    """Return what stands before the tensors' bytes, which follow in this order.
 
-    Args:
-        specs: the tensors, in the order in which their bytes follow.
-        metadata: text that the file carries besides them.
+    ``metadata`` is text that the file carries besides them.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
@@ -120,14 +117,9 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Deal tensors out into files, in their order.
+    """Deal tensors out into files, in their order; at least one file.
 
-    Args:
-        specs: the tensors.
-        max_bytes: most bytes of tensors in a file; a tensor that is larger has a file of its own.
-
-    Returns:
-        The tensors of each file; at least one file.
+    A file holds at most ``max_bytes`` of tensors; a larger tensor has a file of its own.
     """
     shards: list[list[TensorSpec]] = [[]]
     filled = 0

@@ -34,12 +34,10 @@ class PickleContents:
 
 
 def read_pickle(stream: BinaryIO) -> PickleContents:
-    """Take a pickle apart, up to its end or to the first thing in it that no pickle holds.
+    """Take a pickle apart, up to its end or the first thing that no pickle holds.
 
-    What comes after a broken place is never reached by an unpickler either.
-
-    Args:
-        stream: stands at the first byte of the pickle, and behind the last one afterwards.
+    What comes after a broken place is never reached by an unpickler either. The stream stands at the first byte of the pickle,
+    and behind the last one afterwards.
     """
     machine = _Inert(stream)
     with contextlib.suppress(
@@ -50,7 +48,7 @@ def read_pickle(stream: BinaryIO) -> PickleContents:
 
 
 class _StandIn:
-    """Takes the place of whatever a pickle names: can be made, called, filled and given a state."""
+    """Stands in for whatever a pickle names: it can be made, called, filled, set."""
 
     name = ""
     made: list[_StandIn] | None = None
@@ -109,7 +107,7 @@ class _Inert(pickle._Unpickler):
         return _StandIn()
 
     def get_extension(self, code: int) -> None:
-        """Refuse what is registered by number: nobody who writes checkpoints registers anything."""
+        """Refuse what is registered by number: no checkpoint's writer registers anything."""
         self.named.add(f"copyreg extension {code}")
         raise pickle.UnpicklingError("an extension code")
 
@@ -122,7 +120,7 @@ def _is_odd(dtype: _StandIn) -> bool:
 
 
 def _is_plain_state(state: Any) -> bool:
-    """Whether a state is what NumPy writes of a number's type: version 3, byte order, nothing else."""
+    """Say whether a state is a plain NumPy number type's: version 3 and byte order."""
     if not isinstance(state, tuple) or len(state) != 8:
         return False
     version, order, subtype, names, fields, size, alignment, flags = state

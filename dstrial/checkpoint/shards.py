@@ -1,4 +1,4 @@
-"""Where the elements of a parameter lie in the files of a checkpoint, and in the memory of a rank; pure.
+"""Where a parameter's elements lie in files and in a rank's memory. Pure.
 
 A parameter is a row of elements. Every layout cuts it into pieces, each within one replica's partition of a flat buffer
 (or, where there is no flat buffer, whole). Reading a checkpoint in another layout is then copying intervals.
@@ -36,11 +36,7 @@ class Piece:
 
 
 class Pieces:
-    """The pieces of every parameter of a layout.
-
-    Args:
-        layout: of a checkpoint, or of a live engine.
-    """
+    """The pieces of every parameter of a layout, a checkpoint's or a live engine's."""
 
     def __init__(self, layout: Layout) -> None:
         self._buffers = {(buffer.model_part, buffer.index): buffer for buffer in layout.buffers}
@@ -52,7 +48,7 @@ class Pieces:
         return self._buffers[place.model_part, place.buffer_idx]
 
     def of(self, place: ParameterPlace) -> list[Piece]:
-        """Return the pieces of a parameter that the optimizer owns, in the order of its elements."""
+        """Return the pieces of a parameter that the optimizer owns, in element order."""
         numel = math.prod(place.shape)
         buffer = self.buffer(place)
         if buffer is None or place.offset is None:
@@ -63,7 +59,7 @@ class Pieces:
         return list(_flat_pieces(numel, place.offset, buffer))
 
     def on(self, place: ParameterPlace, replica: int) -> list[Piece]:
-        """Return the pieces in one replica's partition; all of them where the buffer is not cut."""
+        """Return the pieces in one replica's partition; all if the buffer is not cut."""
         buffer = self.buffer(place)
         if buffer is None or buffer.num_partitions == 1:
             return self.of(place)
@@ -71,7 +67,7 @@ class Pieces:
 
 
 def own_piece(place: ParameterPlace, replica: int) -> Piece | None:
-    """Return which elements of a cut parameter (ZeRO 3) a replica holds itself; None if only padding."""
+    """Return the elements of a ZeRO 3 parameter that a replica holds; None if padding."""
     assert place.partition_numel is not None
     begin = replica * place.partition_numel
     numel = min(place.partition_numel, math.prod(place.shape) - begin)
@@ -79,11 +75,8 @@ def own_piece(place: ParameterPlace, replica: int) -> Piece | None:
 
 
 def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int, int]]:
-    """Return for each parameter that an optimizer owns without flat buffers its group and its position in that group.
-
-    Args:
-        places: the parameters of one part of a model.
-    """
+    """Return group and position of each parameter owned without flat buffers."""
+    # `places` are the parameters of one part of a model.
     owned = [
         # Of several at one offset all but the last are empty.
         (place.group_idx, place.offset, math.prod(place.shape) > 0, place.name)
@@ -99,7 +92,11 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
 
 
 def overlaps(pieces: Iterable[Piece], begin: int, numel: int) -> Iterator[tuple[Piece, int, int, int]]:
-    """Yield (piece, offset within the piece, offset within the interval, elements) for an interval of a parameter."""
+    """Yield the overlaps of pieces with an interval of a parameter.
+
+    Yields:
+        Piece, offset within the piece, offset within the interval, elements.
+    """
     end = begin + numel
     for piece in pieces:
         low, high = max(piece.parameter_begin, begin), min(piece.parameter_end, end)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its manifest alone, and how two differ in it; pure."""
+"""What a checkpoint holds, by its manifest alone, and how two differ in it. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.checkpoint.manifest import Manifest
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """The parameters of one engine; one that is tied to another is counted with that one.
+    """The parameters of one engine; a tied one is counted with its first name.
 
     Attributes:
         num_parameters: parameters.
@@ -36,10 +36,8 @@ class ParameterCounts:
 
 
 def own_places(layout: Layout) -> Iterator[ParameterPlace]:
-    """Yield every parameter once: without further names of it, and without copies on later pipeline stages.
-
-    Of a parameter that is cut over a model-parallel axis every slice is yielded.
-    """
+    """Yield every parameter once, without other names or copies on later stages."""
+    # Of a parameter that is cut over a model-parallel axis every slice is yielded.
     seen = set()
     for place in layout.parameters:
         key = (place.name, place.model_part if layout.model_parallel_size > 1 else 0)
@@ -49,7 +47,7 @@ def own_places(layout: Layout) -> Iterator[ParameterPlace]:
 
 
 def tied_names(layout: Layout) -> dict[str, str]:
-    """Return for each further name of a parameter its first name; empty where no two names share a storage."""
+    """Return the first name of each further name of a parameter."""
     return {
         place.name: place.tied_to
         for place in layout.parameters
@@ -72,7 +70,7 @@ def count_parameters(layout: Layout) -> ParameterCounts:
 
 
 def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
-    """Return kind of file -> ``files`` and ``bytes``, in the order of ``KINDS``; kinds without a file are left out."""
+    """Return ``files`` and ``bytes`` by kind, in ``KINDS``' order, no empty kinds."""
     sizes: dict[str, dict[str, int]] = {}
     for kind in KINDS:
         of_kind = [
@@ -84,7 +82,7 @@ def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dic
 
 
 def size_by_rank(manifest: Manifest, layouts: Sequence[Layout]) -> dict[int, int]:
-    """Return rank -> bytes of the files that it wrote; files of which that is not known are left out."""
+    """Return rank -> bytes of the files known to be written by it."""
     sizes: dict[int, int] = {}
     for path, entry in manifest.files.items():
         rank = role_of(path, layouts).writer_rank
@@ -94,7 +92,7 @@ def size_by_rank(manifest: Manifest, layouts: Sequence[Layout]) -> dict[int, int
 
 
 def layout_fields(layout: Layout) -> dict[str, Any]:
-    """Return how an engine was arranged as plain JSON values, without its parameters and buffers."""
+    """Return an engine's arrangement as JSON values, without parameters and buffers."""
     return {
         field.name: dict(layout.versions) if field.name == "versions" else getattr(layout, field.name)
         for field in dataclasses.fields(layout)
@@ -103,7 +101,7 @@ def layout_fields(layout: Layout) -> dict[str, Any]:
 
 
 def configuration_of(root: str | pathlib.Path) -> dict[str, Any]:
-    """Return the configuration that a checkpoint carries: ``experiment_config`` and ``hparams``; empty if it has none."""
+    """Return a checkpoint's ``experiment_config`` and ``hparams``; empty without them."""
     try:
         values = json.loads((pathlib.Path(root) / "load_data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -149,12 +147,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def compare_layouts(a: Layout, b: Layout) -> list[Difference]:
-    """Compare how two engines lay over their ranks, versions included; where elements lie is not looked at."""
+    """Compare two layouts, versions included, but not where elements lie."""
     return compare(layout_fields(a), layout_fields(b))
 
 
 def compare_parameters(a: Layout, b: Layout) -> list[Difference]:
-    """Compare which parameters two engines have, their shapes and types, which are trained and which are tied."""
+    """Compare two engines' parameters: shapes, types, which are trained or tied."""
     return compare(_parameters(a), _parameters(b))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.run_resume import add_experiment_arguments, chosen_point
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
-from dstrial.config.deepspeed_rules.explain import DEFAULT_ORIGIN, ExplainedValue
+from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, ExplainedValue
 from dstrial.config.experiment_config.training_checks import explained
 from dstrial.config.secrets import MASK, SecretNames, masked
 from dstrial.errors import ConfigError

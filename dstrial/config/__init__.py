@@ -1,12 +1,10 @@
-"""Experiment config and DeepSpeed JSON: load with line numbers, merge, solve the batch equation, check.
+"""Experiment config and DeepSpeed JSON: load, merge, solve the batch, check.
 
-Everything here is pure but for reading files: no process is started, and torch, deepspeed and
-determined are never imported.
+Pure but for reading files: no process is started, and torch, deepspeed and determined are never imported.
 """
 
 from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch
-from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
-from dstrial.config.deepspeed_rules.explain import ExplainedValue, explain
+from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, check_deepspeed, explain
 from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment_config.config import ExperimentConfig, experiment_name, load_experiment

@@ -1,4 +1,4 @@
-"""Who puts a value in place of ``"auto"`` in a DeepSpeed config: Hugging Face's Trainer or Accelerate, and from what. Pure.
+"""Who replaces ``"auto"`` in a DeepSpeed config: Trainer or Accelerate. Pure.
 
 Accelerate, which the Trainer trains through as well, refuses every ``"auto"`` that is left when it makes the engine, whatever
 DeepSpeed itself would make of it. So what is not listed here is an error for these entrypoints.
@@ -92,7 +92,7 @@ class Filler:
         return cls("Hugging Face's Trainer" if is_trainer else "Accelerate", is_trainer, script.arguments)
 
     def says(self, key: str) -> str | None:
-        """Return a clause on who fills in the dotted key and from what; None if nobody does."""
+        """Return a clause on who fills in the dotted key, and from what; else None."""
         if key in _BY_PLUGIN:
             return f"Accelerate fills in {_BY_PLUGIN[key]}"
         if key in _BY_HIDDEN_SIZE:
@@ -111,15 +111,17 @@ class Filler:
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
     ) -> BatchSolution | None:
-        """Solve the batch equation with what the entrypoint's arguments say; None where only the script knows the micro batch.
+        """Solve the batch equation with what the entrypoint's arguments say.
 
-        What the arguments give yields to the config where the two cannot hold together, as
-        ``dstrial.dsat.get_hf_args_with_overwrites`` has it.
+        The config wins where the arguments contradict it, as in ``dstrial.dsat.get_hf_args_with_overwrites``.
 
         Args:
             sizes: the three sizes as the config has them; None or ``"auto"`` for what it leaves open.
             num_replicas: replicas of the model.
             where: ``file:line: key`` of each size by its name.
+
+        Returns:
+            None where only the script knows the micro batch.
 
         Raises:
             ConfigError: nothing solves it.

@@ -1,7 +1,7 @@
 """Solve DeepSpeed's batch equation for the sizes that are not given.
 
-``train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas``, where
-replicas is the data-parallel size, not the number of ranks.
+``train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas``; replicas is the data-parallel
+size, not the number of ranks.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ def solve_batch(
 ) -> BatchSolution:
     """Compute the batch sizes that are not given.
 
-    Where several answers are possible the choice is DeepSpeed's own: with only one of the first two
-    sizes given, ``gradient_accumulation_steps`` is 1. Where DeepSpeed divides, drops the remainder and
-    fails on an assertion, this names the nearest settings that work.
+    Of several answers it takes DeepSpeed's: with only one of the first two sizes given, ``gradient_accumulation_steps`` is 1.
+    Where DeepSpeed divides, drops the remainder and fails on an assertion, this names the nearest settings that work.
 
     Args:
         train_batch_size: records in one optimizer step; None or "auto" means solve for it.
@@ -105,7 +104,7 @@ def solve_batch(
 
 
 def _given_sizes(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, int]:
-    """Return the sizes that are given, by name; raises all that are no positive integers."""
+    """Return the given sizes by name; raise on all that are no positive integers."""
     sizes: dict[str, int] = {}
     problems: list[ConfigProblem] = []
     for key, value in given.items():
@@ -125,14 +124,9 @@ def _given_sizes(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[st
 
 
 def resolve_batch(config: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any]:
-    """Return a DeepSpeed config in which every batch size is a number.
+    """Return a merged DeepSpeed config's copy in which every batch size is a number.
 
-    DeepSpeed itself fails with a TypeError on ``"auto"`` at these three keys, unless another tool
-    replaced it first.
-
-    Args:
-        config: a merged DeepSpeed config; not changed.
-        data_parallel_size: number of replicas.
+    DeepSpeed fails with a TypeError on ``"auto"`` at these three keys, unless another tool has replaced it.
 
     Raises:
         ConfigError: as :func:`solve_batch`.

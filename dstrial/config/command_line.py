@@ -1,4 +1,4 @@
-"""A command line as ``HfArgumentParser`` reads it: find a flag, change it, add it. Pure.
+"""A command line as ``HfArgumentParser`` reads it: find, change, add flags. Pure.
 
 Source: transformers 4.56 and 5.23 ``hf_argparser.py`` (every field of a dataclass is an option spelled with underscores or with
 dashes; a boolean one may stand without a value) on top of the standard library's ``argparse`` (the last one of a flag counts,
@@ -35,11 +35,7 @@ class GivenFlag:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The words behind a script's name.
-
-    Attributes:
-        words: as the shell splits them.
-    """
+    """The words behind a script's name, as the shell splits them."""
 
     words: tuple[str, ...]
 
@@ -49,11 +45,7 @@ class CommandLine:
         return cls(tuple(words))
 
     def find(self, name: str) -> GivenFlag | None:
-        """Return the flag that counts, the last one of its name; None if it is not given.
-
-        Args:
-            name: of the dataclass's field: ``learning_rate``.
-        """
+        """Return the last flag of a dataclass field's name, which counts; None if absent."""
         found = self._all(name)
         return found[-1] if found else None
 
@@ -63,7 +55,7 @@ class CommandLine:
         return None if flag is None else flag.value
 
     def truth(self, name: str) -> bool | None:
-        """Return what a boolean flag says; None if it is not given or says nothing that is read as a boolean."""
+        """Return what a boolean flag says; None if it is absent or no boolean."""
         flag = self.find(name)
         if flag is None:
             return None
@@ -72,7 +64,7 @@ class CommandLine:
         return False if flag.value.lower() in _FALSE else None
 
     def with_value(self, name: str, value: str) -> CommandLine:
-        """Return the command line with a flag set: changed where it counts, or added behind the other options."""
+        """Return the command line with a flag changed where it counts, or appended."""
         flag = self.find(name)
         words = [*self.words]
         if flag is None:
@@ -95,10 +87,8 @@ class CommandLine:
         return CommandLine(tuple(words))
 
     def abbreviations(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """Return words that are beginnings of a flag's name, of two parts of it at least, each with that name.
-
-        A shorter beginning is more likely a flag of the script's own.
-        """
+        """Return words that abbreviate a flag by at least two parts, each with that flag."""
+        # A shorter beginning is more likely a flag of the script's own.
         known = list(names)
         found = []
         for word in self.words[: self._end]:

@@ -1,10 +1,9 @@
-"""The committed table of DeepSpeed's config keys, and which DeepSpeed is installed.
+"""The committed table of DeepSpeed's config keys, and the installed version.
 
-A table is generated from each supported release by ``tools/generate_deepspeed_rules.py``:
-``root`` describes the top level as a :class:`dstrial.config.keys.Section`; ``removed`` lists keys that
-DeepSpeed refuses, by section; ``optimizers`` and ``schedulers`` give for each type the names of its
-parameters (``params``, absent where any is accepted), those ``required``, and whether ZeRO counts the
-optimizer as tested.
+``tools/generate_deepspeed_rules.py`` generates a table from each supported release: ``root`` describes the top level as a
+:class:`dstrial.config.keys.Section`; ``removed`` lists keys that DeepSpeed refuses, by section; ``optimizers`` and
+``schedulers`` give for each type the names of its parameters (``params``, absent where any is accepted), those ``required``,
+and whether ZeRO counts the optimizer as tested.
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ class DeepSpeedRules:
 
 
 def deepspeed_rules(version: str | None = None) -> DeepSpeedRules:
-    """Return the rules of a DeepSpeed release.
-
-    Args:
-        version: of the release; None for the installed one. The rules of one without a table are the newest.
-    """
+    """Return the rules of a DeepSpeed release, by default the installed one."""
+    # A release without a table is read by the newest one.
     wanted = (version or installed_deepspeed_version() or "").split("+")[0]
     return _rules_of(wanted if wanted in TABLE_FILES else next(reversed(TABLE_FILES)))
 
@@ -65,7 +61,7 @@ def _rules_of(release: str) -> DeepSpeedRules:
 
 
 def read_table(file: str) -> dict[str, Any]:
-    """Return a whole table; one that holds differences is put on top of the table that it names.
+    """Return a whole table; differences are applied to the table that they name.
 
     Differences are ``set``, dotted path to what is there in this release, and ``absent``, paths of what is not.
     """
@@ -86,7 +82,7 @@ def read_table(file: str) -> dict[str, Any]:
 
 @functools.cache
 def installed_deepspeed_version() -> str | None:
-    """Return the version of the installed DeepSpeed without importing it; None if there is none."""
+    """Return the installed DeepSpeed's version without importing it; else None."""
     try:
         return importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The DeepSpeed config that an experiment names: its file or mapping, the overwrites, where each value stands."""
+"""An experiment's DeepSpeed config: file or mapping, overwrites, line numbers."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ class DeepSpeedSource:
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the hyperparameters that name further DeepSpeed configs, one per further engine.
-
-    They are the ones called ``<engine>_deepspeed_config``.
-    """
+    """Return hyperparameters named ``<engine>_deepspeed_config``: further engines."""
     return tuple(key for key in hyperparameters if key.endswith(f"_{MAIN_KEY}"))
 
 
@@ -105,7 +102,8 @@ def read_deepspeed(
 def _read_base(
     key: str, given: Any, context_dir: Path, lines: Lines, label: str, findings: Findings
 ) -> Document | None:
-    """Return a DeepSpeed config without its overwrites, from its file or from the experiment config; None after a problem."""
+    """Return a DeepSpeed config without its overwrites; None after a problem."""
+    # It comes from its file or from the experiment config.
     where = f"hyperparameters.{key}"
     if isinstance(given, Mapping):
         return Document(label, dict(given), _below(lines, ("hyperparameters", key)))
@@ -137,7 +135,7 @@ def _read_base(
 def _merged_lines(
     base_lines: Lines, overwritten: Iterable[KeyPath], lines: Lines, label: str
 ) -> dict[KeyPath, str]:
-    """Return where every key of the merged config stands: in its file, or among the overwrites."""
+    """Return where each key of the merged config stands: its file or the overwrites."""
     overwrite_lines = _below(lines, ("hyperparameters", "overwrite_deepspeed_args"))
     for dotted_path, line in [*overwrite_lines.items()]:
         overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)
@@ -150,12 +148,7 @@ def _merged_lines(
 
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
-    """Return the merged DeepSpeed configs of a trial, the main one first; those that cannot be read are left out.
-
-    Args:
-        hyperparameters: concrete values.
-        context_dir: directory that paths are relative to.
-    """
+    """Return a trial's merged DeepSpeed configs that can be read, the main one first."""
     ignored = Findings({}, "")
     found = [
         read_deepspeed(key, hyperparameters, context_dir, {}, "", ignored)

@@ -1,4 +1,4 @@
-"""Collect what is wrong or doubtful about a configuration, each with the place where it stands."""
+"""Collect errors, warnings and notes about a config, each with its place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def nested_form(parts: Sequence[str], value: Any) -> str:
-    """Return how a value below several keys is written: ``zero_optimization: {stage: 3}``."""
+    """Return how a value below several keys is written, ``a: {b: 3}`` for example."""
     *outer, last = parts
     text = f"{last}: {render(value)}"
     for part in reversed(outer):
@@ -44,12 +44,12 @@ def nested_form(parts: Sequence[str], value: Any) -> str:
 
 
 def key_path(text: str) -> KeyPath:
-    """Return the key path of a dotted key without list positions; the empty text is the top."""
+    """Return a dotted key's path (no list positions); the empty text is the top."""
     return tuple(text.split(".")) if text else ()
 
 
 def render(value: Any) -> str:
-    """Return a value as it would stand in a JSON file, shortened to about 80 characters."""
+    """Return a value as JSON, shortened to about 80 characters."""
     text = ""
     try:
         # Piece by piece: a whole config is large, and many problems may be about the same part of it.
@@ -65,10 +65,7 @@ def render(value: Any) -> str:
 def locate(lines: Lines, path: KeyPath, default: str) -> str:
     """Return where a key stands: its own label, or the nearest one above it.
 
-    Args:
-        lines: labels by key path.
-        path: the key that is looked for; it need not exist.
-        default: the label when nothing above it has one either.
+    The key need not exist; ``default`` is the label when nothing above it has one either.
     """
     for length in range(len(path), -1, -1):
         label = lines.get(path[:length])
@@ -103,7 +100,7 @@ class Findings:
         return f"{label}{separator}{dotted(parts)}"
 
     def problem(self, path: KeyPath | str, got: str, expected: str, fix: str) -> None:
-        """Record an error; see :class:`dstrial.errors.ConfigProblem` for the parts of the sentence.
+        """Record an error with the parts of :class:`dstrial.errors.ConfigProblem`.
 
         Raises:
             ConfigError: this is problem number ``MAX_PROBLEMS``, and there may be many more.
@@ -119,25 +116,22 @@ class Findings:
             raise ConfigError([*self.problems, more])
 
     def warn(self, path: KeyPath | str, text: str) -> None:
-        """Record something that training survives; ``text`` goes on after ``file:line: key``."""
+        """Record a warning; training survives it. ``text`` follows ``file:line: key``."""
         _add_new(self.warnings, self._known[1], f"{self.place(path)} {text}")
 
     def note(self, path: KeyPath | str, text: str) -> None:
-        """Record something that is right and worth knowing; ``text`` goes on after ``file:line: key``."""
+        """Record a fact that is right; ``text`` follows ``file:line: key``."""
         _add_new(self.notes, self._known[2], f"{self.place(path)} {text}")
 
     def raise_if_any(self) -> None:
-        """Raise a ConfigError with every problem recorded so far.
-
-        Raises:
-            ConfigError: there is at least one.
-        """
+        """Raise a ConfigError with every problem recorded so far, if there are any."""
         if self.problems:
             raise ConfigError(self.problems)
 
 
 def _add_new(found: list[_T], known: set[_T], one: _T) -> None:
-    """Append what is not there yet; ``known`` is what was there when it was asked last, as others append too."""
+    """Append what is new; ``known`` is what was there at the last call."""
+    # Others append too.
     if len(known) != len(found):
         known.update(found)
     if one not in known:

@@ -1,4 +1,4 @@
-"""Dotted keys: of ``--config key=value``, and in the overwrites of old experiment configs. Pure.
+"""Dotted keys of ``--config key=value`` and of old configs' overwrites. Pure.
 
 Old configs write ``zero_optimization.stage: 3`` for a key inside another. Determined puts such an overwrite at the top of the
 DeepSpeed config, where DeepSpeed of that time ignored it.
@@ -25,7 +25,7 @@ _OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
 
 
 def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
-    """Return what mappings inside mappings have at a dotted key, or at a path; ``default`` where there is nothing."""
+    """Return what nested mappings have at a dotted key or path; else ``default``."""
     for part in key_path(path) if isinstance(path, str) else path:
         if not isinstance(config, Mapping) or part not in config:
             return default
@@ -34,27 +34,21 @@ def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
 
 
 def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return ``data.dstrial`` of an experiment config, our settings in it; empty where there is no such mapping."""
+    """Return ``data.dstrial``, our settings in an experiment config; else empty."""
     section = value_at(config, "data.dstrial")
     return section if isinstance(section, Mapping) else {}
 
 
 def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overwrites of a DeepSpeed config with dotted keys as nested ones; what is given later wins.
+    """Return DeepSpeed overwrites with dotted keys nested; what comes later wins.
 
-    Only keys whose first part is a section of DeepSpeed's are taken so. The argument is not changed; values that need no
-    change are shared.
+    Only keys whose first part is a section of DeepSpeed's are nested. Values that need no change are shared.
     """
     return _nested(overwrite, deepspeed_rules().root)
 
 
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Findings) -> None:
-    """Report hyperparameters that are meant for DeepSpeed and are out of its sight for the dots in their names.
-
-    Args:
-        hyperparameters: concrete values.
-        findings: receives problems and warnings.
-    """
+    """Report hyperparameters that DeepSpeed misses for the dots in their names."""
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
         if not (dot and rest):
@@ -115,7 +109,7 @@ def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any
 
 
 def _united(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of both at every depth, those of ``other`` where both have them; null is a value here."""
+    """Return the keys of both at every depth; ``other`` wins, and null is a value."""
     result = dict(one)
     for key, value in other.items():
         below = result.get(key)
@@ -129,12 +123,9 @@ def _is_section(name: str, section: Section) -> bool:
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
-    """Return the document with values from the command line put into it.
+    """Return a copy of an experiment config with values from the command line.
 
-    Args:
-        document: a parsed experiment config; not changed.
-        overrides: ``key=value`` each; the key is dotted, the value is YAML. A value with commas outside
-            brackets is a list.
+    Each override is ``key=value``: a dotted key, and a value in YAML. A value with commas outside brackets is a list.
 
     Raises:
         ConfigError: an override has no ``=``, an empty key part, or a value that is not YAML.

@@ -1,7 +1,6 @@
-"""Check a document against a table of legal keys: unknown keys, wrong types, bounds; fill in defaults.
+"""Check a document's keys, types and bounds against a table; fill in defaults.
 
-The same walk serves DeepSpeed's JSON and the experiment config; a :class:`Dialect` says where the
-two differ.
+The same walk serves DeepSpeed's JSON and the experiment config; a :class:`Dialect` says where they differ.
 """
 
 from __future__ import annotations
@@ -116,14 +115,7 @@ class Dialect:
 def check_keys(
     section: Section, value: Mapping[str, Any], dialect: Dialect, findings: Findings, path: KeyPath = ()
 ) -> dict[str, Any]:
-    """Check one mapping and everything below it.
-
-    Args:
-        section: its legal keys.
-        value: the mapping; not changed.
-        dialect: how the document is read.
-        findings: receives problems and warnings.
-        path: where the mapping stands in its document.
+    """Check one mapping, which stands at ``path``, and everything below it.
 
     Returns:
         A new mapping with every key of the table that is not deprecated: what was given where it is legal,
@@ -270,7 +262,7 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
 
 
 def _converted(value: object, types: tuple[str, ...]) -> Any:
-    """Return what a quoted or numeric value means where the reader converts it, else None."""
+    """Return a quoted or numeric value as the reader converts it, else None."""
     if isinstance(value, str):
         if "boolean" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"

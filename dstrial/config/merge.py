@@ -1,6 +1,6 @@
-"""Merge configs: overwrites into a DeepSpeed config, and an experiment config over a template.
+"""Merge overwrites into a DeepSpeed config, and experiment configs over templates.
 
-Merging sets no defaults and validates nothing. Of a template, what the config gives wins.
+Merging sets no defaults and validates nothing.
 
 Source: Determined 0.38.1, schemas/test_cases/v0/merging.yaml and the merge rules of its configs.
 """
@@ -23,13 +23,8 @@ from dstrial.errors import ConfigError, ConfigProblem
 def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two DeepSpeed configs, key by key at every depth.
 
-    A mapping merges into a mapping; anything else (lists too) replaces what was there; a ``None``
-    deletes the key. A dotted key of the overwrite, ``zero_optimization.stage``, stands for the nested one. Neither argument is
-    changed, and the result shares nothing with them.
-
-    Args:
-        base: the config as the user's JSON file has it.
-        overwrite: what to change; need not be a complete config.
+    A mapping merges into a mapping; anything else (lists too) replaces what was there; a ``None`` deletes the key. A dotted key
+    of the overwrite, ``zero_optimization.stage``, stands for the nested one. Neither argument is changed.
 
     Returns:
         A new dictionary. ``None`` values of ``base`` are kept: there they are DeepSpeed's null.
@@ -96,16 +91,13 @@ _STORAGE_COMMON = ("save_experiment_best", "save_trial_best", "save_trial_latest
 
 
 def merge_template(template: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with a template's fields where it gives none; null counts as not given.
+    """Return a config with a template's fields where it gives none or null.
 
     Mappings are merged at every depth. Exceptions: labels are united; bind mounts, devices and proxy ports of the template
     are added where the config uses their container path or port for nothing else; environment variables of the template come
     before the config's; log policies are merged by name; a hyperparameter is taken whole, unless both are nested mappings; of
     another searcher or storage only the fields that all of them have are taken; a period is one, never a blend of two units.
-
-    Args:
-        template: part of an experiment config, not checked.
-        config: part of an experiment config, not checked; neither is changed.
+    Both arguments are parts of configs that were not checked, and neither is changed.
     """
     return _mapping(template, config, ())
 
@@ -170,14 +162,14 @@ def _united(base: Any, over: Any) -> Any:
 
 
 def _frozen(item: Any) -> Hashable:
-    """Return what is equal where items are, to be looked up: two long lists are not compared each with each."""
+    """Return a key that is equal for equal items, so that long lists merge quickly."""
     if isinstance(item, Mapping):
         return frozenset((key, _frozen(value)) for key, value in item.items())
     return tuple(_frozen(one) for one in item) if isinstance(item, list) else item
 
 
 def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return the rule of a list whose items are told apart by what ``name`` finds in them."""
+    """Return the merge rule of a list whose items are told apart by ``name(item)``."""
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, list) or not isinstance(over, list):
@@ -189,7 +181,7 @@ def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _container_path(item: Any) -> Any:
-    """Return where a mount or device appears: the field, or the second part of ``host:container[:mode]``."""
+    """Return the container path, a field or the second of ``host:container[:mode]``."""
     if isinstance(item, Mapping):
         return item.get("container_path")
     return item.split(":")[1] if isinstance(item, str) and ":" in item else item
@@ -200,7 +192,7 @@ def _proxy_port(item: Any) -> Any:
 
 
 def _variables(base: Any, over: Any) -> Any:
-    """Return the variables of both, one list per device unless both are lists; a later assignment wins."""
+    """Return the variables of both, per device unless both are lists; later ones win."""
     if isinstance(base, list) and isinstance(over, list):
         return [*base, *over]
     if not isinstance(base, (list, Mapping)) or not isinstance(over, (list, Mapping)):

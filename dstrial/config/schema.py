@@ -1,7 +1,6 @@
-"""The fields of Determined's experiment config v0: types, bounds, defaults, and lengths of training.
+"""Determined's experiment config v0: types, bounds, defaults, lengths.
 
-Source: Determined 0.38.1 schemas/expconf/v0. Fields that mean nothing without Determined's containers
-are accepted and passed through.
+Source: Determined 0.38.1 schemas/expconf/v0. Fields that mean nothing without Determined's containers are passed through.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SEARCHERS: dict[str, SearcherKeys] = {
     ),
     "async_halving": SearcherKeys((*_ASHA, "num_rungs"), ("max_trials", "num_rungs"), is_timed=True),
 }
-"""Name -> what its config may have; ``dstrial.search.methods`` says what runs it."""
+"""Name -> what its config may have; ``dstrial.search.searcher`` says what runs it."""
 ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
 STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "shared_fs": ("host_path",),
@@ -216,11 +215,7 @@ class Length:
 
     @classmethod
     def from_config(cls, value: int | Mapping[str, Any]) -> Length:
-        """Read the two forms of an experiment config: ``100`` (batches) and ``{epochs: 2}``.
-
-        Args:
-            value: an already validated value, as :func:`is_length` accepts it.
-        """
+        """Read ``100`` (batches) or ``{epochs: 2}``, which :func:`is_length` accepts."""
         if isinstance(value, Mapping):
             ((unit, number),) = value.items()
             return cls(int(number), cast(Unit, unit))
@@ -228,12 +223,8 @@ class Length:
 
 
 def is_length(value: object, *, allow_integer: bool) -> bool:
-    """Say whether a config value is a length: ``{batches|epochs|records: n}`` with n of at least 0.
-
-    Args:
-        value: whatever stands in the config.
-        allow_integer: accept a bare integer too, meaning batches.
-    """
+    """Say whether a value is ``{batches|epochs|records: n}`` with n of at least 0."""
+    # A bare integer, where it is allowed, means batches.
     if isinstance(value, Mapping):
         if len(value) != 1:
             return False

@@ -1,4 +1,4 @@
-"""Mask the secrets of a config where it is shown, and put the real ones back where a shown config is submitted again.
+"""Mask secrets in a shown config; restore them when it is submitted again.
 
 What is secret is told by names. Environment variables are judged broadly, since they are where secrets are handed over and
 a masked harmless one costs little; other fields narrowly, since ``num_key_value_heads`` and ``pad_token`` are hyperparameters.
@@ -77,7 +77,7 @@ class SecretNames:
     patterns: tuple[str, ...] = ()
 
     def has_variable(self, name: str, value: str = "") -> bool:
-        """Say whether an environment variable is a secret: by its name, or by a URL with a password in it."""
+        """Say whether a variable is secret: by its name, or a URL with a password."""
         upper = _CAMEL.sub("_", name).upper()
         if _VARIABLE.search(upper):
             return not (_PLURAL.search(upper) and _is_number(value))
@@ -126,12 +126,7 @@ class Secret:
 
 
 def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
-    """Return the secrets of a config, or of a part of one that is named like the whole.
-
-    Args:
-        value: JSON values.
-        names: what is secret.
-    """
+    """Return the secrets of a config, or of a part that is named like the whole."""
     return list(_Finder(names, lambda _leaf: False).below(value, ()))
 
 
@@ -168,7 +163,7 @@ class _Finder:
             yield from self.below(value, path)
 
     def _variables(self, value: Any, path: Path, identity: Path) -> Iterator[Secret]:
-        """Variables: ``NAME=value`` in a list, or a list for each kind of device, or a mapping of names."""
+        """Yield secrets of a ``NAME=value`` list, one list per device, or a mapping."""
         if isinstance(value, Mapping):
             for name, inner in value.items():
                 if isinstance(inner, (list, tuple, Mapping)):
@@ -201,13 +196,14 @@ def _is_leaf(value: Any) -> bool:
 
 
 def masked(value: Any, names: SecretNames) -> Any:
-    """Return a config with the mask in place of its secrets; the same object where it has none."""
+    """Return a config with its secrets masked; the same object if there are none."""
     found = secrets_in(value, names)
     return _replaced(value, [(secret, MASK) for secret in found]) if found else value
 
 
 def _may_have_secrets(text: str) -> bool:
-    """Say whether a config must be looked at; every complete config has ``registry_auth``, which is null."""
+    """Say whether a config must be looked at."""
+    # Every complete config has a `registry_auth`, which is null.
     lower = _NO_REGISTRY.sub("", text.lower())
     return any(hint in lower for hint in (*_HINTS, *_RARE_HINTS))
 
@@ -216,7 +212,8 @@ _REMEMBERED_CHARS = 2**16
 
 
 def _remembered(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
-    """Mask a text, and remember the result of one that is small: a thousand large ones would fill the memory."""
+    """Mask a text, and remember the result if it is small."""
+    # A thousand large texts would fill the memory.
     return _mask_once(mask, text, names) if len(text) <= _REMEMBERED_CHARS else mask(text, names)
 
 
@@ -241,7 +238,7 @@ _STORED = TextLimits(text_bytes=2**24, num_values=10**6)
 
 
 def masked_yaml(text: str, names: SecretNames) -> str:
-    """Return a config as it was written, comments and order kept, with the mask in place of its secrets."""
+    """Return a YAML config with its secrets masked, comments and order kept."""
     return _remembered(_masked_yaml, text, names) if names.patterns or _may_have_secrets(text) else text
 
 
@@ -260,12 +257,13 @@ def _masked_yaml(text: str, names: SecretNames) -> str:
 
 
 def _compose(text: str) -> Any:
-    """Return the nodes of a YAML text, with the marks of where they stand; by the C parser, ten times as fast, if it is there."""
+    """Return a YAML text's nodes with their marks."""
+    # The C parser is ten times as fast, where it is there.
     return yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _outline(node: Any, known: dict[int, Any]) -> Any:
-    """Return a document as far as names and kinds of values go; numbers are 0 and flags are true."""
+    """Return a document's names and kinds of values; numbers are 0, flags are true."""
     if id(node) in known:
         return known[id(node)]
     if isinstance(node, yaml.SequenceNode):
@@ -290,7 +288,7 @@ def _outline(node: Any, known: dict[int, Any]) -> Any:
 
 
 def masked_shell(text: str, names: SecretNames) -> str:
-    """Return lines of a shell with the mask in place of what they assign to variables that are secrets."""
+    """Return shell lines with the values of secret variables masked."""
 
     def shown(match: re.Match[str]) -> str:
         return f"{match[1]}={MASK}" if names.has_variable(match[1], match[2]) else match[0]
@@ -316,7 +314,9 @@ def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> A
 def unmasked_yaml(
     text: str, sources: Sequence[Any], where: str = "the config", limits: TextLimits = DEFAULT_LIMITS
 ) -> str:
-    """Return a config in YAML like ``unmasked``, comments and order kept; one that is no YAML as it is.
+    """Return a YAML config unmasked, comments and order kept.
+
+    A text that is no YAML comes back as it is.
 
     Raises:
         ConfigError: see ``unmasked``.
@@ -358,7 +358,7 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
 
 
 def _anywhere(identity: Path) -> Path:
-    """Return the name of a variable whatever the device: a list of variables is one for every kind."""
+    """Return a variable's name whatever the device: a plain list is for every kind."""
     if _VARIABLES in identity:
         return (_VARIABLES, identity[-1])
     return identity
@@ -386,7 +386,7 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
 
 
 def _replaced_text(text: str, root: Any, changes: Sequence[tuple[Secret, Any]]) -> str | None:
-    """Return a YAML text with some of its scalars replaced, and everything else as it was written; None if it cannot be."""
+    """Return a YAML text with some scalars replaced; None if that is not possible."""
     if text.startswith("\ufeff"):  # which the C parser does not count
         return None
     spans: dict[tuple[int, int], str] = {}

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.checkpoint.reshape_rules import reshape_problems
+from dstrial.checkpoint.layout import Layout, ParameterPlace, reshape_problems
 from dstrial.checkpoint.shards import Piece, Pieces, own_piece, positions_in_groups
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine

@@ -26,8 +26,7 @@ from dstrial.local.run_directory import (
     default_runs_dir,
     utc_stamp,
 )
-from dstrial.resume.before_ranks import resumption_problems, saved_run_of_trial
-from dstrial.resume.local_run import saved_run_to_resume
+from dstrial.resume.locate import resumption_problems, saved_run_of_trial, saved_run_to_resume
 from dstrial.scratch import scratch_directory
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from dstrial.config import ParallelDims, SavedRun, solve_batch
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
 from dstrial.config.diagnostics import Findings
-from dstrial.resume.config_check import with_kept_batch
 from dstrial.resume.metadata import given_sizes
+from dstrial.resume.rules import with_kept_batch
 
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable that makes ``Accelerator()`` use DeepSpeed if it is ``true``."""

@@ -175,7 +175,7 @@ def _run_trial(options: argparse.Namespace) -> None:
         _run_determined_trial(trial_class, options.trial)
         return
     from dstrial.config import load_experiment
-    from dstrial.resume.local_run import saved_run_to_resume
+    from dstrial.resume.locate import saved_run_to_resume
     from dstrial.trainer import run_trial
 
     experiment = None

@@ -1,20 +1,23 @@
-"""A directory of checkpoints on disk: which are complete, which are being written, which were left behind.
+"""Checkpoint directories: complete, being written, left behind, or kept no longer.
 
-``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion mark is there. While one is being
-written, ``<uuid>.saving/`` beside it says by which process, so that what a dead process left behind can
-be told from work in progress, and holds one empty file per rank that has not ended its part. A rank
-ends its part by removing its file, which works on a full disk too.
+``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion mark is there. While it is being written, ``<uuid>.saving/``
+beside it says by which process, which tells work in progress from what a dead process left, and holds one empty file per rank
+that has not ended its part. A rank ends its part by removing its file, which works on a full disk too.
+
+``KeepPolicy`` has Determined's ``checkpoint_storage`` rules. A run off any cluster is one trial, so "best of the trial" and
+"best of the experiment" rank the same checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +53,7 @@ class Writer:
     Attributes:
         host: name of its machine.
         pid: its process id there.
-        started: when it started, in the kernel's own ticks; tells a reused pid apart. None where the
-            system does not say.
+        started: when it started, in the kernel's own ticks, or None if unknown; tells a reused pid apart.
     """
 
     host: str
@@ -172,12 +174,9 @@ def _read_stored(path: Path) -> StoredCheckpoint:
 
 
 def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
-    """Find the checkpoint that was completed last.
+    """Find the checkpoint that was completed last; None if there is none.
 
     It is not always the one with the most batches: a run can be resumed from an earlier checkpoint.
-
-    Returns:
-        The checkpoint; None if there is none.
     """
     return max(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time, default=None)
 
@@ -210,3 +209,69 @@ def remove_incomplete_checkpoints(checkpoints_path: Path) -> list[str]:
         remove_checkpoint(checkpoints_path, name)
         removed.append(name)
     return removed
+
+
+_KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_best": 0}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeepPolicy:
+    """How many checkpoints of a run to keep.
+
+    Attributes:
+        num_latest: how many of those with the most batches; the newest is kept even at 0.
+        num_best: how many of those with the best searcher metric, counted by their own.
+    """
+
+    num_latest: int = 1
+    num_best: int = 1
+
+    @classmethod
+    def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
+        """Read the experiment config's ``checkpoint_storage``; None keeps everything.
+
+        None comes of a section without any ``save_…`` field: nobody has asked to delete anything. Where one of the three is
+        given, the others have Determined's defaults (latest 1, trial best 1, experiment best 0) if missing or None. Those that
+        are given have been validated as integers of at least 0.
+        """
+        fields = checkpoint_storage or {}
+        given = {key: fields[key] for key in _KEEP_DEFAULTS if fields.get(key) is not None}
+        if not given:
+            return None
+        numbers = {**_KEEP_DEFAULTS, **given}
+        latest, trial_best, experiment_best = (
+            value if isinstance(value, int) else _KEEP_DEFAULTS[key] for key, value in numbers.items()
+        )
+        return cls(num_latest=latest, num_best=max(trial_best, experiment_best))
+
+
+def checkpoints_to_delete(
+    checkpoints: Sequence[tuple[str, int]],
+    validations: Mapping[int, float],
+    policy: KeepPolicy,
+    *,
+    smaller_is_better: bool,
+) -> list[str]:
+    """Decide which checkpoints the policy does not keep.
+
+    Args:
+        checkpoints: uuid and ``steps_completed`` of each complete checkpoint, oldest first.
+        validations: ``steps_completed`` -> searcher metric reported there. A checkpoint without one,
+            or with NaN, is never among the best.
+        policy: how many to keep.
+        smaller_is_better: which way the searcher metric is compared; of equals the earlier is better.
+
+    Returns:
+        uuids to delete, oldest first; never the newest checkpoint.
+    """
+    if not checkpoints:
+        return []
+    kept = {name for name, _ in checkpoints[-max(1, policy.num_latest) :]}
+    measured = [
+        (validations[steps], steps, name)
+        for name, steps in checkpoints
+        if not math.isnan(validations.get(steps, math.nan))
+    ]
+    measured.sort(key=lambda entry: (entry[0] if smaller_is_better else -entry[0], entry[1]))
+    kept |= {name for _, _, name in measured[: policy.num_best]}
+    return [name for name, _ in checkpoints if name not in kept]

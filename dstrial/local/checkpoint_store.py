@@ -1,7 +1,7 @@
-"""Determined's CheckpointContext on a directory: a checkpoint is complete, or it does not exist.
+"""Determined's CheckpointContext on a directory of whole checkpoints.
 
-What happens on one rank reaches all: every step ends in one gather of who succeeded, and a rank that
-fails makes the step fail everywhere, with its number and its cause.
+What happens on one rank reaches all: every step ends in one gather of who succeeded, and a rank that fails makes the step fail
+everywhere, with its number and its cause.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from dstrial.checkpoint.completion_marker import MARK_NAME, is_complete, read_ma
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
+    KeepPolicy,
     StoredCheckpoint,
     begin_checkpoint,
+    checkpoints_to_delete,
     end_part,
     end_saving,
     list_checkpoints,
@@ -37,7 +39,6 @@ from dstrial.local.checkpoint_directory import (
     remove_incomplete_checkpoints,
 )
 from dstrial.local.json_files import read_json, write_json_atomically
-from dstrial.local.retention import KeepPolicy, checkpoints_to_delete
 from dstrial.local.run_directory import default_runs_dir, utc_now
 
 logger = logging.getLogger("dstrial.local")
@@ -96,7 +97,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     def store_path(
         self, metadata: dict[str, Any] | None = None, *, shard: bool = False
     ) -> Iterator[tuple[Path, str]]:
-        """Give a new directory to save into, and complete the checkpoint when the block ends.
+        """Give a new directory to save into; the checkpoint is complete after the block.
 
         Args:
             metadata: must hold ``steps_completed`` (batches trained); with ``shard=True`` the ranks'
@@ -142,6 +143,18 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             raise error
         if error is not None and shard:
             self._await_other_ranks(storage_id, error)
+        self._finish(path, storage_id, metadata, shard=shard, error=error)
+
+    def _finish(
+        self,
+        path: Path,
+        storage_id: str,
+        metadata: dict[str, Any] | None,
+        *,
+        shard: bool,
+        error: Exception | None,
+    ) -> None:
+        """Complete a checkpoint that all ranks have saved; remove it where that fails."""
         try:
             all_metadata = self._together(shard, f"saved in {path}", lambda: dict(metadata or {}), error)
             merged, conflicts = merge_metadata(all_metadata)
@@ -170,7 +183,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             self._apply_keep_policy()
 
     def _await_other_ranks(self, storage_id: str, error: Exception) -> None:
-        """Wait until the other ranks, too, have ended their part; give up on them after a while.
+        """Wait a while until the other ranks have ended their part too.
 
         They may be waiting for this rank inside their part, in a barrier of DeepSpeed's for example. Only
         the end of this process frees them then, so this rank fails alone.
@@ -192,7 +205,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     def _together(
         self, shard: bool, done: str, step: Callable[[], T], error: Exception | None = None
     ) -> list[T]:
-        """Do a step on every rank and let the failure of one be the failure of all.
+        """Do a step on every rank; the failure of one is the failure of all.
 
         Args:
             shard: whether the other ranks take part.
@@ -410,7 +423,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
 
 def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
-    """Look for a checkpoint of another run: one that this process has written, else beside this run or among all runs.
+    """Find a checkpoint of another run: this process's, or beside this run, or of any.
 
     Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory, where each is found by its uuid.
     """
@@ -448,14 +461,9 @@ def open_checkpoint_store(
     validations: Callable[[], Mapping[int, float]] = dict,
     smaller_is_better: bool = True,
 ) -> LocalCheckpointContext:
-    """Open a directory of checkpoints, removing what killed processes left half written.
+    """Open a directory of checkpoints; remove what killed processes left half written.
 
-    Args:
-        dist: the ranks of the job.
-        checkpoints_path: made if it does not exist.
-        keep: which checkpoints to keep after each new one; None keeps all.
-        validations: returns ``steps_completed`` -> searcher metric, for ``keep``; called on the chief.
-        smaller_is_better: which way the searcher metric is compared.
+    The directory is made if it does not exist. Arguments are those of :class:`LocalCheckpointContext`.
 
     Ranks: all; no communication.
     """

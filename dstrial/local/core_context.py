@@ -9,14 +9,14 @@ from pathlib import Path
 from determined import core
 
 from dstrial.errors import RankError
+from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
-from dstrial.local.retention import KeepPolicy
 from dstrial.local.run_directory import RunDirectory
 from dstrial.local.train_context import LocalTrainContext, open_train_context
 
 
 class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Ask a function whether to stop, with the calling conventions of ``determined.core``.
+    """Ask a function whether to stop, as ``determined.core`` is asked.
 
     Args:
         dist: the ranks of the job.
@@ -56,14 +56,12 @@ class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy do
     def should_preempt(self, auto_ack: bool = True) -> bool:  # noqa: ARG002 - nobody awaits an acknowledgement
         """Say whether the job should save a checkpoint and exit.
 
-        Args:
-            auto_ack: accepted for Determined's signature; there is no master to acknowledge to.
+        ``auto_ack`` is accepted for Determined's signature; there is no master to acknowledge to.
 
         Raises:
             RankError: called before ``start()``, or on a worker in mode ``ChiefOnly``.
 
-        Ranks: all, in step, in mode ``WorkersAskChief`` (one broadcast); rank 0 in mode ``ChiefOnly``;
-        any in mode ``WorkersAskMaster``.
+        Ranks: all, in step, in mode ``WorkersAskChief`` (one broadcast); rank 0 in ``ChiefOnly``; any in ``WorkersAskMaster``.
         """
         if not self._started:
             raise RankError(
@@ -171,7 +169,7 @@ class LocalSearcherContext(core.SearcherContext):  # type: ignore[misc]  # mypy 
 
 
 class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow determined
-    """Determined's core context whose parts keep what they are told in a run directory.
+    """Determined's core context, kept in a run directory.
 
     Args:
         run_directory: where everything is kept.

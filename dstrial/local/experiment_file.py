@@ -1,4 +1,4 @@
-"""How the ranks of a script learn off a cluster of the experiment that their launcher was given."""
+"""Off a cluster, a launcher's experiment config as a script's ranks read it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def write_experiment(path: Path, config: Mapping[str, Any], hyperparameters: Map
 
 
 def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment | None:
-    """Return the experiment that this rank's launcher was given; None if it was given none.
-
-    Args:
-        environ: environment variables; this process's if left out.
-    """
+    """Return the experiment that this rank's launcher was given; else None."""
     path = (os.environ if environ is None else environ).get(EXPERIMENT_VARIABLE)
     if not path:
         return None

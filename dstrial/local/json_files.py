@@ -1,8 +1,7 @@
-"""JSON on disk that survives being killed: atomic documents, append-only lines, strict numbers.
+"""JSON on disk that survives a kill: atomic documents, append-only lines.
 
-Everything written is strict JSON. Numbers that JSON does not have are written as the strings
-``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; ``metric_number`` reads them back. This module never
-decides what is written.
+Everything written is strict JSON. Numbers that JSON does not have are written as the strings ``"NaN"``, ``"Infinity"`` and
+``"-Infinity"``; ``metric_number`` reads them back. This module never decides what is written.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def metric_number(value: Any) -> float | None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the entries of a directory survive a power failure (fsync of the directory itself)."""
+    """Make a directory's entries survive a power failure (fsync of the directory)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -81,7 +80,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_text_atomically(path: Path, text: str, *, sync: bool = True, is_private: bool = False) -> None:
-    """Replace a file so that a reader, or a kill, sees the old content or the new, nothing between.
+    """Replace a file; a reader or a kill sees the old content or the new.
 
     Args:
         path: the file; its directory must exist.
@@ -110,12 +109,9 @@ def write_text_atomically(path: Path, text: str, *, sync: bool = True, is_privat
 
 
 def write_json_atomically(path: Path, value: Any, *, sync: bool = True) -> None:
-    """Replace a JSON document; see ``write_text_atomically``.
+    """Replace a JSON document by what ``to_strict_json`` makes of a value.
 
-    Args:
-        path: the file; its directory must exist.
-        value: what ``to_strict_json`` accepts.
-        sync: also wait until it is on the disk.
+    Path, ``sync`` and errors are those of ``write_text_atomically``.
     """
     text = json.dumps(to_strict_json(value, path.name), indent=2, allow_nan=False) + "\n"
     write_text_atomically(path, text, sync=sync)

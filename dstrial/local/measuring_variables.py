@@ -36,12 +36,13 @@ MEASURING_KEYS = frozenset({MEASURING_KEY, SETTINGS_KEY, AROUND_FIT_KEY})
 
 
 def is_measuring(hparams: Mapping[str, Any]) -> bool:
-    """Say whether these are the hyperparameters of a measuring trial, which is ended once enough of its steps are timed."""
+    """Say whether hyperparameters are a measuring trial's."""
+    # It is ended once enough of its steps are timed.
     return bool(hparams.get(MEASURING_KEY))
 
 
 def measuring_hyperparameters() -> dict[str, Any] | None:
-    """Return the hyperparameters of a measuring trial without a master; None in any other process.
+    """Return a measuring trial's hyperparameters without a master; else None.
 
     Ranks: any; no communication.
     """

@@ -1,4 +1,4 @@
-"""Keep a trial's reports and checkpoints in a run directory as well, while a master is told of them.
+"""Keep a trial's reports and checkpoints in a run directory beside the master.
 
 Under ``dstrial run`` a trial belongs to a master, and everything it reports is found there. The run directory
 has the same files as for training off any cluster, whether or not somebody follows.
@@ -17,9 +17,13 @@ from determined.common.api import bindings
 from determined.common.api.errors import ForbiddenException, NotFoundException
 
 from dstrial.checkpoint.completion_marker import remove_mark, write_mark
-from dstrial.local.checkpoint_directory import list_checkpoints, remove_incomplete_checkpoints
+from dstrial.local.checkpoint_directory import (
+    KeepPolicy,
+    checkpoints_to_delete,
+    list_checkpoints,
+    remove_incomplete_checkpoints,
+)
 from dstrial.local.json_files import read_json
-from dstrial.local.retention import KeepPolicy, checkpoints_to_delete
 from dstrial.local.run_directory import RunDirectory, utc_now
 from dstrial.local.train_context import LocalTrainContext, open_train_context
 
@@ -101,7 +105,8 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
         self._kept.note_steps(num_steps, num_skipped)
 
     def rewind_to(self, steps_completed: int) -> int:
-        """Take back the reports beyond the batch from which training resumes; the master does so by itself."""
+        """Take back the reports beyond the batch from which training resumes."""
+        # The master does so by itself.
         return self._kept.rewind_to(steps_completed)
 
     def flush_progress(self) -> None:
@@ -109,7 +114,7 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
         self._kept.flush_progress()
 
     def get_experiment_best_validation(self) -> float | None:
-        """The best searcher metric of the whole run, experiments that it went on from included."""
+        """The best searcher metric of the run and the experiments that it continues."""
         return self._kept.get_experiment_best_validation()
 
     def get_tensorboard_path(self) -> pathlib.Path:
@@ -125,7 +130,7 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
 
 
 class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # see above
-    """Store checkpoints in a run directory, complete or not at all, and report them to the master.
+    """Store whole checkpoints in a run directory, and report them to the master.
 
     Args:
         cluster: Determined's context, whose storage is the run directory's checkpoints.
@@ -192,7 +197,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             logger.debug("deleted checkpoint %s, which the keep policy does not keep", storage_id)
 
     def _is_own(self, storage_id: str) -> bool:
-        """Say whether this trial has saved a checkpoint, and not one of another experiment that the run went on from.
+        """Say whether this trial has saved a checkpoint, not an experiment before it.
 
         The master lets a trial delete its own only, and says so when the files are gone already (Determined 0.38.1
         ``core/_checkpoint.py``, ``delete``).
@@ -213,7 +218,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> Iterator[pathlib.Path]:
-        """Give the directory of a checkpoint: by uuid, or by path as ``dstrial run --resume`` names it."""
+        """Give a checkpoint's directory, by uuid or by path (``dstrial run --resume``)."""
         if pathlib.Path(storage_id).is_absolute():
             yield pathlib.Path(storage_id)
             return
@@ -270,9 +275,10 @@ def mirror(
 
 
 def tidy(core_context: core.Context, run_directory: RunDirectory) -> None:
-    """Remove the directories that Determined makes for TensorBoard files, which lie in ``tensorboard/`` of a run directory.
+    """Remove the directories that Determined makes for TensorBoard files.
 
-    At the end of a run: while ranks begin, one may still be making what another removes.
+    A run directory has them in ``tensorboard/``. Call it at the end of a run: while ranks begin, one may still be making what
+    another removes.
 
     Ranks: any; does something on the chief.
     """

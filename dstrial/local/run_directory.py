@@ -1,4 +1,4 @@
-"""Where one run keeps its files: every name in one class, and the record of what the run is.
+"""Where one run keeps its files, and the record of what the run is.
 
 ``<runs dir>/<experiment name>/<UTC stamp>-<short id>/`` holds::
 
@@ -101,31 +101,25 @@ def utc_now() -> str:
 
 
 def utc_stamp(moment: str | None = None) -> str:
-    """Return a moment in UTC, the present one if None, for the name of a directory: ``20260131T235959Z``."""
+    """Return a moment in UTC, now if None, as in ``20260131T235959Z``."""
     return f"{re.sub(r'[-:]', '', (moment or utc_now())[:19])}Z"
 
 
 def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Choose the directory of all runs.
-
-    Args:
-        runs_dir: what the user asked for; None to use ``DSTRIAL_RUNS_DIR``, or else ``./runs``.
-
-    Returns:
-        An absolute path, which need not exist.
-    """
+    """Return the path of all runs: as asked, ``DSTRIAL_RUNS_DIR`` or ``./runs``."""
+    # It is absolute, and need not exist.
     return Path(runs_dir or os.environ.get(RUNS_DIR_VARIABLE) or "runs").absolute()
 
 
 def shown_path(path: Path) -> str:
-    """Return a path as it is typed from the working directory: relative if it lies below it."""
+    """Return a path as it is typed: relative if below the working directory."""
     with contextlib.suppress(ValueError, OSError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
 def experiment_slug(name: str) -> str:
-    """Turn an experiment's name into a directory name: letters, digits, ``.``, ``_`` and ``-``."""
+    """Turn an experiment's name into letters, digits, ``.``, ``_`` and ``-``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "experiment"
 
 
@@ -176,7 +170,8 @@ class RunDirectory:
 
     @property
     def outcome_path(self) -> Path:
-        """How the ranks of the last attempt ended (``dstrial.launch.failures.LaunchOutcome``), JSON."""
+        """How the last attempt's ranks ended, JSON."""
+        # Written as dstrial.launch.failures.LaunchOutcome.
         return self.path / "outcome.json"
 
     @property
@@ -209,11 +204,9 @@ class RunDirectory:
         return self.logs_path / f"attempt_{attempt}"
 
     def begin_logs(self) -> Path:
-        """Return the directory for what the ranks print from now on, which does not exist yet.
-
-        Where the attempt has one already, the master has started the trial again (a restart, an activation), and
-        that is an attempt of its own.
-        """
+        """Return the directory, not made yet, for what the ranks print from now on."""
+        # Where the attempt has one already, the master has started the trial again (a restart, an activation), and
+        # that is an attempt of its own.
         record = self.read_record()
         if self.attempt_logs_path(record.num_attempts).exists():
             self.begin_attempt(record.command)
@@ -291,7 +284,7 @@ class RunDirectory:
         return run_directory
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Store the effective experiment config, replacing what is there; for this account only if it holds secrets."""
+        """Replace the effective experiment config; private if it holds secrets."""
         is_private = bool(secrets_in(config, SecretNames()))
         write_text_atomically(self.experiment_config_path, yaml_text(dict(config)), is_private=is_private)
 
@@ -320,7 +313,7 @@ class RunDirectory:
             ) from error
 
     def begin_attempt(self, command: Sequence[str]) -> None:
-        """Put on record that the run is started once more, and forget what the last attempt said."""
+        """Record that the run is started again, and forget what the last attempt said."""
         record = self.read_record()
         for path in (self.status_path, self.progress_path, self.outcome_path):
             path.unlink(missing_ok=True)
@@ -352,7 +345,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Own the run while the block lasts; the kernel gives it back when this process dies.
+        """Own the run while the block lasts; the kernel ends that with this process.
 
         Raises:
             LaunchError: another process owns it.
@@ -373,15 +366,9 @@ class RunDirectory:
 
 
 def find_runs(runs_dir: Path, name: str, context_dir: Path) -> list[RunDirectory]:
-    """Find the runs of an experiment; one whose record cannot be read is left out with a warning.
+    """Find the runs of an experiment's name and context directory, newest first.
 
-    Args:
-        runs_dir: the directory of all runs.
-        name: the experiment's name.
-        context_dir: directory of the model definition.
-
-    Returns:
-        The runs of this name and context directory, the one created last first.
+    A run whose record cannot be read is left out with a warning.
     """
     found: list[tuple[str, RunDirectory]] = []
     for record_path in (runs_dir.absolute() / experiment_slug(name)).glob("*/run.json"):

@@ -1,4 +1,4 @@
-"""Watch a run from outside its ranks: what its files say about progress and metrics, as one value.
+"""A run watched from outside its ranks: progress and metrics as one value.
 
 Reads only ``progress.json`` and ``metrics.jsonl``; draws nothing.
 """
@@ -95,7 +95,8 @@ class RunMonitor:
         return self._view
 
     def _progress(self) -> tuple[int | None, int | None]:
-        """Batches trained and in all, as this attempt said; its reports may be ahead of its progress."""
+        """Batches trained and in all, as this attempt said."""
+        # Its reports may be ahead of its progress.
         known = self._view.batches_trained, self._view.batches_total
         try:
             progress = read_json(self._run_directory.progress_path) or {}
@@ -129,15 +130,10 @@ def _report(row: Mapping[str, Any]) -> Report:
 
 
 def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | None:
-    """Choose the one number of a report to show.
-
-    Args:
-        report: a training or validation report.
-        preferred: the name to show if the report has it.
+    """Choose the one number of a training or validation report to show.
 
     Returns:
-        The preferred one, else ``loss``, else the first that is no counter and no speed; None if there is
-        none.
+        The preferred one, else ``loss``, else the first that is no counter and no speed; None if there is none.
     """
     for name in (preferred, "loss"):
         if name is not None and name in report.metrics:

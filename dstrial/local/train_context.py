@@ -1,4 +1,4 @@
-"""Determined's TrainContext on a run directory: reports, progress and the best validation so far.
+"""Determined's TrainContext on a run directory: reports and progress.
 
 One line of ``metrics.jsonl`` per report::
 
@@ -120,7 +120,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._update_status({"status": status})
 
     def report_early_exit(self, reason: core.EarlyExitReason) -> None:
-        """Keep why the trial gave up; the first reason stands. Ranks: any; the chief writes."""
+        """Keep why the trial gave up; the first reason stands.
+
+        Ranks: any; the chief writes.
+        """
         known = self.get_early_exit()
         if known is not None:
             logger.warning("early exit %s was reported before; %s is ignored", known, reason)
@@ -128,11 +131,13 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._update_status({"early_exit": core.EarlyExitReason(reason).name})
 
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
-        """Keep how many optimizer steps the run has taken and how many of them were skipped. Ranks: any; the chief writes.
+        """Keep how many optimizer steps the run has taken and skipped.
 
         Args:
             num_steps: of all engines, those that were skipped with them.
             num_skipped: because gradients were not finite.
+
+        Ranks: any; the chief writes.
         """
         self._update_status({"optimizer_steps": num_steps, "skipped_steps": num_skipped})
 
@@ -142,7 +147,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         return None if status is None else str(status)
 
     def get_early_exit(self) -> str | None:
-        """The name of the ``EarlyExitReason`` reported in this attempt; None if there is none."""
+        """The ``EarlyExitReason`` name reported in this attempt; None if there is none."""
         status = read_json(self._run_directory.status_path) or {}
         reason = status.get("early_exit")
         return None if reason is None else str(reason)
@@ -193,26 +198,16 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         """Append a validation report; metrics that are bytes are left out. Ranks: 0.
 
-        Args:
-            steps_completed: batches trained.
-            metrics: what ``to_strict_json`` accepts, by name.
-
-        Raises:
-            RankError: called on another rank.
-            TrialContractError: a metric has no JSON form.
+        Arguments and errors are those of :meth:`report_training_metrics`.
         """
         self._report_trial_metrics(VALIDATION_GROUP, steps_completed, metrics)
 
     def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
         """Append a report of a group of the trial's own. Ranks: 0.
 
-        Args:
-            group: its name, without a dot.
-            steps_completed: batches trained.
-            metrics: what ``to_strict_json`` accepts, by name.
+        Other arguments and errors are those of :meth:`report_training_metrics`.
 
         Raises:
-            RankError: called on another rank.
             TrialContractError: the group's name has a dot, or a metric has no JSON form.
         """
         self._report_trial_metrics(group, steps_completed, metrics)
@@ -281,7 +276,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             return self._last_validation
 
     def get_experiment_best_validation(self) -> float | None:
-        """The best searcher metric reported so far in this run, attempts before a resume included.
+        """The best searcher metric of this run so far, attempts before a resume included.
 
         Returns:
             The lowest or highest value that is not NaN; None before the first one.
@@ -294,10 +289,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         return min(values) if self._smaller_is_better else max(values)
 
     def report_progress(self, progress: float) -> None:
-        """Keep how far training is.
-
-        Args:
-            progress: share of the whole run, from 0 to 1.
+        """Keep how far training is, a share of the whole run from 0 to 1.
 
         Raises:
             TrialContractError: it is outside of that range.
@@ -313,9 +305,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     def report_batches(self, batches_trained: int, batches_total: int) -> None:
         """Keep how far training is, in batches, for whoever draws a progress bar.
 
-        Args:
-            batches_trained: batches trained so far, those before a resume included.
-            batches_total: batches of the whole run.
+        Batches before a resume count as trained; the total is that of the whole run.
 
         Ranks: any; the chief writes, at most once per ``PROGRESS_PERIOD_S``.
         """
@@ -364,14 +354,9 @@ def open_train_context(
     smaller_is_better: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> LocalTrainContext:
-    """Open a run's reports, mending what a kill tore and forgetting the last attempt's status.
+    """Open a run's reports: mend what a kill tore, forget the last attempt's status.
 
-    Args:
-        run_directory: an existing run directory.
-        is_chief: whether this process is rank 0.
-        metric: the searcher metric; None if there is none.
-        smaller_is_better: which way it is compared.
-        clock: seconds that never run backwards.
+    Arguments are those of :class:`LocalTrainContext`.
 
     Ranks: any; no communication.
     """

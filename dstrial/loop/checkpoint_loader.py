@@ -18,9 +18,8 @@ import torch
 
 from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.integrity import read_verified
-from dstrial.checkpoint.layout import Layout, compatible
+from dstrial.checkpoint.layout import Layout, compatible, reshape_problems
 from dstrial.checkpoint.manifest import Manifest
-from dstrial.checkpoint.reshape_rules import reshape_problems
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
 from dstrial.engine.checkpoint_reader.open import read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import load, restoring

@@ -1,4 +1,4 @@
-"""The batch of a run that goes on: what its trial finds in the hyperparameters, and what its engines are corrected to."""
+"""The batch of a run that goes on, kept in its trial's configs and its engines."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ class ResumedRun:
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return hyperparameters whose DeepSpeed configs keep the batch; what has none is left as it is.
+        """Return a copy of hyperparameters whose DeepSpeed configs keep the batch.
 
-        Args:
-            hparams: the trial's; not changed.
+        What has no DeepSpeed config is left as it is.
 
         Raises:
             ConfigError: a config asks for another batch than the checkpoint's, or the replicas cannot share it evenly.
@@ -70,7 +69,7 @@ class ResumedRun:
         return result
 
     def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
-        """Return a merged config with the batch kept for a number of replicas; None if it is of no engine of the run.
+        """Return a config with the batch kept for these replicas; None if no engine's.
 
         Raises:
             ConfigError: as :meth:`hyperparameters`.
@@ -129,7 +128,7 @@ class ResumedRun:
         return given
 
     def explain(self, error: AssertionError, num_wrapped: int) -> ConfigError | None:
-        """Return what to say where DeepSpeed's own check of the batch equation failed; None for other assertions."""
+        """Return why the batch equation's assertion failed; None for other assertions."""
         text = str(error)
         if not any(word in text for word in ("batch related parameters", "Gradient accumulation steps: 0",
                                              "Micro batch size per gpu: 0")):  # fmt: skip
@@ -183,7 +182,8 @@ class ResumedRun:
         return sizes
 
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
-        """Return a config, or what is kept of one, with the sizes that its writer gave; ``engine`` decides between several."""
+        """Return a config, or what is kept of one, with the sizes that its writer gave."""
+        # `engine` decides between several.
         originals = self._given.get(given_sizes(config))
         if not originals:
             return dict(config)
@@ -193,7 +193,7 @@ class ResumedRun:
 
 
 def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
-    """Return a merged DeepSpeed config; None where the trial itself will say what is wrong with it."""
+    """Return a merged DeepSpeed config; None where the trial itself will fail on it."""
     if not isinstance(source, (str, Mapping)) or not isinstance(overwrite, Mapping):
         return None
     if isinstance(source, str) and not Path(source).is_file():

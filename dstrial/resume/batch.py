@@ -1,4 +1,4 @@
-"""Solve the batch equation of a run that goes on: ``train_batch_size`` stays, on any number of replicas.
+"""Keep a run's ``train_batch_size`` on any number of replicas.
 
 Counters, schedule and order of records are those of batches of one size. So the batch of the checkpoint is kept, and the
 micro batch and the accumulation are solved for the replicas there are now.
@@ -68,7 +68,8 @@ def keep_batch(
 
 
 def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
-    """Say whether batch sizes are those with which the run of the checkpoint began, or come to its batch where it was written."""
+    """Say whether sizes are as the checkpoint's run began, or come to its batch."""
+    # They come to it on the replicas on which it was written.
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
     then = _own_solution(given, saved.data_parallel_size)
@@ -76,12 +77,9 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: Engine
 
 
 def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> EngineRecord | None:
-    """Return the engine of a checkpoint that a DeepSpeed config is for; None if that cannot be told.
+    """Return the engine of a checkpoint that a merged config is for; None if unclear.
 
-    Args:
-        config: a merged DeepSpeed config.
-        saved: the checkpoint.
-        is_main: whether it is the experiment's main one, which is the first engine's if no engine began with its sizes.
+    ``is_main`` says whether it is the experiment's main config, which is the first engine's if no engine began with its sizes.
     """
     sizes = given_sizes(config)
     for engine in saved.engines:
@@ -113,7 +111,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def nearest_replicas(train_batch_size: int, data_parallel_size: int) -> list[int]:
-    """Return the numbers of replicas next to a given one, below and above, that divide a batch."""
+    """Return the nearest replica counts, below and above, that divide a batch."""
     below = _largest_divisor(train_batch_size, data_parallel_size)
     above = next(
         (n for n in range(data_parallel_size, train_batch_size + 1) if train_batch_size % n == 0), below

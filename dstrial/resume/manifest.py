@@ -1,4 +1,4 @@
-"""Read from a checkpoint directory what a config is compared with before a run goes on from it."""
+"""Read from a checkpoint directory what a resumed run's config is compared with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_IN_LAYOUTS = ("has_experts", "given", "micro_batch_limit")
 
 
 def read_saved_run(directory: str | os.PathLike[str]) -> SavedRun:
-    """Return what the manifest and the metadata of a checkpoint say of its run; no other file is read.
+    """Return what a checkpoint's manifest and metadata say of its run; read only them.
 
     Raises:
         CheckpointNotFoundError: there is no manifest, so dstrial wrote no checkpoint here.

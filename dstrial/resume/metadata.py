@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that wrote it, as far as a config can be compared with it; plain values, no torch."""
+"""What a checkpoint says of its run, to compare with a config; no torch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class EngineRecord(EngineArrangement):
 
     @classmethod
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
-        """Read an engine from its layout in a manifest, or from what :meth:`to_json` returned.
+        """Read an engine from a manifest's layout, or from what :meth:`to_json` returned.
 
         Args:
             layout: JSON values; fields of no interest here are left aside.
@@ -127,7 +127,7 @@ class SavedRun:
 
     @classmethod
     def from_metadata(cls, checkpoint: str, metadata: Mapping[str, Any]) -> SavedRun | None:
-        """Read what the metadata of a checkpoint says; None if it says nothing of this kind.
+        """Read a checkpoint's metadata; None if it says nothing of this kind.
 
         Args:
             checkpoint: how messages call it.
@@ -150,12 +150,13 @@ class SavedRun:
         )
 
     def of_trial(self, trial_id: int) -> SavedRun:
-        """Return the same as a trial sees it: it keeps the batch of its own checkpoints, and takes weights from others."""
+        """Return the same as a trial sees it."""
+        # It keeps the batch of its own checkpoints, and takes weights from others.
         return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
 
 
 def run_metadata(engines: Sequence[EngineRecord], trial_id: int) -> dict[str, Any]:
-    """Return the metadata of a checkpoint from which :meth:`SavedRun.from_metadata` reads."""
+    """Return the checkpoint metadata that :meth:`SavedRun.from_metadata` reads."""
     return {
         "format": CHECKPOINT_FORMAT,
         "trial_id": trial_id,
@@ -164,7 +165,7 @@ def run_metadata(engines: Sequence[EngineRecord], trial_id: int) -> dict[str, An
 
 
 def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``EngineRecord.given`` keeps of a DeepSpeed config: batch sizes, types of optimizer and scheduler."""
+    """Return what ``EngineRecord.given`` keeps of a DeepSpeed config."""
     given = {key: config[key] for key in BATCH_KEYS if isinstance(config.get(key), int)}
     for section in ("optimizer", "scheduler"):
         value = config.get(section)
@@ -175,7 +176,7 @@ def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_sizes(given: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Return the three batch sizes of a DeepSpeed config or of ``EngineRecord.given``, None for what is left to solve."""
+    """Return the batch sizes of a config or ``EngineRecord.given``; None to be solved."""
     total, micro, steps = (
         value if isinstance(value := given.get(key), int) and not isinstance(value, bool) else None
         for key in BATCH_KEYS

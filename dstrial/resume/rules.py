@@ -1,4 +1,4 @@
-"""Say what keeps a checkpoint from going on with a config on a number of slots, before any process is started; pure.
+"""What keeps a checkpoint from going on with a config on some slots. Pure.
 
 What only a running engine can tell (parameters, groups, what user code makes itself) is compared again by the ranks.
 """
@@ -9,9 +9,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.config.parallel_dims import ParallelDims
+from dstrial.config.batch import BATCH_KEYS
+from dstrial.config.deepspeed_rules.check import CheckResult
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.diagnostics import Findings
+from dstrial.config.experiment_config.check import parallel_extent
+from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.resume.batch import engine_of, keep_batch
+from dstrial.resume.batch import engine_of, in_words, keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
 
 # Wrappers of DeepSpeed 0.19.8 whose state reshaping can read; MiCS, ZenFlow and others cut it in ways of their own.
@@ -51,7 +56,7 @@ def resume_problems(
     slots_key: str = "resources.slots_per_trial",
     where: Sequence[Mapping[str, str]] = (),
 ) -> list[ConfigProblem]:
-    """Return what keeps a checkpoint from being gone on with, each with what would work.
+    """Return what keeps a checkpoint from going on, each with what would work.
 
     Args:
         saved: the checkpoint.
@@ -110,14 +115,9 @@ def fitting_slots(
     extents: Mapping[str, Any] | None = None,
     configs: Sequence[Mapping[str, Any]] = (),
 ) -> int | None:
-    """Return the largest number of slots, of those there are, on which a checkpoint can go on; None if there is none.
+    """Return the most available slots on which a checkpoint can go on; else None.
 
-    Args:
-        saved: the checkpoint.
-        num_available: slots that there are.
-        at_least: the smallest number that is wanted.
-        extents: as for :func:`resume_problems`.
-        configs: as for :func:`resume_problems`.
+    At least ``at_least`` slots are wanted. ``extents`` and ``configs`` are those of :func:`resume_problems`.
     """
     for num_slots in range(num_available, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents, configs=configs):
@@ -126,7 +126,7 @@ def fitting_slots(
 
 
 def _configs_by_engine(saved: SavedRun, configs: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return which config each engine of a checkpoint is made from, as far as that can be told."""
+    """Return which config each engine of a checkpoint is made from, where known."""
     found: dict[int, int] = {}
     for config_idx, config in enumerate(configs):
         engine = engine_of(config, saved, is_main=config_idx == 0)
@@ -137,7 +137,7 @@ def _configs_by_engine(saved: SavedRun, configs: Sequence[Mapping[str, Any]]) ->
 
 
 def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Return the ZeRO stage of a merged DeepSpeed config, and where it offloads optimizer and parameters to."""
+    """Return a config's ZeRO stage, and where it offloads optimizer and parameters."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return int(zero is True), "none", "none"
@@ -153,7 +153,7 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _is_arranged_otherwise(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Say whether the state of an engine will lie otherwise than it was saved, as far as can be told."""
+    """Say whether an engine's state will lie otherwise than saved, as far as known."""
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
@@ -166,7 +166,7 @@ def _is_arranged_otherwise(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return the type of optimizer or scheduler of a config where it is another one than the run began with."""
+    """Return a config's optimizer or scheduler type if the run began with another."""
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
         return None
@@ -229,7 +229,8 @@ def _reshape_problems(
 
 
 def _kept_apart(engine: EngineRecord) -> str | None:
-    """Say what of an engine's state belongs to no parameter element, so that only its own arrangement can load it."""
+    """Say what of an engine's state only its own arrangement can load."""
+    # It belongs to no parameter element.
     if engine.model_parallel_size > 1:
         return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
     if engine.has_experts:
@@ -243,3 +244,66 @@ def _kept_apart(engine: EngineRecord) -> str | None:
     if engine.wrapper not in KNOWN_WRAPPERS:
         return f"whose {engine.wrapper} arranges its state in its own way"
     return None
+
+
+def with_kept_batch(
+    found: DeepSpeedSource, resumed: SavedRun, sizes: ParallelDims, notes: list[str], *, is_main: bool
+) -> dict[str, Any]:
+    """Return a merged DeepSpeed config with the batch of the run's checkpoint.
+
+    Args:
+        found: the config.
+        resumed: the checkpoint, of the same run.
+        sizes: the ranks now, and how they are divided.
+        notes: receives how the batch is shared, where that has changed.
+        is_main: whether it is the experiment's main config.
+    """
+    engine = engine_of(found.merged, resumed, is_main=is_main)
+    if engine is None:
+        return found.merged
+    try:
+        solution = keep_batch(found.merged, engine, sizes.dp, checkpoint=resumed.checkpoint)
+    except ConfigError:
+        # What is wrong is said by check_resumption; the rest of the config is checked with sizes of which nothing is.
+        return {**found.merged, **dict.fromkeys(BATCH_KEYS, 1), BATCH_KEYS[0]: sizes.dp}
+    if (engine.data_parallel_size, engine.micro_batch_size) != (
+        solution.data_parallel_size,
+        solution.train_micro_batch_size_per_gpu,
+    ):
+        notes.append(f"{found.label}: checkpoint {resumed.checkpoint}: {in_words(engine, solution)}")
+    return {**found.merged, **{key: getattr(solution, key) for key in BATCH_KEYS}}
+
+
+def check_resumption(
+    raw: Mapping[str, Any],
+    resumed: SavedRun,
+    slots: int,
+    slots_key: str,
+    checks: Sequence[tuple[DeepSpeedSource, CheckResult]],
+    findings: Findings,
+) -> None:
+    """Record what keeps a checkpoint from going on with an experiment config.
+
+    Args:
+        raw: the config with defaults.
+        resumed: the checkpoint.
+        slots: the number of slots; 0 means one rank on the CPU.
+        slots_key: where that number stands.
+        checks: the experiment's DeepSpeed configs, the main one first.
+        findings: receives the problems.
+    """
+    ignored = Findings({}, "")
+    found = resume_problems(
+        resumed,
+        num_slots=max(slots, 1),
+        extents={key: parallel_extent(raw, key, ignored) for key in DIM_KEYS},
+        configs=[source.merged for source, _ in checks],
+        slots_key=slots_key if slots_key == "--slots" else findings.place(slots_key),
+        where=[_places(source) for source, _ in checks],
+    )
+    findings.problems.extend(problem for problem in found if problem not in findings.problems)
+
+
+def _places(source: DeepSpeedSource) -> dict[str, str]:
+    findings = Findings(source.lines, source.label)
+    return {key: findings.place(key) for key in BATCH_KEYS}

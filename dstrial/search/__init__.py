@@ -1,13 +1,11 @@
-"""Searchers: which trials an experiment runs, with which hyperparameters, and which of them stop early.
+"""Searchers: which trials an experiment runs, how, and which of them stop early.
 
 Events go in, actions come out. Everything is seeded, a snapshot after any event restores the rest of the search exactly,
 and nothing here reads a clock, a file or a network. The semantics are those of Determined 0.38.1's experiment config v0.
 """
 
-from dstrial.search.actions import Action, Create, ExitReason, Shutdown, Stop
-from dstrial.search.method import PreviewedTrials
-from dstrial.search.methods import SearchSummary, preview
-from dstrial.search.searcher import Searcher
+from dstrial.search.method import Action, Create, ExitReason, PreviewedTrials, Shutdown, Stop
+from dstrial.search.searcher import Searcher, SearchSummary, preview
 from dstrial.search.simulation import SimulatedTrial, SimulationResult, simulate
 
 __all__ = [

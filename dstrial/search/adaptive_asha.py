@@ -1,4 +1,4 @@
-"""The searcher ``adaptive_asha``: several brackets of asynchronous halving that differ in how early they stop."""
+"""The searcher ``adaptive_asha``: halving brackets that stop more or less early."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dstrial.errors import SearchError
-from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.async_halving import AsyncHalving, power, previewed_brackets
-from dstrial.search.method import PreviewedTrials
+from dstrial.search.method import Create, ExitReason, PreviewedTrials, Stop
 from dstrial.search.random_state import SearchRandom
 
 
@@ -31,7 +30,7 @@ class Bracket:
 
 
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
-    """Divide the trials of an ``adaptive_asha`` searcher among brackets, the one with the most rungs first.
+    """Divide a searcher's trials among brackets, the one with the most rungs first.
 
     Raises:
         SearchError: ``bracket_rungs`` has something else than numbers of rungs.

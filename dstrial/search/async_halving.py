@@ -1,4 +1,4 @@
-"""The searcher ``async_halving``: asynchronous successive halving that stops trials and never pauses one.
+"""The searcher ``async_halving``: it stops trials and never pauses one.
 
 A trial reports at any time. At each rung (a time) only the best ``1 / divisor`` of those that got there go on.
 Source: Determined 0.38.1, searcher ``async_halving``; Li et al., "A System for Massively Parallel Hyperparameter
@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dstrial.errors import SearchError
-from dstrial.search.actions import Create, ExitReason, Stop
-from dstrial.search.method import PreviewedTrials, create, max_replaced
+from dstrial.search.method import Create, ExitReason, PreviewedTrials, Stop, create, max_replaced
 from dstrial.search.random_state import SearchRandom
 
 _WORST = sys.float_info.max
@@ -143,7 +142,7 @@ class AsyncHalving:
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in every rung that it has reached, and stop it at the first where it is not good enough."""
+        """Rank the trial in every rung it has reached; stop it where it is too bad."""
         if request_id in self._stopped:
             return []
         value = self._sign * number(metrics, self._metric)
@@ -164,7 +163,8 @@ class AsyncHalving:
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Count a failed trial as the worst of its rung, and start the next; forget and replace an invalid one."""
+        """Count a failed trial as its rung's worst and start the next."""
+        # A trial with invalid hyperparameters is forgotten and replaced.
         if request_id in self._stopped:
             return []
         if reason is ExitReason.INVALID_HP and self._num_invalid < self._max_replaced:
@@ -228,9 +228,7 @@ def previewed_brackets(
 ) -> tuple[PreviewedTrials, ...]:
     """Return the trials of brackets by how long they train, shortest first.
 
-    Args:
-        searcher: the section of the experiment config.
-        geometry: number of rungs and of trials of each bracket.
+    ``geometry`` has the number of rungs and of trials of each bracket.
     """
     stops: Counter[int] = Counter()
     for num_rungs, max_trials in geometry:

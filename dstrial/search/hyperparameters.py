@@ -15,7 +15,7 @@ _Route = tuple[str, ...]
 
 
 def sample(hyperparameters: Mapping[str, Any], random: SearchRandom, route: _Route = ()) -> dict[str, Any]:
-    """Draw one value of every hyperparameter, in the order of their names at every level.
+    """Draw a value of each hyperparameter, in the order of names at every level.
 
     Raises:
         SearchError: a value is too large for a float.
@@ -56,7 +56,7 @@ def _exponential(spec: Mapping[str, Any], exponent: float) -> float:
 
 
 class Grid:
-    """The points of a grid, by index; the first axis in the order of names varies slowest.
+    """The points of a grid, by index; the first axis by name varies slowest.
 
     Args:
         hyperparameters: numbers have a ``count``.

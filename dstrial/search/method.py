@@ -1,15 +1,61 @@
-"""What a search method is: the part that differs between searchers."""
+"""A search method: what differs between searchers, and what it asks for."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from dstrial.config.experiment_config.hyperparameters import is_searched
-from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.hyperparameters import sample
 from dstrial.search.random_state import SearchRandom
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Create:
+    """Start a trial.
+
+    Attributes:
+        request_id: the searcher's name of the trial, a version-4 UUID.
+        trial_seed: seed of the trial, 0 to 2^31 - 1.
+        hparams: concrete value by name, nested mappings kept.
+    """
+
+    request_id: str
+    trial_seed: int
+    hparams: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stop:
+    """Ask a trial to save a checkpoint and end; it has trained as long as it should."""
+
+    request_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The search is over: every trial that was asked for has exited.
+
+    Attributes:
+        cancel: every trial was cancelled by a user.
+        failure: every trial failed.
+    """
+
+    cancel: bool = False
+    failure: bool = False
+
+
+Action: TypeAlias = Create | Stop | Shutdown
+
+
+class ExitReason(str, enum.Enum):
+    """Why a trial ended before its time."""
+
+    ERRORED = "ERRORED"
+    USER_CANCELED = "USER_CANCELED"
+    INVALID_HP = "INVALID_HP"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +74,7 @@ class PreviewedTrials:
 
 
 class SearchMethod(Protocol):
-    """One kind of search. Every method returns what to do now; the order of actions matters."""
+    """One kind of search; each method returns what to do now, in order."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SearchMethod:
@@ -36,7 +82,8 @@ class SearchMethod(Protocol):
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the trials by how long they train, shortest first, if no validations are equal and none fails."""
+        """Return the trials by how long they train, shortest first."""
+        # For a search in which no validations are equal and no trial fails.
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Start the search."""
@@ -53,7 +100,7 @@ class SearchMethod(Protocol):
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Take the failure, cancellation or invalid hyperparameters of a trial, before its exit."""
+        """Take that a trial failed, was cancelled or is invalid, before its exit."""
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
         """Take the end of a trial, whatever its reason."""
@@ -73,7 +120,7 @@ _MAX_REPLACED_PER_TRIAL = 10
 
 
 def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
-    """Return how many trials with invalid hyperparameters a search replaces before they count.
+    """Return how many invalid trials a search replaces before they count.
 
     Without a bound, a search whose every point is invalid would start trials for ever; where nothing is drawn, another
     trial would have the very same hyperparameters.

@@ -1,18 +1,51 @@
-"""The searchers ``single``, ``random`` and ``grid``: trials that do not depend on each other's metrics."""
+"""The searchers ``single``, ``random`` and ``grid``, which look at no metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dstrial.search.actions import Create, ExitReason, Stop
 from dstrial.search.hyperparameters import Grid
-from dstrial.search.method import PreviewedTrials, complete, create, max_replaced
+from dstrial.search.method import Create, ExitReason, PreviewedTrials, Stop, complete, create, max_replaced
 from dstrial.search.random_state import SearchRandom
 
 
-class RandomSearch:
-    """``max_trials`` random points, at most ``max_concurrent_trials`` at once (0 for all).
+class _Independent:
+    """Trials of which none looks at another's metrics."""
+
+    def __init__(self, max_trials: int, max_concurrent_trials: int) -> None:
+        self._max_trials = max_trials
+        self._max_concurrent_trials = max_concurrent_trials
+        self._num_invalid = 0
+
+    def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
+        """Start as many trials as may run at once."""
+        count = min(self._max_trials, self._max_concurrent_trials or self._max_trials)
+        return [self._create(random) for _ in range(count)]
+
+    def validation_completed(
+        self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
+    ) -> list[Create | Stop]:
+        """Do nothing."""
+        return []
+
+    def trial_exited_early(
+        self, random: SearchRandom, request_id: str, reason: ExitReason
+    ) -> list[Create | Stop]:
+        """Do nothing."""
+        return []
+
+    def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
+        """Return the mean over all trials, invalid ones included."""
+        still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
+        return (still_open + len(closed)) / (self._max_trials + self._num_invalid)
+
+    def _create(self, random: SearchRandom) -> Create:
+        raise NotImplementedError
+
+
+class RandomSearch(_Independent):
+    """``max_trials`` random points, ``max_concurrent_trials`` at once (0 for all).
 
     A failed trial counts; one with invalid hyperparameters is replaced, unless too many were.
     """
@@ -20,12 +53,10 @@ class RandomSearch:
     def __init__(
         self, hyperparameters: Mapping[str, Any], *, max_trials: int, max_concurrent_trials: int
     ) -> None:
+        super().__init__(max_trials, max_concurrent_trials)
         self._hyperparameters = hyperparameters
-        self._max_trials = max_trials
-        self._max_concurrent_trials = max_concurrent_trials
         self._max_replaced = max_replaced(hyperparameters, max_trials)
         self._num_created = 0
-        self._num_invalid = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RandomSearch:
@@ -42,17 +73,6 @@ class RandomSearch:
         """Return all trials: each trains to its own end."""
         return (PreviewedTrials(config["searcher"]["max_trials"]),)
 
-    def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
-        """Start as many trials as may run at once."""
-        count = min(self._max_trials, self._max_concurrent_trials or self._max_trials)
-        return [self._create(random) for _ in range(count)]
-
-    def validation_completed(
-        self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
-    ) -> list[Create | Stop]:
-        """Do nothing."""
-        return []
-
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
@@ -66,11 +86,6 @@ class RandomSearch:
         if self._num_created - self._num_invalid < self._max_trials:
             return [self._create(random)]
         return []
-
-    def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the mean over all trials of the search."""
-        still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
-        return (still_open + len(closed)) / (self._max_trials + self._num_invalid)
 
     def snapshot(self) -> dict[str, Any]:
         """Return how many trials were created."""
@@ -101,12 +116,12 @@ class SingleSearch(RandomSearch):
         return (PreviewedTrials(1),)
 
 
-class GridSearch:
+class GridSearch(_Independent):
     """Every point of the grid once, the last ones first; nothing is replaced."""
 
     def __init__(self, hyperparameters: Mapping[str, Any], *, max_concurrent_trials: int) -> None:
         self._grid = Grid(hyperparameters)
-        self._max_concurrent_trials = max_concurrent_trials
+        super().__init__(self._grid.num_points, max_concurrent_trials)
         self._num_left = self._grid.num_points
 
     @classmethod
@@ -121,31 +136,9 @@ class GridSearch:
         """Return the points: each trains to its own end."""
         return (PreviewedTrials(Grid(config["hyperparameters"]).num_points),)
 
-    def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
-        """Start as many trials as may run at once."""
-        count = min(self._grid.num_points, self._max_concurrent_trials or self._grid.num_points)
-        return [self._create(random) for _ in range(count)]
-
-    def validation_completed(
-        self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
-    ) -> list[Create | Stop]:
-        """Do nothing."""
-        return []
-
-    def trial_exited_early(
-        self, random: SearchRandom, request_id: str, reason: ExitReason
-    ) -> list[Create | Stop]:
-        """Do nothing."""
-        return []
-
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
         """Start the next point, if there is one left."""
         return [self._create(random)] if self._num_left else []
-
-    def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the mean over all points."""
-        still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
-        return (still_open + len(closed)) / self._grid.num_points
 
     def snapshot(self) -> dict[str, Any]:
         """Return how many points are left."""

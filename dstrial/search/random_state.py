@@ -1,4 +1,4 @@
-"""The random numbers of a search: NumPy's legacy MT19937, whose streams Determined's searchers reproduce."""
+"""A search's random numbers: NumPy's legacy MT19937, as Determined's searchers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ _MAX_TRIAL_SEED = 2**31
 
 
 class SearchRandom:
-    """Random numbers of one search, seeded and restorable.
-
-    Args:
-        seed: 0 to 2^32 - 1, the experiment's seed.
-    """
+    """Random numbers of one search, seeded (0 to 2^32 - 1) and restorable."""
 
     def __init__(self, seed: int) -> None:
         # Here, as a master starts a fifth sooner without it.
@@ -38,7 +34,8 @@ class SearchRandom:
         return {"key": [int(word) for word in state[1]], "position": int(state[2])}
 
     def integer_below(self, bound: int) -> int:
-        """Return 0 to ``bound - 1``: the smallest bit mask, rejecting what lies above; nothing is drawn for 1."""
+        """Return 0 to ``bound - 1``; nothing is drawn for 1."""
+        # The smallest bit mask, rejecting what lies above.
         highest = bound - 1
         if highest <= 0:
             return 0

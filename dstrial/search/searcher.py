@@ -1,13 +1,69 @@
-"""The search of one experiment: its method, its random numbers, and when it is over."""
+"""An experiment's search: its method by name, its random numbers, when it is over."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dstrial.search.actions import Action, Create, ExitReason, Shutdown, Stop
-from dstrial.search.methods import search_method
+from dstrial.errors import SearchError
+from dstrial.search.adaptive_asha import AdaptiveAsha
+from dstrial.search.async_halving import AsyncHalving
+from dstrial.search.method import Action, Create, ExitReason, PreviewedTrials, SearchMethod, Shutdown, Stop
+from dstrial.search.random_search import GridSearch, RandomSearch, SingleSearch
 from dstrial.search.random_state import SearchRandom
+
+METHODS: dict[str, type[SearchMethod]] = {
+    "single": SingleSearch,
+    "random": RandomSearch,
+    "grid": GridSearch,
+    "adaptive_asha": AdaptiveAsha,
+    "async_halving": AsyncHalving,
+}
+"""Name -> what runs it; ``dstrial.config.schema.SEARCHERS`` says what its config may have."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchSummary:
+    """A search before it runs.
+
+    Attributes:
+        config: the searcher's section of the experiment config.
+        trials: trials by how long they train, shortest first, if no validations are equal and none fails.
+    """
+
+    config: dict[str, Any]
+    trials: tuple[PreviewedTrials, ...]
+
+
+def search_method(config: Mapping[str, Any]) -> SearchMethod:
+    """Return the method of an experiment config with defaults.
+
+    Raises:
+        SearchError: the config names no searcher that exists, which its validation excludes.
+    """
+    return _named(config).from_config(config)
+
+
+def preview(config: Mapping[str, Any]) -> SearchSummary:
+    """Preview the search of an experiment config with defaults.
+
+    Raises:
+        SearchError: the config names no searcher that exists, which its validation excludes.
+
+    Source: Determined 0.38.1, ``preview-hp-search``, which refuses ``async_halving``; here its rungs are shown.
+    """
+    trials = _named(config).previewed(config)
+    return SearchSummary(dict(config["searcher"]), trials)
+
+
+def _named(config: Mapping[str, Any]) -> type[SearchMethod]:
+    name = config["searcher"]["name"]
+    if name not in METHODS:
+        raise SearchError(
+            f"searcher.name is {name!r}; expected a searcher that exists. Set it to adaptive_asha."
+        )
+    return METHODS[name]
 
 
 class Searcher:
@@ -82,7 +138,8 @@ class Searcher:
         return self._finished(self._method.validation_completed(self._random, request_id, metrics))
 
     def trial_exited_early(self, request_id: str, reason: ExitReason) -> list[Action]:
-        """Take that a trial failed, was cancelled or had invalid hyperparameters; :meth:`trial_exited` follows."""
+        """Take that a trial failed, was cancelled or had invalid hyperparameters."""
+        # trial_exited follows.
         if request_id in self._closed or request_id in self._failed | self._cancelled:
             return []
         if reason is ExitReason.ERRORED:

@@ -1,4 +1,4 @@
-"""Play a whole search without training: a function gives the metric of every trial at every time."""
+"""Play a search without training: a function gives each trial's metric over time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dstrial.search.actions import Action, Create, ExitReason, Shutdown, Stop
+from dstrial.search.method import Action, Create, ExitReason, Shutdown, Stop
 from dstrial.search.random_state import SearchRandom
 from dstrial.search.searcher import Searcher
 
@@ -57,7 +57,7 @@ def simulate(
     schedule_seed: int = 0,
     restart_searcher: bool = False,
 ) -> SimulationResult:
-    """Play a search: at each step one open trial, chosen at random, trains one unit of time and validates.
+    """Play a search: at each step a random open trial trains a unit and validates.
 
     Args:
         config: the experiment config with defaults; ``searcher.max_time`` is how long a trial trains.
@@ -70,57 +70,66 @@ def simulate(
     Raises:
         SearchError: as from the searcher.
     """
-    searcher = Searcher.new(config, seed)
     section = config["searcher"]
     max_time = int(section.get("max_time") or 1)
     time_metric = section.get("time_metric") or "batches"
     schedule = SearchRandom(schedule_seed)
-    hparams: dict[str, dict[str, Any]] = {}
-    time: dict[str, int] = {}
-    open_trials: list[str] = []
-    stopped: set[str] = set()
-    reasons: dict[str, ExitReason] = {}
-    history: list[Action] = []
-    max_open = 0
+    play = _Play(Searcher.new(config, seed))
+    play.take(play.searcher.initial_trials())
+    while play.open_trials:
+        if restart_searcher:
+            play.searcher = Searcher.restore(config, json.loads(json.dumps(play.searcher.snapshot())))
+        play.max_open = max(
+            play.max_open, len([trial for trial in play.open_trials if trial not in play.stopped])
+        )
+        request_id = play.open_trials[schedule.integer_below(len(play.open_trials))]
+        if request_id in play.stopped or play.time[request_id] >= max_time:
+            play.close(request_id)
+            continue
+        play.time[request_id] += 1
+        hparams, time = play.hparams[request_id], play.time[request_id]
+        reason = early_exit(hparams, time)
+        if reason is not None:
+            play.reasons[request_id] = reason
+            play.take(play.searcher.trial_exited_early(request_id, reason))
+            play.close(request_id)
+            continue
+        metrics = {section["metric"]: metric(hparams, time), time_metric: time}
+        play.take(play.searcher.validation_completed(request_id, metrics))
+    return play.result()
 
-    def take(actions: list[Action]) -> None:
-        nonlocal max_open
-        history.extend(actions)
+
+class _Play:
+    """A search while it is played; all by request id, in the order of creation."""
+
+    def __init__(self, searcher: Searcher) -> None:
+        self.searcher = searcher
+        self.hparams: dict[str, dict[str, Any]] = {}
+        self.time: dict[str, int] = {}
+        self.open_trials: list[str] = []
+        self.stopped: set[str] = set()
+        self.reasons: dict[str, ExitReason] = {}
+        self.history: list[Action] = []
+        self.max_open = 0
+
+    def take(self, actions: list[Action]) -> None:
+        self.history.extend(actions)
         for action in actions:
             if isinstance(action, Create):
-                hparams[action.request_id] = action.hparams
-                time[action.request_id] = 0
-                open_trials.append(action.request_id)
+                self.hparams[action.request_id] = action.hparams
+                self.time[action.request_id] = 0
+                self.open_trials.append(action.request_id)
             elif isinstance(action, Stop):
-                stopped.add(action.request_id)
+                self.stopped.add(action.request_id)
 
-    def close(request_id: str) -> None:
-        open_trials.remove(request_id)
-        take(searcher.trial_exited(request_id))
+    def close(self, request_id: str) -> None:
+        self.open_trials.remove(request_id)
+        self.take(self.searcher.trial_exited(request_id))
 
-    take(searcher.initial_trials())
-    while open_trials:
-        if restart_searcher:
-            searcher = Searcher.restore(config, json.loads(json.dumps(searcher.snapshot())))
-        max_open = max(max_open, len([trial for trial in open_trials if trial not in stopped]))
-        request_id = open_trials[schedule.integer_below(len(open_trials))]
-        if request_id in stopped or time[request_id] >= max_time:
-            close(request_id)
-            continue
-        time[request_id] += 1
-        reason = early_exit(hparams[request_id], time[request_id])
-        if reason is not None:
-            reasons[request_id] = reason
-            take(searcher.trial_exited_early(request_id, reason))
-            close(request_id)
-            continue
-        metrics = {
-            section["metric"]: metric(hparams[request_id], time[request_id]),
-            time_metric: time[request_id],
-        }
-        take(searcher.validation_completed(request_id, metrics))
-    trials = tuple(
-        SimulatedTrial(key, hparams[key], time[key], key in stopped, reasons.get(key)) for key in hparams
-    )
-    shutdown = next(action for action in history if isinstance(action, Shutdown))
-    return SimulationResult(trials, max_open, shutdown, tuple(history))
+    def result(self) -> SimulationResult:
+        trials = tuple(
+            SimulatedTrial(key, hparams, self.time[key], key in self.stopped, self.reasons.get(key))
+            for key, hparams in self.hparams.items()
+        )
+        shutdown = next(action for action in self.history if isinstance(action, Shutdown))
+        return SimulationResult(trials, self.max_open, shutdown, tuple(self.history))

@@ -10,8 +10,7 @@ import reshape_program
 import torch
 from sample_layouts import PLAIN_LAYOUT
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.checkpoint.reshape_rules import reshape_problems
+from dstrial.checkpoint.layout import Layout, ParameterPlace, reshape_problems
 from dstrial.engine.extra_state import merged_tied_modules
 from dstrial.errors import CheckpointLayoutError
 from dstrial.testing.ranks import run_function

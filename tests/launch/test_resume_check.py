@@ -13,7 +13,7 @@ from sample_layouts import PLAIN_LAYOUT
 from dstrial.checkpoint.manifest import Manifest, write_manifest
 from dstrial.config import EngineRecord
 from dstrial.errors import CheckpointDamagedError
-from dstrial.resume.before_ranks import resumption_problems
+from dstrial.resume.locate import resumption_problems
 from dstrial.resume.manifest import read_saved_run
 from dstrial.resume.metadata import run_metadata
 

@@ -14,9 +14,8 @@ from determined.common import storage
 from rank_processes import names_in
 
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, DstrialError
-from dstrial.local.checkpoint_directory import newest_checkpoint, remove_incomplete_checkpoints
+from dstrial.local.checkpoint_directory import KeepPolicy, newest_checkpoint, remove_incomplete_checkpoints
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
-from dstrial.local.retention import KeepPolicy
 
 
 def local_store(path: Path, **options: Any) -> LocalCheckpointContext:

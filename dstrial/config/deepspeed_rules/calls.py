@@ -1,7 +1,7 @@
-"""What DeepSpeed 0.19 has made an error in old code, as far as its source shows it. Pure: nothing is imported.
+"""What DeepSpeed 0.19 refuses in old code, as far as its source shows it. Pure.
 
-Read are the calls themselves and where their arguments were last assigned; what goes another way is found when it runs, and
-``dstrial/engine/advice.py`` says the same then.
+It reads the calls and the last assignments of their arguments, and imports nothing. What it cannot see is found at run time,
+with the same words from ``dstrial/engine/advice.py``.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ class CalledSource:
 
 
 def check_two_configs(source: CalledSource, hyperparameters: Mapping[str, Any], findings: Findings) -> None:
-    """Report calls of ``deepspeed.initialize`` with a config beside arguments that hold another.
-
-    Source: DeepSpeed 0.19.8 ``__init__.py:529``, an assertion; it took ``config`` and ignored the other before 0.6.
-    """
+    """Report ``deepspeed.initialize`` with a config and arguments that hold another."""
+    # DeepSpeed 0.19.8 __init__.py:529, an assertion; before 0.6 it took `config` and ignored the other.
     holders = _attribute_holders(source, hyperparameters)
     for call in _calls(source.tree, "initialize"):
         given = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -64,10 +62,8 @@ def check_two_configs(source: CalledSource, hyperparameters: Mapping[str, Any], 
 
 
 def check_second_engines(source: CalledSource, findings: Findings) -> None:
-    """Warn of a loss that went through another engine than the one whose ``backward`` is called.
-
-    Only for ZeRO stage 0, where DeepSpeed 0.19.8 refuses it (``runtime/engine.py:3129``).
-    """
+    """Warn if one engine's ``backward`` gets a loss that went through another engine."""
+    # Only in ZeRO stage 0, where DeepSpeed 0.19.8 refuses it (runtime/engine.py:3129).
     for owner in _classes(source.tree):
         engines = _engines(owner)
         for function in owner.body:
@@ -91,7 +87,8 @@ def _check_function(function: ast.FunctionDef, engines: set[str], label: str, fi
 
 
 def _engines_behind(loss: ast.AST, line: int, assignments: Assignments, engines: set[str]) -> set[str]:
-    """Return the engines that a loss's gradient flows through, by the last assignment above each use of a name."""
+    """Return the engines that a loss's gradient flows through."""
+    # The value of a name is its last assignment above the use.
     found: set[str] = set()
     waiting: list[tuple[ast.AST, int]] = [(loss, line)]
     seen: set[tuple[int, int]] = set()
@@ -119,7 +116,7 @@ def _engines_behind(loss: ast.AST, line: int, assignments: Assignments, engines:
 
 
 def _assignments(function: ast.FunctionDef) -> Assignments:
-    """Return what is assigned to each name of a function; where gradients are off it is a constant."""
+    """Return what is assigned to each name; a constant where gradients are off."""
     without = {
         id(inner)
         for node in ast.walk(function)
@@ -148,7 +145,7 @@ def _is_no_grad(node: ast.expr) -> bool:
 
 
 def _dotted_name(node: ast.AST) -> str | None:
-    """Return ``self.generator`` of a name or an attribute of one; None for anything else."""
+    """Return ``self.generator`` of a name or its attribute; None for anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute) and len(parts) < _MAX_NAME_PARTS:
         parts.append(node.attr)
@@ -157,7 +154,7 @@ def _dotted_name(node: ast.AST) -> str | None:
 
 
 def _engines(owner: ast.ClassDef) -> set[str]:
-    """Return the attributes of a class that hold engines: what ``wrap_model_engine`` or ``initialize`` returned."""
+    """Return the attributes set by ``wrap_model_engine`` or ``initialize``."""
     found: set[str] = set()
     for node in ast.walk(owner):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
@@ -175,10 +172,8 @@ def _engines(owner: ast.ClassDef) -> set[str]:
 
 
 def _attribute_holders(source: CalledSource, hyperparameters: Mapping[str, Any]) -> set[str]:
-    """Return the names that hold an object with a ``deepspeed_config`` that is set.
-
-    A dict has no attributes, so that hyperparameters count only where something is made of them: ``AttrDict(…)``.
-    """
+    """Return the names that hold an object with a ``deepspeed_config`` that is set."""
+    # A dict has no attributes, so that hyperparameters count only where something is made of them: AttrDict(…).
     found: set[str] = set()
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):

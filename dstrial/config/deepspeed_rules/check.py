@@ -1,8 +1,9 @@
-"""Check a whole DeepSpeed config: keys, batch equation, pairs of settings; say what it amounts to."""
+"""Check a whole DeepSpeed config, and say where each effective value comes from."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -13,7 +14,9 @@ from dstrial.config.deepspeed_rules.ignored import check_ignored
 from dstrial.config.deepspeed_rules.optimizer import check_optimizer_and_scheduler
 from dstrial.config.deepspeed_rules.settings import Settings
 from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
-from dstrial.config.diagnostics import Findings, Lines, render
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.diagnostics import Findings, KeyPath, Lines, dotted, locate, render
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.keys import AUTO, Dialect, check_keys
 from dstrial.config.parallel_dims import ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
@@ -46,11 +49,7 @@ class CheckResult:
     filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def raise_if_any(self) -> None:
-        """Raise a ConfigError with all problems.
-
-        Raises:
-            ConfigError: there is at least one.
-        """
+        """Raise a ConfigError with all problems, if there are any."""
         if self.problems:
             raise ConfigError(self.problems)
 
@@ -222,3 +221,73 @@ def _note_sizes(
             findings.note(key, f'is "auto": {who} solves it to {getattr(solution, key)} for train_batch_size')
         else:
             findings.note(key, f'is "auto": {filler.says(key)}')
+
+
+DEFAULT_ORIGIN = "DeepSpeed's default"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExplainedValue:
+    """One setting.
+
+    Attributes:
+        key: dotted key.
+        value: the value DeepSpeed runs with, rendered as JSON.
+        origin: ``file:line``, "overwrite_deepspeed_args (file:line)", "solved", "DeepSpeed's default", or who fills it in.
+    """
+
+    key: str
+    value: str
+    origin: str
+
+
+def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedValue, ...]:
+    """List every setting of a config that was checked, with its value and origin."""
+    # First the batch sizes, then what was set, then DeepSpeed's defaults.
+    effective = checked.effective
+    rows = [_row((key,), effective[key], source, checked) for key in BATCH_KEYS]
+    others = [
+        _row(path, leaf, source, checked)
+        for key in sorted(effective)
+        if key not in BATCH_KEYS
+        for path, leaf in _leaves(effective[key], (key,))
+    ]
+    return (*rows, *sorted(others, key=lambda row: row.origin.startswith(DEFAULT_ORIGIN)))
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> ExplainedValue:
+    says = checked.filled.get(dotted(path))
+    if says is not None and not (checked.batch is not None and path[0] in checked.batch.solved):
+        place = locate(source.lines, path, source.label)
+        return ExplainedValue(dotted(path), json.dumps(AUTO), f"{says} ({place})")
+    return ExplainedValue(
+        dotted(path), json.dumps(value, ensure_ascii=False), _origin(path, value, source, checked)
+    )
+
+
+def _origin(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> str:
+    if checked.batch is not None and path[0] in checked.batch.solved:
+        return "solved"
+    given = value_at(source.merged, path)
+    if given is None and value is not None:
+        return DEFAULT_ORIGIN
+    if given == AUTO and value != AUTO:
+        return f'{DEFAULT_ORIGIN} ("auto" in {locate(source.lines, path, source.label)})'
+    if given is None and not _is_mentioned(source.merged, path):
+        return DEFAULT_ORIGIN
+    place = locate(source.lines, path, source.label)
+    is_overwritten = any(path[:length] in source.overwritten for length in range(1, len(path) + 1))
+    return f"overwrite_deepspeed_args ({place})" if is_overwritten else place
+
+
+def _is_mentioned(config: Any, path: KeyPath) -> bool:
+    parent = value_at(config, path[:-1])
+    return isinstance(parent, Mapping) and path[-1] in parent

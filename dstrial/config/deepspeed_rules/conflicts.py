@@ -1,7 +1,6 @@
-"""Settings of DeepSpeed 0.19 that cannot go together, each refused before a process starts.
+"""Settings of DeepSpeed 0.19 that exclude each other, refused before any process.
 
-Some of them DeepSpeed refuses itself, late and rank by rank; others it accepts and silently trains
-something else. Each rule names DeepSpeed's source.
+Some of them DeepSpeed refuses itself, late and rank by rank; with others it silently trains something else.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ def check_pairs(settings: Settings) -> None:
 
 
 def _pipeline(s: Settings) -> None:
-    """Check runtime/pipe/engine.py 76; engine.py 2030-2036; module_inject/auto_ep_folding.py."""
+    """Check what a pipeline excludes."""
+    # runtime/pipe/engine.py 76; engine.py 2030-2036; module_inject/auto_ep_folding.py
     if not s.sizes.has_pipeline_engine:
         return
     if s.stage >= 2:
@@ -32,7 +32,8 @@ def _pipeline(s: Settings) -> None:
 
 
 def _precision(s: Settings) -> None:
-    """Check runtime/config.py 511, 702-714; base_optimizer.py 484-528; engine.py 1812, 2021, 2323."""
+    """Check fp16, bf16 and data types."""
+    # runtime/config.py 511, 702-714; base_optimizer.py 484-528; engine.py 1812, 2021, 2323
     fp16, bf16 = bool(s.value("fp16.enabled")), bool(s.value("bf16.enabled"))
     if fp16 and bf16:
         s.problem("bf16.enabled", "false, because fp16.enabled is true", "Switch one of fp16 and bf16 off.")
@@ -95,7 +96,8 @@ def _loss_scale(s: Settings) -> None:
 
 
 def _zero_stage(s: Settings) -> None:
-    """Check zero/config.py 390; stage_1_and_2.py 212-218, 346, 389; stage3.py 361, 389-396; engine.py 2650."""
+    """Check what each ZeRO stage excludes."""
+    # zero/config.py 390; stage_1_and_2.py 212-218, 346, 389; stage3.py 361, 389-396; engine.py 2650
     stage, key = s.stage, f"{_ZERO}.compute_grad_norm"
     if s.value(f"{_ZERO}.legacy_stage1"):
         s.problem(f"{_ZERO}.legacy_stage1", "false", "Remove it; stage 1 has one implementation.")
@@ -154,7 +156,8 @@ def _gradient_reduction(s: Settings) -> None:
 
 
 def _offload(s: Settings) -> None:
-    """Check zero/config.py 396; zero/offload_config.py; stage_1_and_2.py 220; stage3.py 821; engine.py 2670, 2749."""
+    """Check the offload of parameters and optimizer."""
+    # zero/config.py 396; zero/offload_config.py; stage_1_and_2.py 220; stage3.py 821; engine.py 2670, 2749
     optimizer, param = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
     if s.device("offload_param") != "none" and s.stage != 3:
         fix = "Set zero_optimization.stage to 3, or remove offload_param; DeepSpeed would ignore it silently."
@@ -188,7 +191,8 @@ def _offload(s: Settings) -> None:
 
 
 def _zenflow(s: Settings) -> None:
-    """Check zenflow/zenflow_config.py; zenflow/engine.py 24-62; zenflow_stage_1_and_2.py 76-145."""
+    """Check ZenFlow."""
+    # zenflow/zenflow_config.py; zenflow/engine.py 24-62; zenflow_stage_1_and_2.py 76-145
     key = f"{_ZERO}.zenflow"
     zenflow = s.value(key)
     if zenflow is None:
@@ -235,7 +239,8 @@ def _compile(s: Settings) -> None:
 
 
 def _parallelism(s: Settings) -> None:
-    """Check engine.py 945-1060 (AutoTP); runtime/config.py 458-474 (sequence); auto_ep_folding.py (AutoEP)."""
+    """Check tensor, sequence and expert parallelism."""
+    # engine.py 945-1060 (AutoTP); runtime/config.py 458-474 (sequence); auto_ep_folding.py (AutoEP)
     world_size = s.sizes.world_size
     tensor = s.value("tensor_parallel.autotp_size") or 0
     if tensor > 1 and world_size % tensor:
@@ -260,7 +265,8 @@ def _parallelism(s: Settings) -> None:
 
 
 def _features(s: Settings) -> None:
-    """Check checkpointing.py 1229 (activation checkpointing); engine.py 1462, 3657 (autotuning)."""
+    """Check activation checkpointing and autotuning."""
+    # checkpointing.py 1229 (activation checkpointing); engine.py 1462, 3657 (autotuning)
     section = "activation_checkpointing"
     if s.value(f"{section}.contiguous_memory_optimization"):
         if not s.value(f"{section}.partition_activations"):

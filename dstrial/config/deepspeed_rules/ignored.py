@@ -1,4 +1,4 @@
-"""Settings that DeepSpeed 0.19 accepts and then ignores or alters; worth a warning, not an error."""
+"""Settings that DeepSpeed 0.19 accepts, then ignores or alters: warnings."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _BELOW_STAGE_3_ONLY = (
 
 
 def zero_keys_without_effect(stage: int) -> tuple[str, ...]:
-    """Return the keys of ``zero_optimization`` that DeepSpeed accepts in a stage and does not read."""
+    """Return the ``zero_optimization`` keys that DeepSpeed ignores in a stage."""
     in_stage = (*(_BELOW_STAGE_3_ONLY if stage == 3 else _STAGE_3_ONLY), "allgather_partitions")
     return in_stage if stage else (*in_stage, *_ABOVE_STAGE_0_ONLY)
 
 
 def check_ignored(settings: Settings) -> None:
-    """Record a warning for every given setting without effect, or with another one than it says.
+    """Warn of every given setting that does nothing, or not what it says.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py 1745 and the constructor calls 2670-2795; utils/groups.py 925;
     runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298; clip_grad_norm_ of runtime/utils.py.

@@ -1,4 +1,4 @@
-"""Check the ``optimizer`` and ``scheduler`` sections: known types, known parameters."""
+"""Check types and parameters in the ``optimizer`` and ``scheduler`` sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One complete view of a DeepSpeed config: effective values, what the user gave, sizes of the job."""
+"""A DeepSpeed config in one view: effective and given values, sizes of the job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settings:
         return value_at(self._effective, key)
 
     def is_given(self, key: str) -> bool:
-        """Say whether the config itself has the dotted key (null and "auto" count as absent)."""
+        """Say whether the config has the dotted key; null and "auto" count as absent."""
         return value_at(self._config, key) not in (None, AUTO)
 
     def is_at_default(self, key: str, default: object) -> bool:
@@ -57,7 +57,7 @@ class Settings:
         return name.lower() if isinstance(name, str) else None
 
     def device(self, section: str) -> str:
-        """Return where ``offload_optimizer`` or ``offload_param`` offloads to; "none" if it does not."""
+        """Return where an offload section offloads to; "none" if nowhere."""
         return str(self.value(f"zero_optimization.{section}.device") or "none")
 
     def problem(self, key: str, expected: str, fix: str) -> None:

@@ -129,9 +129,7 @@ def check_profiling(raw: Mapping[str, Any], findings: Findings) -> None:
 def check_environment(raw: dict[str, Any], findings: Findings) -> dict[str, dict[str, str]]:
     """Check the environment variables and put them into Determined's defaulted form.
 
-    Args:
-        raw: the config with defaults; its ``environment.environment_variables`` becomes a mapping by device.
-        findings: receives the problems.
+    It changes ``raw``, the config with defaults, in place.
 
     Returns:
         Variables by device kind ("cpu", "cuda", "rocm").
@@ -163,7 +161,7 @@ def check_environment(raw: dict[str, Any], findings: Findings) -> dict[str, dict
 
 
 def parallel_extent(raw: Mapping[str, Any], key: str, findings: Findings) -> int | None:
-    """Return ``data.dstrial.pipeline_stages``, ``…model_parallel_size`` or ``…min_slots``; None where it is not given."""
+    """Return a parallel size or ``min_slots`` of ``data.dstrial``; None if absent."""
     section = raw["data"].get("dstrial")
     if section is None:
         return None

@@ -1,4 +1,4 @@
-"""The config of a process that belongs to no trial: a command, a TensorBoard, a generic task.
+"""The config of a process without a trial: command, TensorBoard, generic task.
 
 Fields that mean nothing without containers are accepted, completed and kept, as those of experiments are.
 
@@ -222,7 +222,7 @@ def _check_details(raw: Mapping[str, Any], findings: Findings) -> None:
 
 
 def seconds_of(span: Any) -> float | None:
-    """Return a time that is given as ``1h30m`` or as a number of seconds; None if it is neither."""
+    """Return ``1h30m`` or a number as seconds; None if it is neither."""
     if isinstance(span, bool):
         return None
     if isinstance(span, (int, float)):

@@ -1,7 +1,7 @@
-"""The experiment config as the rest of the package sees it: read, checked, defaulted, frozen.
+"""The experiment config as the package sees it: read, checked, defaulted, frozen.
 
-Off a cluster ``experiment_seed`` defaults to 0 (Determined takes the time) and ``name`` to the file's
-stem, so that the same command finds and repeats its own runs.
+Off a cluster ``experiment_seed`` defaults to 0 (Determined takes the time) and ``name`` to the file's stem, so that the same
+command finds and repeats its own runs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.parsing.documents import Document, read_yaml
 from dstrial.config.schema import EXPERIMENT, Length, is_length
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.resume.config_check import check_resumption, with_kept_batch
 from dstrial.resume.metadata import SavedRun
+from dstrial.resume.rules import check_resumption, with_kept_batch
 
 _DIALECT = Dialect(
     name="the experiment config",
@@ -138,7 +138,7 @@ def load_experiment(
     slots: int | None = None,
     resumed: SavedRun | None = None,
 ) -> ExperimentConfig:
-    """Read and check an experiment config and the DeepSpeed config it names. Starts nothing.
+    """Read and check an experiment config and its DeepSpeed config. Starts nothing.
 
     Args:
         path: the experiment's YAML file.
@@ -165,11 +165,7 @@ def load_experiment(
 
 
 def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Return the name of an experiment, by which its earlier runs are found; nothing is checked.
-
-    Args:
-        path: the experiment's YAML file.
-        overrides: ``key=value`` each, as from ``--config``.
+    """Return an experiment's name, which finds its earlier runs; check nothing.
 
     Raises:
         ConfigError: the file cannot be read as YAML.
@@ -194,16 +190,8 @@ def check_experiment(
 ) -> ExperimentConfig:
     """Check an experiment config that has been read, as :func:`load_experiment` does.
 
-    Args:
-        document: the config.
-        path: what the config is called.
-        context_dir: directory of the model definition.
-        require_concrete: whether a hyperparameter that is a search space is a problem.
-        require_entrypoint: whether a missing ``entrypoint`` is a problem.
-        slots: number of slots to check for, instead of ``resources.slots_per_trial``.
-        resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
-        has_files: whether there is a model definition, which then has what the entrypoint names.
-        more_checks: called with the config as written, the one with defaults, and where to put problems.
+    ``path`` is what the config is called. With ``has_files`` there is a model definition, which then has what the entrypoint
+    names. ``more_checks`` is called with the config as written, the one with defaults, and where to put problems.
 
     Raises:
         ConfigError: with all problems of both files.
@@ -255,7 +243,7 @@ def check_experiment(
 
 
 def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of an ``ExperimentConfig`` that are fields of the config itself."""
+    """Return the attributes of ``ExperimentConfig`` that are fields of the config."""
     return {
         "name": raw["name"],
         "entrypoint": raw["entrypoint"],
@@ -290,7 +278,7 @@ def _mapping_of(document: Document, context_dir: Path, findings: Findings) -> Ma
 def _check_hyperparameters(
     raw: dict[str, Any], findings: Findings, *, require_concrete: bool
 ) -> dict[str, Any]:
-    """Return the value of each hyperparameter, and leave their specifications in the form of a trial's config."""
+    """Return each hyperparameter's value; leave their specs in a trial's form."""
     hyperparameters = concrete_values(
         raw["hyperparameters"],
         findings,
@@ -310,7 +298,7 @@ def _read_engines(
     findings: Findings,
     notes: list[str],
 ) -> Iterator[tuple[str, DeepSpeedSource]]:
-    """Yield the DeepSpeed configs that can be read, the main one first, each with the hyperparameter that names it."""
+    """Yield readable DeepSpeed configs with their hyperparameters, the main one first."""
     if MAIN_KEY not in hyperparameters:
         notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
@@ -375,7 +363,7 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Fin
 
 
 def _check_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
-    """Accept ``slots``, which says how many a command takes, and say where it may have been meant for trials."""
+    """Accept a command's ``slots``, and say where it may have been meant for trials."""
     resources = raw["resources"]
     if resources["slots"] is None:
         del resources["slots"]
@@ -426,7 +414,7 @@ def _sizes(
     findings: Findings,
     notes: list[str],
 ) -> ParallelDims:
-    """Return the layout to check for: what ``data.dstrial`` says, or the checkpoint's, else one replica per rank."""
+    """Return the config's layout, or the checkpoint's, or replicas of one rank."""
     told = {field: parallel_extent(raw, key, findings) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
@@ -478,7 +466,7 @@ def _max_length(searcher: Mapping[str, Any]) -> Length | None:
 
 
 def _device_kind() -> Literal["cpu", "cuda", "rocm"]:
-    """Return the kind of accelerator of this machine, as far as its device files and environment tell."""
+    """Return this machine's accelerator, by its device files and environment."""
     chosen = os.environ.get("DS_ACCELERATOR", "")
     if chosen == "cpu":
         return "cpu"

@@ -1,4 +1,4 @@
-"""Look at the trial class that an entrypoint names, in its source and without importing it."""
+"""Read the trial class that an entrypoint names from its source, not importing it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrialSource:
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
-    """Return ``module:Class`` of an entrypoint: that form itself, or what follows ``--trial`` in a command."""
+    """Return ``module:Class``: the entrypoint itself, or a command's ``--trial``."""
     words = _words(entrypoint)
     if len(words) == 1 and _TRIAL_FORM.fullmatch(words[0]):
         return words[0]
@@ -60,13 +60,7 @@ def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
 def check_entrypoint(
     entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Findings
 ) -> TrialSource:
-    """Check that the files an entrypoint names exist and hold the class.
-
-    Args:
-        entrypoint: as the experiment config has it.
-        context_dir: directory from which the trial runs.
-        findings: receives the problems.
-    """
+    """Check that the files an entrypoint names below ``context_dir`` hold the class."""
     trial = trial_spec(entrypoint)
     if trial is None:
         _check_script(entrypoint, context_dir, findings)
@@ -97,7 +91,7 @@ def check_entrypoint(
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Findings) -> None:
-    """Check that a module which is no file of the model definition can be one that is installed."""
+    """Check that a module outside the model definition can be an installed one."""
     module, _, class_name = trial.partition(":")
     top_level = module.split(".")[0]
     if not (context_dir / top_level).is_dir() and _is_importable(top_level):
@@ -109,7 +103,7 @@ def _check_importable(trial: str, context_dir: Path, findings: Findings) -> None
 
 
 def _tree_of(trial: str, path: Path, findings: Findings) -> ast.Module | None:
-    """Return a module's source, parsed; None where it cannot be, or is too large to look at."""
+    """Return a module's syntax tree; None if it is unreadable or too large."""
     try:
         return parsed(path)
     except SyntaxError as error:
@@ -141,11 +135,9 @@ def _label(path: Path) -> str:
 
 
 def _names_used(tree: ast.Module, name: str) -> set[str]:
-    """Return the names that appear in a definition of a module, and in those definitions that it refers to.
-
-    A module may define an ordinary trial beside a pipeline, so what stands elsewhere in it says nothing. Where the module does
-    not define the name itself, everything in it counts.
-    """
+    """Return the names used in a definition and in the definitions it refers to."""
+    # A module may define an ordinary trial beside a pipeline, so what stands elsewhere in it says nothing. Where the
+    # module does not define the name itself, everything in it counts.
     definitions = {
         node.name: node
         for node in tree.body

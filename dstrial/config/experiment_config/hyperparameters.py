@@ -1,7 +1,7 @@
-"""Hyperparameters of an experiment config: check their shapes, and give one trial concrete values.
+"""Hyperparameters: check their shapes, and give one trial concrete values.
 
-A value that is no mapping is a constant; a mapping without ``type`` is nested; a mapping with ``type``
-is ``const``, or a search space (``int``, ``double``, ``log``, ``categorical``).
+A value that is no mapping is a constant; a mapping without ``type`` is nested; a mapping with ``type`` is ``const``, or a
+search space (``int``, ``double``, ``log``, ``categorical``).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def concrete_values(
 def normalised_specs(
     hyperparameters: Mapping[str, Any], path: KeyPath = ("hyperparameters",)
 ) -> dict[str, Any]:
-    """Return the form in which a Determined trial reads them back: constants as ``{type: const, val: …}``."""
+    """Return the form that a Determined trial reads: ``{type: const, val: …}``."""
     specs: dict[str, Any] = {}
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
@@ -89,23 +89,17 @@ def normalised_specs(
 
 
 def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
-    """Say whether a mapping is one hyperparameter rather than a group of them.
-
-    Args:
-        spec: the mapping.
-        path: the keys that lead to it; below DeepSpeed settings a ``type`` may be an optimizer's.
-    """
+    """Say whether a mapping is one hyperparameter rather than a group of them."""
+    # Below DeepSpeed settings a `type` may be an optimizer's.
     if "type" not in spec:
         return False
     return _is_known(spec["type"]) or not set(path) & set(DEEPSPEED_KEYS)
 
 
 def is_searched(hyperparameters: Mapping[str, Any], path: KeyPath = ("hyperparameters",)) -> bool:
-    """Say whether a drawn trial may differ from another: whether any hyperparameter is no constant.
+    """Say whether trials may differ: whether any hyperparameter is no constant.
 
-    Args:
-        hyperparameters: the mapping as written, or as :func:`normalised_specs` returns it.
-        path: where the mapping stands.
+    The mapping may be as written, or as :func:`normalised_specs` returns it.
     """
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
@@ -120,7 +114,8 @@ def is_searched(hyperparameters: Mapping[str, Any], path: KeyPath = ("hyperparam
 
 
 def _is_known(kind: object) -> bool:
-    """Say whether a ``type`` is one of a hyperparameter; normalised, an optimizer's is a mapping itself."""
+    """Say whether ``type`` is a hyperparameter's and not, say, an optimizer's."""
+    # Normalised, an optimizer's `type` is a mapping itself.
     return isinstance(kind, str) and kind in _FIELDS
 
 
@@ -216,7 +211,7 @@ def _is_finite_power(base: float, exponent: float) -> bool:
 
 
 def _sample(spec: Mapping[str, Any]) -> Any:
-    """Return one value of a valid search space: the middle of a range, the first of a list."""
+    """Return one value of a search space: the middle of a range, the first of a list."""
     if spec["type"] == "categorical":
         return spec["vals"][0]
     middle = (spec["minval"] + spec["maxval"]) / 2

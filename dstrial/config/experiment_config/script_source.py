@@ -1,4 +1,4 @@
-"""Which library trains in a script, told from the script's source and that of its own modules; nothing is imported."""
+"""Which library trains in a script, read from its source; nothing is imported."""
 
 from __future__ import annotations
 
@@ -41,12 +41,7 @@ class ScriptSource:
 
 
 def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
-    """Return the script of an entrypoint: its first word that is a Python file there, or the module behind its last ``-m``.
-
-    Args:
-        words: of the entrypoint.
-        context_dir: directory that files and modules are looked for in.
-    """
+    """Return an entrypoint's first Python file, or the module of its last ``-m``."""
     for word_idx, word in enumerate(words):
         if word.endswith(".py") and (context_dir / word).is_file():
             return _script(context_dir / word, words[word_idx + 1 :], context_dir)
@@ -66,7 +61,7 @@ def _script(path: Path, arguments: Sequence[str], context_dir: Path) -> ScriptSo
 
 
 def own_modules(path: Path, context_dir: Path) -> list[Path]:
-    """Return the files of the model definition that a script imports itself, of which a script of many has the first ones."""
+    """Return the first ``_MAX_MODULES`` own files that a script imports."""
     roots = (path.parent, context_dir)
     found = {
         file: None for module in _imported_modules(path) if (file := _module_file(module, roots)) is not None
@@ -104,7 +99,7 @@ def _module_aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _imported_modules(path: Path) -> list[str]:
-    """Return the modules that a file imports, those of its own package without the leading dots."""
+    """Return a file's imported modules; its own package's without leading dots."""
     tree = tree_of(path)
     if tree is None:
         return []
@@ -131,7 +126,7 @@ def _module_file(module: str, roots: Sequence[Path]) -> Path | None:
 
 
 def tree_of(path: Path) -> ast.Module | None:
-    """Return the syntax tree of a Python file; None for one that cannot be read, is not Python, or is too large."""
+    """Return a file's syntax tree; None if unreadable, not Python or too large."""
     try:
         return parsed(path)
     except (OSError, UnicodeDecodeError, SyntaxError):
@@ -140,7 +135,7 @@ def tree_of(path: Path) -> ast.Module | None:
 
 
 def parsed(path: Path) -> ast.Module | None:
-    """Return the syntax tree of a Python file; None for a file that is too large or nested too deeply to be looked at.
+    """Return a file's syntax tree; None if it is too large or nested too deeply.
 
     Raises:
         OSError: it cannot be read.

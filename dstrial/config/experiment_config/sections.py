@@ -1,4 +1,4 @@
-"""Sections of an experiment config beyond types: mounts, devices, proxy ports, webhooks, patterns of log policies.
+"""Structured sections: mounts, devices, proxy ports, webhooks, log policies.
 
 Nothing is mounted where there are no containers; the fields are kept for whoever reads the config.
 
@@ -44,11 +44,9 @@ _DIALECT = Dialect(name="the experiment config", null_is_absent=True)
 
 
 def complete_mounts(raw: dict[str, Any], findings: Findings) -> None:
-    """Fill in the items of ``bind_mounts``, ``resources.devices`` and ``environment.proxy_ports``.
+    """Complete ``bind_mounts``, ``resources.devices``, ``environment.proxy_ports``.
 
-    Args:
-        raw: the config with defaults; the three lists are replaced.
-        findings: receives the problems.
+    It replaces the three lists in ``raw``, the config with defaults.
     """
     raw["bind_mounts"] = [
         _item(_MOUNT, ("bind_mounts", index), item, ("host_path", "container_path"), findings)
@@ -171,12 +169,8 @@ def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Findings) -
 
 
 def images(given: Any, default: str) -> dict[str, Any]:
-    """Return the image of every kind of device.
-
-    Args:
-        given: ``environment.image``: one for all, or a mapping.
-        default: where none is given.
-    """
+    """Return the image of every kind of device: ``environment.image``, or a default."""
+    # `given` is one image for all, or a mapping.
     if not isinstance(given, Mapping):
         return dict.fromkeys(DEVICES, given or default)
     return {device: of_device(given, device) or default for device in DEVICES}
@@ -190,9 +184,7 @@ def compile_pattern(text: str) -> Any:
     """Compile a pattern whose ``^`` and ``$`` match at the lines of a text.
 
     Python's own search backtracks: ``(a+)+$`` and a line of forty letters would hold the master up for hours.
-
-    Args:
-        text: the pattern, in the syntax of https://github.com/google/re2/wiki/Syntax.
+    The syntax is that of https://github.com/google/re2/wiki/Syntax.
 
     Returns:
         An object with ``search(str)``.

@@ -1,4 +1,4 @@
-"""What tasks install before they run: the file of requirements, and what a startup hook may and may not do. Pure."""
+"""What tasks install before they run: requirements and the startup hook. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MANAGER = re.compile(
 
 
 def requirements_of(config: Mapping[str, Any]) -> str | None:
-    """Return the file of requirements that a checked config names, relative to the model definition."""
+    """Return a config's requirements file, relative to the model definition."""
     name = _named(config)[1]
     return name if isinstance(name, str) else None
 
@@ -56,12 +56,9 @@ def may_install(text: str) -> bool:
 
 
 def check_startup(raw: dict[str, Any], context_dir: Path, findings: Findings) -> None:
-    """Check what a config says of installations, and warn of what a startup hook cannot do here.
+    """Check a config's installations; warn of what a startup hook cannot do here.
 
-    Args:
-        raw: the config with defaults; a field of ours that is not given is taken out of it again.
-        context_dir: directory of the model definition.
-        findings: receives problems and warnings.
+    ``raw`` is the config with defaults; a field of ours that is not given is taken out of it again.
     """
     if raw["environment"].get("requirements") is None:
         # Clients compare configs with what Determined's master fills in.
@@ -102,11 +99,7 @@ def check_startup(raw: dict[str, Any], context_dir: Path, findings: Findings) ->
 
 
 def unsupported(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield line, what stands there, and what to do, for each line of a hook that cannot do what it says.
-
-    Args:
-        text: of the hook, shell.
-    """
+    """Yield line number, text and remedy of each line that cannot do what it says."""
     for number, raw_line in enumerate(text.replace("\\\n", " ").splitlines(), 1):
         line = re.sub(r"(^|\s)#.*", "", raw_line[:_MAX_LINE_CHARS])
         manager = _MANAGER.search(line)

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: the section ``checkpoint_storage`` of configs, masters and workspaces."""
+"""``checkpoint_storage`` of configs, masters and workspaces."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _check_azure(storage: Mapping[str, Any], findings: Findings) -> None:
 
 
 def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a storage that has been checked with every field of its type and Determined's defaults."""
+    """Return a checked storage with all fields of its type and Determined's defaults."""
     kind = storage["type"]
     kept = {field: storage.get(field) for field in _FIELDS[kind]}
     saved = {
@@ -117,14 +117,10 @@ def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Check a storage that stands by itself, and return what it gives.
-
-    Args:
-        given: as a config's ``checkpoint_storage``, its type included.
-        label: how error messages call what it belongs to.
+    """Check a storage that stands by itself, type included; return what it gives.
 
     Raises:
-        ConfigError: with all problems.
+        ConfigError: with all problems; ``label`` says what the storage belongs to.
     """
     check_value(given, label)
     findings = Findings({}, label)
@@ -141,7 +137,7 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def laid_over(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a storage with the fields of another below it: all of one of the same type, else how many to save."""
+    """Return a storage completed by another; of another type only by its counts."""
     kind = storage.get("type")
     if kind not in (None, below["type"]):
         below = {key: value for key, value in below.items() if key in _SAVE_DEFAULTS}

@@ -1,4 +1,4 @@
-"""What a master does with an experiment config that is submitted to it: check it, and fill in everything.
+"""Check and complete an experiment config that is submitted to a master.
 
 The result has the fields and defaults that Determined's master stores, so that clients and trials find what they expect.
 """
@@ -150,17 +150,15 @@ def check_submission(
         num_slots: how many slots there are; None to leave that out.
         resumed: the checkpoint that its trial goes on from, if it does; its batch is kept.
         template: a part of a config that gives what the config leaves out.
-        is_detached: whether its trials run elsewhere: no entrypoint is needed, and the searcher, which does not search, may
-            have any name.
+        is_detached: whether its trials run elsewhere: no entrypoint is needed, and the idle searcher may have any name.
         document: the same YAML, if it has been read; its value is changed.
-        has_files: whether there is a model definition. Without one the entrypoint's files are looked for nowhere: they may be
-            installed on this machine, and Determined 0.38.1 looks for none.
+        has_files: whether there is a model definition. Without one the entrypoint's files are not looked for, as in
+            Determined 0.38.1: they may be installed on this machine.
 
     Raises:
         ConfigError: with all problems of the config and of the DeepSpeed config that it names.
     """
-    if document is None:
-        document = read_yaml_text(config_text, LABEL, defaults.limits)
+    document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
 
     def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
@@ -211,7 +209,7 @@ def _check_slots(
     resumed: SavedRun | None,
     findings: Findings,
 ) -> bool:
-    """Check that a trial's slots can be had; returns whether it needs more than there are."""
+    """Check a trial's slots; return whether it needs more than there are."""
     slots = raw["resources"]["slots_per_trial"]
     max_slots = raw["resources"]["max_slots"]
     if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
@@ -255,7 +253,7 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _named_only(config: Any) -> dict[str, Any]:
-    """Leave of the searcher of detached runs what tells their metric, and return it as it was.
+    """Reduce a detached run's searcher to its metric; return it as it was.
 
     Source: Determined 0.38.1, ``core_v2.Config``, whose searcher names a metric and tells one trial from many.
     """
@@ -270,7 +268,7 @@ def _named_only(config: Any) -> dict[str, Any]:
 
 
 def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
-    """Say whether a checkpoint's own run can go on with the slots that there are, or some of them."""
+    """Say whether a checkpoint's run can go on with some or all of the slots."""
     section = dstrial_section(raw)
     at_least = section.get("min_slots")
     return resumed.keeps_batch and bool(
@@ -284,11 +282,7 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
 
 
 def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Return ``hyperparameters`` and ``searcher`` of a config with defaults, which is all that a preview needs.
-
-    Args:
-        given: the config's values; not changed.
-        limits: how large it may be.
+    """Return ``hyperparameters`` and ``searcher`` with defaults, for a preview.
 
     Raises:
         ConfigError: with all problems of these two.
@@ -314,7 +308,7 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
 
 
 def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
-    """Put the master's storage and variables into a config that has been read, where it says nothing else."""
+    """Put the master's storage and variables where a config says nothing else."""
     storage = config.get("checkpoint_storage")
     if storage is None or isinstance(storage, dict):
         config["checkpoint_storage"] = laid_over(storage or {}, defaults.checkpoint_storage)
@@ -364,7 +358,8 @@ def _check_rungs(searcher: Mapping[str, Any], findings: Findings) -> None:
 
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
-    """Check how many trials a search would create at once, which its master holds in memory and in one commit."""
+    """Check how many trials a search creates at once."""
+    # The master holds them in memory and in one commit.
     if findings.problems:
         return
     searcher = raw["searcher"]
@@ -394,7 +389,8 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
 
 
 def _check_grid(raw: Mapping[str, Any], findings: Findings) -> None:
-    """Refuse a grid that no search ends; its number of points may have more digits than Python writes."""
+    """Refuse a grid that no search ends."""
+    # Its number of points may have more digits than Python writes.
     if findings.problems or raw["searcher"]["name"] != "grid":
         return
     if _num_grid_points(raw["hyperparameters"]) > _MAX_GRID_POINTS:
@@ -504,7 +500,7 @@ def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> 
 
 
 def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
-    """Merge by name with the defaults; a null pattern, or nothing but the name, switches a default off."""
+    """Merge by name with the defaults; a null pattern or a bare name switches one off."""
     named = {policy["name"]: dict(policy) for policy in _LOG_POLICIES}
     unnamed = []
     for policy in given:
@@ -519,7 +515,7 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def random_name(what: str) -> str:
-    """Return a name for something whose config has none, ``Experiment (calm-otter)`` for example."""
+    """Return a name for what has none, ``Experiment (calm-otter)`` for example."""
     chosen = random.SystemRandom()
     return f"{what} ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
 
@@ -548,7 +544,7 @@ def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
-    """Yield the numbers that JSON does not have, or that are integers of more than 64 bits."""
+    """Yield the numbers that JSON lacks, and integers of more than 64 bits."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _odd_numbers(inner, (*path, key))
@@ -562,7 +558,7 @@ def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
 
 
 def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Return what ``det experiment continue`` sends to change a config, empty if it changes nothing.
+    """Return the changes that ``det experiment continue`` sends, empty for none.
 
     Without ``--config`` the client sends ``{}`` and a line end (determined 0.38.1, cli/experiment.py).
 

@@ -1,4 +1,4 @@
-"""How training is watched: the keys of ``data.dstrial`` that say so, their defaults, and what is wrong with them."""
+"""The keys of ``data.dstrial`` that watch training: defaults and checks."""
 
 from __future__ import annotations
 
@@ -47,19 +47,14 @@ class TrainingChecks:
 
 
 def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return dotted key, value, and whether it is given, of every setting of a config that was checked."""
+    """Return dotted key, value and whether it is given, of each setting."""
     section = dstrial_section(exp_conf)
     checks = TrainingChecks.from_config(exp_conf)
     return [(f"data.dstrial.{key}", getattr(checks, key), section.get(key) is not None) for key in KEYS]
 
 
 def check_training_checks(section: Mapping[str, Any], findings: Findings) -> None:
-    """Find what is wrong with these keys.
-
-    Args:
-        section: ``data.dstrial``.
-        findings: of the experiment config.
-    """
+    """Find what is wrong with these keys of ``data.dstrial``."""
     mode = section.get("non_finite")
     if mode is not None and mode not in MODES:
         expected = "fail (the default), warn or ignore"

@@ -1,1 +1,1 @@
-"""Reading YAML and JSON: places of keys, scalars as Determined reads them, and limits."""
+"""Read YAML and JSON: places of keys, scalars as Determined has them, limits."""

@@ -1,9 +1,9 @@
-"""The one room through which all YAML and JSON of users comes: plain values that know on which line each key stands.
+"""The one way in for users' YAML and JSON: plain values with line numbers.
 
-YAML is read by version 1.2's core rules, as Determined's client does: ``1e-5`` is a number and
-``yes`` is a word. JSON is strict, as ``overwrite_deepspeed_config`` has it. A key given twice is a
-problem in both. What is beyond :mod:`dstrial.config.parsing.limits` is refused before it costs anything: nothing here raises
-another error than ConfigError, whatever the text is.
+YAML is read by version 1.2's core rules, as Determined's client does: ``1e-5`` is a number and ``yes`` is a word. JSON is
+strict, as ``overwrite_deepspeed_config`` has it. A key given twice is a problem in both. What is beyond
+:mod:`dstrial.config.parsing.limits` is refused before it costs anything. Whatever the text is, nothing here raises another
+error than ConfigError.
 """
 
 from __future__ import annotations
@@ -51,14 +51,10 @@ class Document:
 
 
 def parse_yaml_value(text: str, label: str = "the value") -> Any:
-    """Read one value as the experiment config would: ``4`` an int, ``1e-5`` a float, ``[1, 2]`` a list.
-
-    Args:
-        text: YAML.
-        label: how to call it in messages.
+    """Read a value as a config does: ``4`` an int, ``1e-5`` a float, ``[1]`` a list.
 
     Raises:
-        ConfigError: it is not YAML, gives a key twice, or is beyond the limits of a config.
+        ConfigError: it is not YAML, gives a key twice, or is beyond the limits of a config; ``label`` names it.
     """
     if _PLAIN_WORD.fullmatch(text):
         try:
@@ -69,7 +65,7 @@ def parse_yaml_value(text: str, label: str = "the value") -> Any:
 
 
 def yaml_text(value: Any) -> str:
-    """Write plain values as YAML that reads back as the same values, by the rules of version 1.2 and of 1.1.
+    """Write plain values as YAML that 1.2 and 1.1 both read as the same values.
 
     PyYAML alone would write the word ``"2e-3"`` without quotes, which version 1.2 reads as a number.
     """
@@ -78,12 +74,7 @@ def yaml_text(value: Any) -> str:
 
 
 def read_yaml(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read a YAML file.
-
-    Args:
-        path: the file.
-        label: how to call it in messages.
-        limits: how large it may be.
+    """Read a YAML file, which messages call ``label``.
 
     Raises:
         ConfigError: it cannot be read, is not YAML, gives a key twice, or is beyond the limits.
@@ -92,12 +83,7 @@ def read_yaml(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Do
 
 
 def read_yaml_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read YAML from a text.
-
-    Args:
-        text: the text.
-        label: how to call it in messages.
-        limits: how large it may be.
+    """Read YAML from a text, which messages call ``label``.
 
     Raises:
         ConfigError: it is not YAML, gives a key twice, or is beyond the limits.
@@ -109,11 +95,6 @@ def read_yaml_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
 def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
     """Read a JSON file, strictly: no comments, no trailing commas, no NaN.
 
-    Args:
-        path: the file.
-        label: how to call it in messages.
-        limits: how large it may be.
-
     Raises:
         ConfigError: it cannot be read, is not JSON, gives a key twice, or is beyond the limits.
     """
@@ -122,11 +103,6 @@ def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Do
 
 def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
     """Read JSON from a text, as ``read_json`` does.
-
-    Args:
-        text: the text.
-        label: how to call it in messages.
-        limits: how large it may be.
 
     Raises:
         ConfigError: it is not JSON, gives a key twice, or is beyond the limits.
@@ -164,7 +140,7 @@ def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
 
 
 def _json_positions(text: str) -> Iterator[tuple[KeyPath, int, int | None]]:
-    """Yield path and line of every key and item of valid JSON, and the first line of a repeated key."""
+    """Yield each key's path and line in valid JSON, and a repeated key's first line."""
     stack: list[tuple[KeyPath, dict[str, int] | None]] = []
     path: KeyPath = ()
     index = 0

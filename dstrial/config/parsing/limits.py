@@ -1,4 +1,4 @@
-"""How large a config may be: bytes of text, values once its aliases are written out, and nesting.
+"""How large a config may be: bytes of text, values with aliases expanded, depth.
 
 A YAML of 700 bytes expands to 19 GiB where nobody counts (nine levels of nine aliases), and 20,000 brackets exhaust the
 stack of whatever walks them recursively. Both are refused here, before anything walks.
@@ -42,11 +42,6 @@ DEFAULT_LIMITS = TextLimits()
 def check_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
     """Refuse a text that is too large to be looked at.
 
-    Args:
-        text: the text.
-        label: how to call it in messages.
-        limits: its bounds.
-
     Raises:
         ConfigError: it is larger than ``text_bytes``.
     """
@@ -56,12 +51,9 @@ def check_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> No
 
 
 def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
-    """Refuse plain values that are more, deeper or longer than a config may be; they were read without these bounds.
+    """Refuse plain values beyond the limits, which were read without them.
 
-    Args:
-        value: dictionaries, lists and scalars, none of which holds itself.
-        label: how to call it in messages.
-        limits: its bounds.
+    None of the dictionaries, lists and scalars in ``value`` holds itself.
 
     Raises:
         ConfigError: there are more than ``num_values``, or they are nested deeper than ``MAX_DEPTH``, or the strings among

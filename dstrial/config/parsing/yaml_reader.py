@@ -1,4 +1,4 @@
-"""Make plain values of YAML within limits: how many, how deep, and with no value that holds itself.
+"""Read YAML within limits: how many values, how deep, none that holds itself.
 
 PyYAML's own composer recurses with the nesting of the text, and shares what aliases name, so that a short text can hold
 more values than any memory once something walks or writes it. Here libyaml's events, which come one by one whatever the
@@ -51,12 +51,9 @@ class _Node:
 
 
 def read(text: str, label: str, limits: TextLimits) -> tuple[Any, dict[KeyPath, str]]:
-    """Return the one value of a YAML text, and ``label:line`` of every key and item below it.
+    """Return a YAML text's value, and ``label:line`` of every key and item in it.
 
-    Args:
-        text: no larger than ``limits`` say.
-        label: how to call it in messages.
-        limits: how many values it may hold.
+    The text is no larger than ``limits`` say; they also bound how many values it may hold.
 
     Raises:
         ConfigError: it is not YAML, gives a key twice, or is beyond the limits.
@@ -195,7 +192,7 @@ class _Composer:
         return node
 
     def _put(self, node: _Node, event: Any) -> _Node:
-        """Count a value where it stands, unless it was counted as it came, and add it to what is open."""
+        """Count a value, unless it was counted as it came, and add it to what is open."""
         if event is not None:
             self._count(node.size, _line(event))
         if self._open:

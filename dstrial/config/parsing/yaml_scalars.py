@@ -1,4 +1,4 @@
-"""The scalars of YAML 1.2's core schema: which plain words are numbers, flags or null, and what tags may be written.
+"""Scalars of YAML 1.2's core schema: numbers, flags, null, and legal tags.
 
 ``1e-5`` is a number and ``yes`` is a word, as Determined's client has it. Nothing else is made of a text: no dates, no
 sets, no Python objects.
@@ -39,10 +39,10 @@ for _kind, _, _first in _RULES:
 
 
 class Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, which quotes what either version of YAML would read as another type."""
+    """Quotes what YAML 1.1 or 1.2 would read as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Write line breaks that are none in YAML 1.2 as escapes; between other quotes they would be folded."""
+        """Write line breaks that YAML 1.2 has not as escapes; other quotes fold them."""
         style = '"' if _OTHER_BREAKS.search(text) else None
         return self.represent_scalar(_PREFIX + "str", text, style=style)
 

@@ -32,7 +32,7 @@ from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import AgreementPoints, StopReason
-from dstrial.resume.in_rank import trial_id_of
+from dstrial.resume.locate import trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, given_settings
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime

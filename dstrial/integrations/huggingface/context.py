@@ -25,7 +25,7 @@ from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.stop_signals import StopSignals
-from dstrial.resume.in_rank import resumed_run, trial_id_of
+from dstrial.resume.locate import resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
 from dstrial.runtime import SURROUNDINGS_ATTRIBUTE, Surroundings, cluster_info, core_context
 

@@ -17,9 +17,8 @@ from determined import core
 
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import read_verified
-from dstrial.checkpoint.layout import Layout, compatible
+from dstrial.checkpoint.layout import Layout, compatible, reshape_problems
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
-from dstrial.checkpoint.reshape_rules import reshape_problems
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, restoring
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine

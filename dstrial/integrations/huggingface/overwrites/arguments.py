@@ -30,7 +30,7 @@ from dstrial.local.experiment_file import EXPERIMENT_VARIABLE
 from dstrial.local.measuring_variables import SETTINGS_KEY, is_measuring
 from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE
 from dstrial.ranks.identity import identify
-from dstrial.resume.local_run import saved_run_to_resume
+from dstrial.resume.locate import saved_run_to_resume
 from dstrial.resume.manifest import read_saved_run
 from dstrial.resume.metadata import SavedRun
 
