@@ -42,7 +42,7 @@ class Period:
 
     @classmethod
     def from_train_unit(cls, unit: pytorch.TrainUnit) -> Period:
-        """Read Determined's ``Batch(...)`` or ``Epoch(...)``; a count below 1 means after every one.
+        """Read Determined's ``Batch(...)`` or ``Epoch(...)``; a count below 1 means 1.
 
         Raises:
             TypeError: ``unit`` is neither, or counts by something that is neither an int nor a container.
@@ -64,7 +64,7 @@ class Period:
         )
 
     def is_due(self, batches_trained: int, epoch_length: int | None) -> bool:
-        """Say whether this period ends exactly after ``batches_trained`` batches of the run.
+        """Say whether this period ends exactly after ``batches_trained`` batches.
 
         Args:
             batches_trained: finished batches since the start of the run, at least 1.
@@ -158,7 +158,7 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
 
 
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
-    """Return a configured length as Determined's ``Batch`` or ``Epoch``; records become whole batches, at least 1."""
+    """Return a length as ``Batch`` or ``Epoch``; records become at least 1 batch."""
     if length.unit == "epochs":
         return pytorch.Epoch(length.value)
     if length.unit == "records":

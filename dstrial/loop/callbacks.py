@@ -1,4 +1,4 @@
-"""The user's callbacks, called in the order in which ``build_callbacks`` named them."""
+"""The user's callbacks, called in the order of ``build_callbacks``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Callbacks:
         )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call ``method`` of every callback. Ranks: all; what the callbacks do is the user's."""
+        """Call ``method`` of every callback, which is the user's code. Ranks: all."""
         for callback in self._callbacks.values():
             getattr(callback, method)(*args, **kwargs)
 
@@ -58,7 +58,7 @@ class Callbacks:
         return {name: callback.state_dict() for name, callback in self._callbacks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore every callback whose name is in ``state``; warn of those with a state that is not there."""
+        """Restore every callback that ``state`` names; warn of those it lacks."""
         for name, callback in self._callbacks.items():
             if name in state:
                 callback.load_state_dict(state[name])

@@ -1,4 +1,4 @@
-"""Reading whole checkpoints back: verification, engines in this or another layout, trial state of every rank.
+"""Reads whole checkpoints back, into this layout or from another.
 
 A checkpoint directory holds ``model<i>/`` (engines, or whatever the trial's ``save`` writes),
 ``dstrial_rank<r>.pt`` (this rank's counters, random states, open report window, reducers, callbacks),
@@ -141,7 +141,7 @@ class CheckpointLoader:
         return dict(state["loop"]), True
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
-        """Say whether the checkpoint is of another layout; refuse what cannot be loaded in this one."""
+        """Say whether the checkpoint has another layout; refuse what cannot be loaded."""
         if len(saved) != len(now):
             raise CheckpointLayoutError(
                 f"checkpoint {path} holds {len(saved)} engines, the trial wraps {len(now)}; expected the same engines. Resume "
@@ -195,7 +195,7 @@ class CheckpointLoader:
         state: dict[str, Any],
         saved_size: int,
     ) -> None:
-        """Make this rank's state, in place, one of the ranks that run now. Ranks: all, collectively."""
+        """Fit this rank's state, in place, to the ranks of now. Ranks: all, collectively."""
         context, runtime = self._state.context, self._state.runtime
         # Mapped: of another rank's state little is used, and only that is read.
         states = [read_rank_state(path, rank) for rank in range(saved_size)]
@@ -250,7 +250,7 @@ class CheckpointLoader:
         )
 
     def _place(self, storage: Any, location: str) -> Any:
-        """Put what was on an accelerator on this rank's, and leave the rest on the CPU, for ``torch.load``."""
+        """Send ``torch.load``'s accelerator data to this rank's, all else to the CPU."""
         if location == "cpu":
             return storage
         restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
@@ -263,7 +263,7 @@ class CheckpointLoader:
             self._pending_random_states = None
 
     def _read_verified(self, path: pathlib.Path) -> Manifest:
-        """Read the manifest and compare every file with it, each rank its share. Ranks: all, collectively."""
+        """Verify files by the manifest, each rank its share. Ranks: all, collectively."""
         distributed = self._state.context.distributed
         return read_verified(
             path, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
@@ -290,7 +290,7 @@ def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequenc
 def recounted(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Return the loop's state with its micro batches counted as the first engine counts them now."""
+    """Return the loop's state with micro batches as the first engine counts them."""
     if not saved:
         return dict(loop_state)
     before, after = saved[0].micro_batches_per_batch, now[0].micro_batches_per_batch
@@ -305,7 +305,7 @@ def recounted(
 
 
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return where the ranks that read data stood; the middle stages of a pipeline read none."""
+    """Return where the reading ranks stood; middle stages of a pipeline read none."""
     found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
     for one in loop_states:
         if one.get("records_per_batch") is not None:

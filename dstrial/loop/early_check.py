@@ -43,7 +43,7 @@ def is_wanted(settings: LoopSettings, context: DeepSpeedTrialContext) -> bool:
 def check_metric(
     searched: str, validation: Validation, context: DeepSpeedTrialContext, objects: Iterable[Any]
 ) -> None:
-    """Evaluate one round, put everything back, and refuse a searcher's metric that is not there.
+    """Evaluate one round, put everything back, and refuse a missing metric.
 
     User code that raises is no reason not to train, as it may need what only training sets up, unless it says ``InvalidHP``.
 
@@ -88,7 +88,7 @@ def check_metric(
 
 
 def _is_final(error: Exception) -> bool:
-    """Say whether another rank ends with this error: one that is lost, or whose trial breaks its contract or gives up."""
+    """Say whether another rank ends with it: lost, contract broken, or ``InvalidHP``."""
     if isinstance(error, PeerFailedError):
         return any(f"({kind.__name__}: " in str(error) for kind in (TrialContractError, det.InvalidHP))
     return isinstance(error, RankError)
@@ -132,7 +132,7 @@ class Undo:
 
 
 class AttributeSnapshot:
-    """Attributes, contents of containers, and random generators of some objects and of what they hold.
+    """Attributes, containers and random generators of objects and what they hold.
 
     Modules, optimizers and objects of libraries are left alone. Ranks: any; no communication.
 

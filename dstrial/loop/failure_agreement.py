@@ -1,7 +1,7 @@
-"""What user code raises at a report or a validation: agreed on by all ranks, and the trained state saved before it goes on.
+"""Agreement of all ranks on what user code raises at a report or a validation.
 
-No rank ever waits in a collective for one that may not come: who has failed looks in the store whether the others are at the
-same place, up to a deadline, and only then talks to them.
+The trained state is saved before the exception goes on. No rank ever waits in a collective for one that may not come: who has
+failed looks in the store whether the others are at the same place, up to a deadline, and only then talks to them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def can_agree(distributed: core.DistributedContext) -> bool:
 
 
 def arrive(distributed: core.DistributedContext, place: str) -> None:
-    """Have the others know where this rank is. Ranks: each its own; one write to a store, none on one rank."""
+    """Tell the others where this rank is. Ranks: each its own; at most 1 store write."""
     if isinstance(distributed, ControlChannel):
         distributed.arrive(place)
 
 
 def all_arrived(distributed: core.DistributedContext, place: str, timeout_s: float) -> bool:
-    """Say whether all ranks are at a place, after waiting for them. Ranks: each its own; no collective operation."""
+    """Wait for all ranks at a place; say whether they came. No collective operation."""
     if isinstance(distributed, ControlChannel):
         return distributed.all_arrived(place, timeout_s)
     return bool(distributed.size == 1)

@@ -1,4 +1,4 @@
-"""The training loop: draws batches, asks what is due, and does it. It never asks which engine it has."""
+"""The training loop: draws batches and does what is due, with any engine."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class TrainingLoop:
         )
 
     def _look_for_metric(self) -> None:
-        """Find a wrong ``searcher.metric`` before anything is trained. Ranks: all, collectively."""
+        """Find a wrong ``searcher.metric`` before training. Ranks: all, collectively."""
         settings, searched = self._settings, self._settings.searcher_metric
         if self._validation is None or searched is None or not self._looks_for_metric:
             return
@@ -175,7 +175,7 @@ class TrainingLoop:
             early_check.check_metric(searched, self._validation, self._context, objects)
 
     def _start_checks(self) -> None:
-        """Note how things are before the first batch of this process. Ranks: each its own; no communication."""
+        """Note how things are before the first batch. Ranks: each its own; sends nothing."""
         checks = self._settings.checks
         self._first_batch = self._progress.batches_trained
         if checks.non_finite == "fail":
@@ -208,7 +208,7 @@ class TrainingLoop:
                 )
 
     def _rewrite(self) -> FitResult:
-        """Save what was restored, in the layout that runs, and nothing else. Ranks: all, collectively."""
+        """Save what was restored in the layout of now. Ranks: all, collectively."""
         self._loader.restore_random_states()
         self._checkpoint(is_last=True)
         self._saver.finish()
@@ -292,7 +292,7 @@ class TrainingLoop:
         return None
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Compare what a ``train_batch`` that accumulates by itself has trained with one batch.
+        """Refuse a ``train_batch`` that accumulates by itself but trains not one batch.
 
         Whether it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
 
@@ -311,7 +311,7 @@ class TrainingLoop:
                 )
 
     def _next_event(self) -> int:
-        """Return the batch count after which there may be something else to do than training."""
+        """Return the batch count up to which there is nothing to do but train."""
         progress = self._progress
         batches = progress.batches_trained
         found = next_due(self._periods, batches, self._batches_total, progress.epoch_length)
@@ -324,7 +324,7 @@ class TrainingLoop:
         return self._agreements.is_alone and self._agreements.is_wished()
 
     def _train_until(self, end_batch: int) -> None:
-        """Train the batches up to ``end_batch``, exclusive, all of one epoch; a lone rank stops when it is asked to.
+        """Train up to ``end_batch``, exclusive, in one epoch; a lone rank may stop before.
 
         This is the hot path: no communication, no synchronisation, no decision.
         """
@@ -387,7 +387,7 @@ class TrainingLoop:
     # ---- reports -------------------------------------------------------------------------------------
 
     def _exchange(self, reports: bool) -> StopReason | None:
-        """Agree on stopping, and in the same exchange report the training metrics and hear of the save under way."""
+        """Agree on stopping, report metrics and hear of the save, in one exchange."""
         batches = self._progress.batches_trained
         share = self._window.totals() if reports and self._reports_metrics else None
         counts = self._step_counts() if reports else []
@@ -412,7 +412,7 @@ class TrainingLoop:
         counts: Sequence[StepCounts],
         start: int,
     ) -> None:
-        """Look for a finite loss and an optimizer step in what was reported; the same on all ranks."""
+        """Look for finite losses and optimizer steps in a report; the same on all ranks."""
         assert self._guard is not None
         batches = self._progress.batches_trained
         self._tell_steps(is_end=False)
@@ -455,7 +455,7 @@ class TrainingLoop:
     # ---- validation and checkpoints ------------------------------------------------------------------
 
     def _validate(self) -> None:
-        """Validate, report, and checkpoint if the policy says so. Ranks: all, collectively."""
+        """Validate, report, and checkpoint as the policy says. Ranks: all, collectively."""
         progress = self._progress
         if self._validation is None:
             progress.last_validation = progress.batches_trained
@@ -493,9 +493,9 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _saving_first(self) -> Iterator[None]:
-        """Save what is trained before an exception of user code goes on, if all ranks have failed at the same place.
+        """Save what is trained if all ranks have failed in user code at the same place.
 
-        Ranks: all, collectively where they can agree; see ``dstrial.loop.failure_agreement``.
+        The exception goes on after it. Ranks: all, collectively where they can agree; see ``dstrial.loop.failure_agreement``.
         """
         try:
             yield
@@ -537,7 +537,7 @@ class TrainingLoop:
             )
 
     def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse validation metrics that the searcher cannot compare; the same on every rank."""
+        """Refuse metrics that the searcher cannot compare; the same on every rank."""
         searched = self._settings.searcher_metric
         if searched is None or searched in early_check.NEVER_MISSING:
             return
@@ -565,7 +565,7 @@ class TrainingLoop:
         return asks_for_checkpoint(policy, now, best_before, smaller_is_better=settings.smaller_is_better)
 
     def _state_evidence(self) -> list[StateEvidence]:
-        """Look at the weights and the newest losses of all ranks. Ranks: all, collectively (one all-gather)."""
+        """Look at the weights and newest losses of all ranks. Ranks: all (one all-gather)."""
         if self._weights is None:
             return []
         mine = StateEvidence(self._weights.lost(), self._window.newest_is_finite())

@@ -1,4 +1,4 @@
-"""How far a run is: the one counter of batches, which everything else is computed from."""
+"""How far a run is: the one counter of batches; all else is computed from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Progress:
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the batch to train next, from 0; always 0 when the epoch length is unknown."""
+        """Epoch of the batch to train next, from 0; 0 if the epoch length is unknown."""
         return self.batches_trained // self.epoch_length if self.epoch_length else 0
 
     @property
@@ -59,7 +59,7 @@ class Progress:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's counters; the epoch length stays that of the loader in use."""
+        """Continue a checkpoint's counters; the epoch length stays that of the loader."""
         self.batches_trained = int(state["batches_trained"])
         self.last_validation = state["last_validation"]
         self.last_checkpoint = state["last_checkpoint"]

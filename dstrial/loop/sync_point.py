@@ -1,4 +1,4 @@
-"""The points of a run at which all ranks decide together: stop or go on, and when to decide next.
+"""The points of a run at which all ranks decide together whether to go on.
 
 Everything that has to cross ranks at such a point travels in one exchange: each rank's share of the
 metrics when a report is due, each rank's wish to stop, and rank 0's decision on the next point.
@@ -72,7 +72,7 @@ class AgreementPoints:
         self._mark: tuple[int, float] | None = None
 
     def start(self, batches_trained: int) -> None:
-        """Begin counting, after a fresh start, a resume, or a pause for validation or a checkpoint."""
+        """Begin counting: at a start, a resume, or after a validation or a checkpoint."""
         if self._next is None:
             self._next = batches_trained + 1
         self._mark = (batches_trained, self._clock())
@@ -93,7 +93,7 @@ class AgreementPoints:
         return self._wish() is not None
 
     def agree(self, batches_trained: int, share: Any = None) -> Agreement:
-        """Exchange shares and wishes, and decide. Ranks: all, collectively (one all-gather).
+        """Exchange shares and wishes, and decide. Ranks: all, collectively (1 all-gather).
 
         Args:
             batches_trained: finished batches, the same on all ranks.

@@ -1,4 +1,4 @@
-"""One validation: every record once, metrics weighted by records, reduced once over all ranks."""
+"""One validation: every record once, weighted by records, reduced over ranks once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Validation:
         return self._stream.dataset
 
     def agree_on_extent(self) -> bool:
-        """Compare the validation loaders of all ranks. Ranks: all, collectively (one all-gather).
+        """Compare the validation loaders. Ranks: all, collectively (one all-gather).
 
         Returns:
             Whether there is anything to validate with; the same on all ranks.
@@ -198,7 +198,7 @@ class Validation:
         return dict(values), sum(count for _, count in gathered)
 
     def _agreed(self, share: Any, error: Exception | None) -> list[Any]:
-        """Return what every rank hands in, unless user code has failed on one: then all raise.
+        """Return what every rank hands in; if user code failed on one, all raise.
 
         Raises:
             Exception: what user code has raised here, ``error``.
@@ -231,7 +231,7 @@ class Validation:
         return [handed_in for handed_in, _ in gathered]
 
     def sample(self) -> set[str] | None:
-        """Evaluate the first round with the weights of now, and return the names of what validations will return.
+        """Evaluate the first round; return the names that validations will return.
 
         Calls no callback and combines no reducer. What else it changes is for the caller to put back.
 
