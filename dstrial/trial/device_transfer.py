@@ -1,4 +1,4 @@
-"""Records on their way to the device: a loader that pins them, and a copy that does not wait for pinned ones."""
+"""A loader that pins records, and a copy to the device that does not wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
 
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
-    """Determined's ``DataLoader``, with records in pinned memory where there is an accelerator.
+    """Determined's ``DataLoader``, with records pinned where an accelerator is used.
 
     From there ``context.to_device`` copies them while the device goes on computing. All other arguments and their defaults are
     ``determined.pytorch.DataLoader``'s.
@@ -79,7 +79,7 @@ class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships 
 
 
 def should_pin() -> bool:
-    """Return whether pinned memory serves this rank: torch pins for its own accelerators, except MPS.
+    """Return whether pinned memory serves this rank: for torch's accelerators but MPS.
 
     Source: torch 2.13 utils/data/dataloader.py, ``_BaseDataLoaderIter``: without one ``pin_memory=True`` warns.
     """
@@ -125,7 +125,7 @@ def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _moved_by_itself(value: Any, device: torch.device) -> Any:
-    """Move an object that knows how; a mapping of pinned tensors, such as a ``BatchEncoding``, without waiting."""
+    """Move an object that knows how; mappings of pinned tensors do not wait."""
     held = list(value.values()) if isinstance(value, Mapping) else []
     if held:
         tensors = [item for item in held if isinstance(item, torch.Tensor)]
