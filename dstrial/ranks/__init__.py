@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of its job, and how ranks find and hear each other.
+"""Who this process is among the ranks of its job, and how ranks meet and talk.
 
 Names are resolved lazily: ``identify`` and ``StopSignals`` work without importing torch.
 """

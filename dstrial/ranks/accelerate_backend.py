@@ -1,10 +1,10 @@
-"""Let accelerate, which Hugging Face's Trainer trains through as well, see all ranks of a job on CPUs.
+"""Shows accelerate all ranks of a job on CPUs.
 
-``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``) finds a backend for accelerators only, unless it is told
-``cpu=True``, with which it turns DeepSpeed off. Without a backend every rank takes itself for the only one of the job and
-trains on all the data, whatever process group there is; releases up to 1.10 took gloo. A script may pass
-``InitProcessGroupKwargs(backend="gloo")``; here the same is done for scripts that do not know of it. No environment variable
-does it, so the method is changed, in a rank's own process, as soon as (and only if) ``accelerate`` is imported.
+``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``), through which Hugging Face's Trainer trains as well, finds a
+backend for accelerators only, unless it is told ``cpu=True``, with which it turns DeepSpeed off. Without a backend every rank
+takes itself for the only one of the job and trains on all the data, whatever process group there is; releases up to 1.10 took
+gloo. A script may pass ``InitProcessGroupKwargs(backend="gloo")``; here the same is done for scripts that do not know of it. No
+environment variable does it, so the method is changed, in a rank's own process, when (and only if) ``accelerate`` is imported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ _MARK = "shows_cpu_ranks"
 
 
 def show_ranks_to_accelerate() -> None:
-    """Have accelerate count the ranks of a job on CPUs: at once if it is imported, else right after it is, if it ever is.
+    """Have accelerate count the ranks of a job on CPUs, now or when it is imported.
 
-    May be called more than once.
-
-    Ranks: each its own; no communication.
+    May be called more than once. Ranks: each its own; no communication.
     """
     if _MODULE in sys.modules:
         _change(sys.modules[_MODULE])
@@ -67,7 +65,7 @@ def _change(module: Any) -> None:
 
 
 def _is_deepspeed_on_cpu() -> bool:
-    """Say whether accelerate is going to set DeepSpeed up for a launcher's rank, and DeepSpeed is to train on the CPU."""
+    """Say whether accelerate will set DeepSpeed up in a launcher's rank, on the CPU."""
     from dstrial.ranks.process_group import has_accelerator
 
     is_wanted = os.environ.get(_USE_DEEPSPEED, "false").lower() == "true" and "LOCAL_RANK" in os.environ
@@ -75,7 +73,7 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Make the process group as dstrial does, without operators that DeepSpeed would compile for the CPU. Ranks: all."""
+    """Make the process group without operators compiled for the CPU. Ranks: all."""
     import deepspeed
     import torch.distributed
 
@@ -108,7 +106,7 @@ def _cpu() -> Any:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds ``accelerate.state`` as usual and changes it right after it has been executed."""
+    """Finds ``accelerate.state`` as usual and changes it right after it has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

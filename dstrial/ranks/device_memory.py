@@ -11,7 +11,7 @@ from dstrial.engine.deepspeed_internals import process
 
 
 def ask_torch_for_free_memory() -> None:
-    """Have DeepSpeed's CUDA accelerator ask torch for free memory if ``CUDA_VISIBLE_DEVICES`` holds UUIDs.
+    """Have DeepSpeed ask torch for free memory where devices are named by UUIDs.
 
     ZeRO 1 and 2 ask for it. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) takes the variable's words for integers, in order to
     ask NVML; a MIG instance has a UUID only, and users name whole devices by theirs as well.

@@ -1,4 +1,4 @@
-"""What only the processes of a job know, and the tags by which they know each other's messages.
+"""The secret of a job's processes, and the tags that prove who sent a message.
 
 Whoever may connect to a rank (another account of the machine on loopback, another machine on a network) can send it
 anything. What is decoded here, and could run code while it is, carries a tag that is checked first.
@@ -60,7 +60,7 @@ def is_same_tag(given: bytes | memoryview, expected: bytes) -> bool:
 
 @contextlib.contextmanager
 def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
-    """Give the ranks of one machine a key that their launcher has not given them, for as long as the block lasts.
+    """Give a machine's ranks a key, as their launcher has not, for the block.
 
     The writer leaves it in a file that only this account can read, and says in the store where. The store may be open to
     other accounts: they can name another file there, and then the ranks refuse it or have different keys.

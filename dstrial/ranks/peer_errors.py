@@ -23,7 +23,7 @@ _PEER_LOSS_PHRASES = (
 
 
 def is_watchdogs_end(signal_name: str | None, stderr_text: str) -> bool:
-    """Say whether a rank was ended by NCCL's watchdog because others did not come to a collective.
+    """Say whether NCCL's watchdog ended a rank, because others came to no collective.
 
     It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record.
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the store through which their process group comes about.
+"""The store through which the ranks of a job make their process group.
 
 Nothing in it is ever unpickled. Ranks that ``dstrial.launch`` started on one machine meet in a file of a directory that
 belongs to their account; a single rank needs nobody; all others meet in a ``TCPStore``, as their launcher says, that
@@ -69,7 +69,7 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
 
 
 def as_init_method(store: Any, identity: RankIdentity) -> str:
-    """Return what ``init_process_group`` takes as ``init_method`` to use this store, once.
+    """Return the ``init_method`` by which ``init_process_group`` uses it, once.
 
     DeepSpeed's ``init_distributed`` takes no store (0.19.8 ``comm/comm.py:844``).
     """
@@ -79,7 +79,7 @@ def as_init_method(store: Any, identity: RankIdentity) -> str:
 
 
 def meet_privately(identity: RankIdentity) -> None:
-    """Have ``env://`` of this process meet where :func:`open_store` does, if its launcher serves no store.
+    """Have ``env://`` meet as in :func:`open_store`, if the launcher serves no store.
 
     For user code that makes the process group itself, before we can.
 

@@ -1,6 +1,6 @@
-"""What a rank is doing before its first batch, told to its launcher through a file; the launcher tells people.
+"""What a rank does before its first batch, told to its launcher through a file.
 
-Without a launcher of ours nothing is written.
+The launcher tells people. Without a launcher of ours nothing is written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def end_phases() -> None:
 
 
 def read_phase(path: Path) -> tuple[str, float] | None:
-    """Return what a rank does and since when, seconds since the epoch; None before it has said anything."""
+    """Return what a rank does and since when, epoch seconds; None if it is unsaid."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return str(fields["phase"]), float(fields["since_s"])

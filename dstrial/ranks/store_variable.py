@@ -1,4 +1,4 @@
-"""``DSTRIAL_STORE``: in which file the ranks of one machine meet, as their launcher tells them."""
+"""``DSTRIAL_STORE``: the file in which the ranks of one machine meet."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
 
 
 def store_variable_of_generation(value: str, *, port: int, generation: int) -> str:
-    """Return ``DSTRIAL_STORE`` for ranks that are started anew for the same places, with a ``MASTER_PORT`` of their own."""
+    """Return ``DSTRIAL_STORE`` for restarted ranks, which have their own port."""
     place = json.loads(value)
     return json.dumps({**place, "path": f"{place['path']}.{generation}", "port": port})
 
 
 def private_path(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
-    """Return the file in which the ranks of this job meet, None if their launcher has made none.
+    """Return the file in which this job's ranks meet, None if the launcher made none.
 
     Args:
         environ: of this rank.
