@@ -1,4 +1,4 @@
-"""Start ranks on this machine, or on a Determined cluster's, and name the first that fails.
+"""Start ranks here, or on a Determined cluster, and name the first that fails.
 
 ``python -m dstrial.launch`` is the command; ``run_ranks`` is what it and ``dstrial run`` are made of.
 Names are resolved lazily, so that a rank does not import the launcher.

@@ -74,7 +74,7 @@ def run_ranks(
     tracebacks_dir: Path | None = None,
     on_start: Callable[[str], None] | None = None,
 ) -> LaunchOutcome:
-    """Run one command on ``num_ranks`` ranks of this machine and wait until all have ended.
+    """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
 
     The first SIGINT, SIGTERM or SIGHUP to this process reaches the ranks as SIGTERM, and only the ranks,
     not the processes they started; a SIGINT after that kills them. Signals are handled while this
@@ -196,7 +196,7 @@ def _rank_variables(
 def _private_variables(
     env: Mapping[str, str], work_dir: Path, master_port: int, num_ranks: int
 ) -> dict[str, str]:
-    """What ranks of one machine have among themselves: a file to meet in, a secret, the loopback interface."""
+    """What a machine's ranks share: a file to meet in, a secret, loopback only."""
     given = {**os.environ, **env}
     return {
         STORE_VARIABLE: store_variable(work_dir / "store", port=master_port, num_ranks=num_ranks),
@@ -224,7 +224,7 @@ def _make_agent(
 
 
 class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
-    """Tells the agent each rank's variables and where its output and its error record go."""
+    """Tells the agent each rank's variables, and where output and errors go."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         self._phase_files: dict[int, Path] = {}
 
     def phase_files(self) -> list[Path]:
-        """Where the ranks of this machine say what they do before their first batch; empty before they are known."""
+        """Where starting ranks say what they do; empty before the ranks are known."""
         return list(self._phase_files.values())
 
     @property
@@ -300,7 +300,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
 
 
 class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
-    """The elastic agent, with the supervisor deciding whom to signal and when a launch is over."""
+    """The elastic agent; the supervisor decides whom to signal and when it is over."""
 
     def __init__(self, spec: WorkerSpec, files: _RankFiles, supervisor: Supervisor) -> None:
         super().__init__(spec, logs_specs=files)
@@ -319,7 +319,7 @@ class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not foll
 
 
 def _run_agent(agent: _RankAgent) -> None:
-    """Run the agent in a thread of its own: in the main thread it would install its own signal handlers."""
+    """Run the agent in a thread, where it cannot install signal handlers of its own."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -361,7 +361,7 @@ def _stop_on_signals(supervisor: Supervisor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_torchelastic() -> Iterator[None]:
-    """Keep the agent's own account of failures off the screen; the launcher's replaces it."""
+    """Keep the agent's account of failures off the screen; the launcher shows its own."""
     prefix = "torch.distributed.elastic"
     names = [
         name for name in logging.root.manager.loggerDict if name == prefix or name.startswith(f"{prefix}.")

@@ -1,4 +1,4 @@
-"""Types of command line arguments that the commands which start ranks share. Imports nothing heavy."""
+"""Types of arguments for commands that start ranks. Imports nothing heavy."""
 
 from __future__ import annotations
 

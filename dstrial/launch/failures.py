@@ -1,4 +1,4 @@
-"""What a failed rank leaves behind, which of several failed first, and how a launch ended.
+"""What a failed rank leaves behind, who failed first, and how a launch ended.
 
 A rank writes an error record, in the format of torchrun's error files, so that records are also
 understood under a foreign torchrun and those of ``torch.distributed.elastic...record`` are here.
@@ -71,7 +71,7 @@ class RankFailure:
         return f"{self.headline} {named}" if named else self.headline.rstrip(":")
 
     def describe(self) -> str:
-        """The headline, with the file of the whole traceback, and below it the error and what to do."""
+        """The headline, the file of the whole traceback, and below: the error, what to do."""
         parts = [self.headline]
         if self.whole:
             parts = [f"{self.headline.rstrip(':')}, whole traceback in {shown_path(Path(self.whole))}:"]
@@ -133,7 +133,7 @@ def first_failure(endings: Iterable[Ending]) -> RankFailure | None:
 def record_exception(
     error: BaseException, text: str | None = None, *, line: str = "", advice: str = "", whole: str = ""
 ) -> bool:
-    """Write this rank's error record if a launcher asked for one and there is none yet.
+    """Write this rank's error record if a launcher asked for one and there is none.
 
     Args:
         error: the exception that ends the rank.
@@ -176,7 +176,7 @@ def record_exception(
 
 
 def keep_whole(text: str) -> str:
-    """Write a whole traceback, for this account only, into the file that the launcher has named.
+    """Write a whole traceback, for this account only, where the launcher has named.
 
     Returns:
         The file's path; empty if none is named or it cannot be written: the whole is then to be shown.
@@ -199,7 +199,7 @@ def keep_whole(text: str) -> str:
 
 
 def read_record(path: Path) -> ErrorRecord | None:
-    """Read an error record of ours or of torchrun; None if there is none, or it is not readable as one."""
+    """Read an error record of ours or torchrun's; None if no readable record is there."""
     try:
         message = json.loads(path.read_text(errors="replace"))["message"]
         if isinstance(message, str):
@@ -213,12 +213,12 @@ def read_record(path: Path) -> ErrorRecord | None:
 
 
 def is_consequence(record: ErrorRecord | None) -> bool:
-    """Say whether a record tells of a lost peer rather than of a fault of its own rank."""
+    """Say whether a record tells of a lost peer, not of a fault of its own rank."""
     return record is not None and is_peer_loss(record.summary)
 
 
 def signal_name(status: int) -> str | None:
-    """Return the signal's name for a negative return code of ``subprocess``, None for any other."""
+    """Return the signal of a negative return code of ``subprocess``, None for others."""
     if status >= 0:
         return None
     try:

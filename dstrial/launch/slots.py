@@ -20,7 +20,7 @@ _CLUSTER_PORT = 29400
 
 
 def num_accelerators() -> int:
-    """Return how many accelerators this machine shows, 0 if DeepSpeed will train on the CPU."""
+    """Return how many accelerators there are, 0 if DeepSpeed will train on the CPU."""
     return num_torch_accelerators() if has_accelerator() else 0
 
 
@@ -55,7 +55,7 @@ def num_slots(asked: int | None, configured: int | None) -> int:
 
 
 def cluster_info() -> ClusterInfo | None:
-    """Return Determined's description of the trial that this process was started for, None off a cluster."""
+    """Return Determined's description of this process's trial, None off a cluster."""
     import determined
 
     info = determined.get_cluster_info()

@@ -1,4 +1,4 @@
-"""Say what waits for the build of an extension, and remove the lock files of builds that died.
+"""Say what waits for an extension's build, and remove locks of builds that died.
 
 Source: torch 2.13 ``torch.utils.file_baton``, through which ``cpp_extension.load`` (and so every operator that DeepSpeed
 compiles) goes each time: the lock is a file, made with ``O_EXCL`` and held open until it is removed. A process that is
@@ -27,7 +27,7 @@ _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "ove
 
 
 def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
-    """Remove each lock below the folder of compiled extensions that no process holds; log its path.
+    """Remove, and log, each lock below compiled extensions that no process holds.
 
     A lock is abandoned when it lies on a file system of this machine and none of its processes has it open, or,
     on a shared file system, when it is also older than half an hour. Only Linux tells; elsewhere nothing is done.
@@ -112,7 +112,7 @@ def _holder(inode: int, lock: Path) -> str:
 
 
 def extensions_root() -> Path:
-    """Return the folder of compiled extensions: ``TORCH_EXTENSIONS_DIR``, else torch's in the user's cache."""
+    """Return the extensions' folder: ``TORCH_EXTENSIONS_DIR``, else torch's own."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)
@@ -146,7 +146,7 @@ def _remove(lock: Path) -> bool:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Device and inode of what the processes of this machine have open, as far as this user may see."""
+    """Device and inode of all files that processes have open, as far as we may see."""
     return {opened for _, opened in _open_files_by_process()}
 
 
@@ -167,7 +167,7 @@ def _open_files_by_process() -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _is_local(path: Path) -> bool:
-    """Whether the file system that ``path`` lies on belongs to this machine alone, by its type."""
+    """Say, by its type, whether ``path``'s file system is this machine's alone."""
     best, kind = "", ""
     where = str(path.resolve())
     for line in (_PROCESSES / "self" / "mounts").read_text(errors="replace").splitlines():
