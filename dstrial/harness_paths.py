@@ -1,9 +1,9 @@
-"""Moves the fixed paths of Determined's harness into private directories, when (and if) its modules are imported.
+"""Moves the fixed paths of Determined's harness into private directories.
 
-Two processes use it: those of an allocation, where ``sitecustomize`` loads this file by its path (their Python may have
-no dstrial), and any other one that imports dstrial, which is how a detached run is reached. It needs nothing but
-the standard library, and of that little: every Python of an allocation loads it (``importlib.abc`` and ``tempfile`` would
-take 10 ms of each start).
+Each when its module is imported. Two processes use it: those of an allocation, where ``sitecustomize`` loads this file by its
+path (their Python may have no dstrial), and any other one that imports dstrial, which is how a detached run is reached. It needs
+nothing but the standard library, and of that little: every Python of an allocation loads it (``importlib.abc`` and ``tempfile``
+would take 10 ms of each start).
 """
 
 # pathlib would take another 5 ms.
@@ -72,7 +72,7 @@ def patches_of_allocation(allocation: str) -> dict[str, Patch]:
         module.read_pid_server_addr = read_pid_server_addr
 
     def patch_tensorboard_shared(module: Any) -> None:
-        """Let the umask decide on directories of TensorBoard files; ``tensorboard/shared.py:26`` (0.38.1) makes them 0777."""
+        """``tensorboard/shared.py:26`` (0.38.1) makes directories 0777; the umask decides."""
         cls = module.SharedFSTensorboardManager
         original = cls.__init__
 
@@ -83,7 +83,7 @@ def patches_of_allocation(allocation: str) -> dict[str, Patch]:
         cls.__init__ = __init__
 
     def patch_storage_base(module: Any) -> None:
-        """Let the umask decide on a storage directory that is new; ``common/storage/base.py:70`` (0.38.1) makes it 0777."""
+        """``common/storage/base.py:70`` (0.38.1) makes a storage 0777; the umask decides."""
         cls = module.StorageManager
         original = cls.pre_store_path
 
@@ -132,9 +132,10 @@ def patches_of_allocation(allocation: str) -> dict[str, Patch]:
 
 
 def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
-    """Give event files another directory than /tmp, which ``tensorboard/build.py:37`` (0.38.1) names itself.
+    """Give event files another directory than /tmp.
 
-    Outside of an allocation it would be ``/tmp/tensorboard--0`` for every account and every run of the machine.
+    ``tensorboard/build.py:37`` (0.38.1) names that itself: outside of an allocation it would be ``/tmp/tensorboard--0`` for every
+    account and every run of the machine.
     """
     original = module.get_base_path
 
@@ -147,7 +148,7 @@ def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
 
 
 class _PrivateDirectory:
-    """A directory that is made when it is first needed, and deleted when the process that made it ends."""
+    """A directory made when first needed, and deleted when its process ends."""
 
     def __init__(self) -> None:
         self._path: str | None = None
@@ -171,7 +172,7 @@ class _PrivateDirectory:
 
 
 class _Finder:
-    """Finds modules as usual and patches those of a table right after they have been executed."""
+    """Finds modules as usual and patches those of a table right after they have run."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self._patches = patches
@@ -216,7 +217,7 @@ def install(patches: dict[str, Patch]) -> None:
 
 
 def install_outside_of_allocations() -> None:
-    """Keep what Determined writes for a run of nobody's allocation out of /tmp itself; nothing else is changed."""
+    """Keep what Determined writes for a run of nobody's allocation out of /tmp itself."""
     if not os.environ.get(ALLOCATION_DIR_VARIABLE):
         directory = _PrivateDirectory()
         install({"determined.tensorboard.build": lambda module: _move_tensorboard(module, directory)})

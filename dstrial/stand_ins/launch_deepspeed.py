@@ -1,4 +1,4 @@
-"""``determined.launch.deepspeed`` with dstrial's launcher: the same command line, the same words for the ranks.
+"""``determined.launch.deepspeed`` with dstrial's launcher and the same options.
 
 Source of the command line: ``determined/launch/deepspeed.py`` ``parse_args`` (0.38.1).
 """
