@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dstrial.launch.trial_import import import_trial
 
 _HOME = {
-    "LaunchOutcome": "outcome",
+    "LaunchOutcome": "failures",
     "Placement": "agent",
     "run_ranks": "agent",
     "RankFailure": "failures",

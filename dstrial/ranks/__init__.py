@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dstrial.ranks.stop_signals import StopSignals
 
 _HOME = {
-    "ControlChannel": "control",
-    "timeout_from_environ": "control",
+    "ControlChannel": "control_channel",
+    "timeout_from_environ": "control_channel",
     "RankIdentity": "identity",
     "identify": "identity",
     "device": "process_group",
@@ -30,7 +30,7 @@ _HOME = {
     "init_process_group": "process_group",
     "prepare_accelerator": "process_group",
     "shutdown": "process_group",
-    "StopSignals": "stop",
+    "StopSignals": "stop_signals",
 }
 
 __all__ = [
