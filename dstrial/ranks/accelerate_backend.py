@@ -10,13 +10,11 @@ environment variable does it, so the method is changed, in a rank's own process,
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
+
+from dstrial import harness_paths
 
 _MODULE = "accelerate.state"
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
@@ -30,8 +28,13 @@ def show_ranks_to_accelerate() -> None:
     """
     if _MODULE in sys.modules:
         _change(sys.modules[_MODULE])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    else:
+        _change_at_import()
+
+
+@functools.cache
+def _change_at_import() -> None:
+    harness_paths.install({_MODULE: _change})
 
 
 def _change(module: Any) -> None:
@@ -103,33 +106,3 @@ def _cpu() -> Any:
     import torch
 
     return torch.device("cpu")
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds ``accelerate.state`` as usual and changes it right after it has run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _change(module)
