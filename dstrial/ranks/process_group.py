@@ -17,7 +17,6 @@ import torch.distributed
 
 from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
-from dstrial.ranks.device_memory import ask_torch_for_free_memory
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
 from dstrial.ranks.rendezvous_store import as_init_method, open_store
@@ -327,3 +326,22 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
     """
     with process.no_compatible_ops() if is_cpu else contextlib.nullcontext():
         yield
+
+
+def ask_torch_for_free_memory() -> None:
+    """Have DeepSpeed ask torch for free memory where devices are named by UUIDs.
+
+    ZeRO 1 and 2 ask for it. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) takes the variable's words for integers, in order to
+    ask NVML; a MIG instance has a UUID only, and users name whole devices by theirs as well.
+
+    Ranks: each its own; no communication.
+    """
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if all(word.strip().isdecimal() for word in words) or words == [""]:
+        return
+    process.replace_available_memory(_available_memory)
+
+
+def _available_memory(_accelerator: Any, device_index: int | None = None) -> int:
+    free_bytes, _ = torch.cuda.mem_get_info(device_index)
+    return int(free_bytes)
