@@ -26,12 +26,11 @@ from dstrial.launch.stale_locks import remove_abandoned_locks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
-from dstrial.ranks.job_secret import SECRET_VARIABLE, new_secret
+from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
 from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
 from dstrial.ranks.sockets import loopback_only
 from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
-from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable
 from dstrial.scratch import compile_cache, scratch_directory
 
 logger = logging.getLogger("dstrial.launch")

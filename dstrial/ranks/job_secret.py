@@ -1,13 +1,15 @@
-"""The secret of a job's processes, and the tags that prove who sent a message.
+"""What only a job's processes share: a secret, for tags on messages, and a file.
 
 Whoever may connect to a rank (another account of the machine on loopback, another machine on a network) can send it
-anything. What is decoded here, and could run code while it is, carries a tag that is checked first.
+anything. What is decoded here, and could run code while it is, carries a tag that is checked first. The ranks of one machine
+meet in the file that ``DSTRIAL_STORE`` names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import os
 import secrets
 import stat
@@ -17,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import RankError
+from dstrial.ranks.identity import RankIdentity
 
 SECRET_VARIABLE = "DSTRIAL_SECRET"  # noqa: S105  # the variable's name
 """Environment variable with a job's secret; ``dstrial.launch`` makes one for ranks of one machine."""
+
+STORE_VARIABLE = "DSTRIAL_STORE"
+"""Environment variable with the file and, because other launchers that run below ours pass it on, the job it is for."""
 
 TAG_BYTES = 32
 """Length of a tag."""
@@ -111,3 +117,35 @@ def _read_key(name: str) -> bytes:
         f"the ranks' key file {str(path)!r} {problem}; expected a file that a rank of this account has just written. "
         f"Set {SECRET_VARIABLE} to the same long random text for all ranks, and nobody needs the file."
     )
+
+
+def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
+    """Return the value of ``DSTRIAL_STORE``.
+
+    Args:
+        path: of a file that does not exist, in a directory that only this account can enter.
+        port: ``MASTER_PORT`` of the ranks.
+        num_ranks: ``WORLD_SIZE`` of the ranks.
+    """
+    return json.dumps({"path": str(path), "port": port, "num_ranks": num_ranks})
+
+
+def store_variable_of_generation(value: str, *, port: int, generation: int) -> str:
+    """Return ``DSTRIAL_STORE`` for restarted ranks, which have their own port."""
+    place = json.loads(value)
+    return json.dumps({**place, "path": f"{place['path']}.{generation}", "port": port})
+
+
+def private_path(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
+    """Return the file in which this job's ranks meet, None if the launcher made none.
+
+    Args:
+        environ: of this rank.
+        identity: who it is; a file for another port, number of ranks or several machines is not this job's.
+    """
+    value = environ.get(STORE_VARIABLE)
+    if not value:
+        return None
+    place: dict[str, Any] = json.loads(value)
+    is_this_job = (place["port"], place["num_ranks"]) == (identity.master_port, identity.world_size)
+    return str(place["path"]) if is_this_job and identity.num_nodes == 1 else None

@@ -23,8 +23,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 
 from dstrial.errors import RankError, RankTimeoutError
 from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
+from dstrial.ranks.job_secret import private_path
 from dstrial.ranks.sockets import listening_socket
-from dstrial.ranks.store_variable import private_path
 
 _SCHEME = "dstrial"
 _LOOK_S = 0.01
