@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.local.run_directory import shown_path
-from dstrial.ranks.peer_errors import is_peer_loss
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -27,6 +26,25 @@ TRACEBACKS_DIR_VARIABLE = "DSTRIAL_TRACEBACKS_DIR"
 
 TRACEBACK_FILE_VARIABLE = "DSTRIAL_TRACEBACK_FILE"
 """Environment variable that names the file in which a rank leaves the whole of a traceback that is shown shortened."""
+
+# What gloo, NCCL and the c10d store say in a rank whose peer went away. Compared in lower case.
+# Source: torch 2.13 torch/csrc/distributed/c10d, ProcessGroupNCCL.cpp and NCCLUtils.cpp; NCCL's ncclRemoteError.
+_PEER_LOSS_PHRASES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "remote process exited or there was a network error",
+    "a remote process exiting prematurely",
+    # ProcessGroupNCCL's: the communicator was taken down, here or by its watchdog, because others did not come.
+    "nccl communicator was aborted",
+    "watchdog caught collective operation timeout",
+    "some nccl operations have failed or timed out",
+    "received a dump signal due to a collective timeout from",
+    "a peer of this rank exited",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,6 +233,32 @@ def read_record(path: Path) -> ErrorRecord | None:
 def is_consequence(record: ErrorRecord | None) -> bool:
     """Say whether a record tells of a lost peer, not of a fault of its own rank."""
     return record is not None and is_peer_loss(record.summary)
+
+
+def is_watchdogs_end(signal_name: str | None, stderr_text: str) -> bool:
+    """Say whether NCCL's watchdog ended a rank, because others came to no collective.
+
+    It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record.
+
+    Args:
+        signal_name: what ended the rank; None if nothing did.
+        stderr_text: the end of what it has printed to standard error.
+
+    Ranks: any; no communication.
+    """
+    return signal_name == "SIGABRT" and is_peer_loss(stderr_text)
+
+
+def is_peer_loss(error_text: str) -> bool:
+    """Say whether an error merely reports that another rank went away.
+
+    Args:
+        error_text: the exception's message, without its traceback (source lines could match by chance).
+
+    Ranks: any; no communication.
+    """
+    lowered = error_text.lower()
+    return any(phrase in lowered for phrase in _PEER_LOSS_PHRASES)
 
 
 def signal_name(status: int) -> str | None:

@@ -21,13 +21,13 @@ from dstrial.launch.failures import (
     RankFailure,
     first_failure,
     is_consequence,
+    is_watchdogs_end,
     read_record,
     shell_exit_code,
     signal_name,
 )
 from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
-from dstrial.ranks.peer_errors import is_watchdogs_end
 
 # Ranks that lost a peer mostly end by themselves; only then are the others told to.
 _UNTOLD_GRACE_S = 2.0

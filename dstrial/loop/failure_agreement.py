@@ -55,7 +55,7 @@ def peer_failed(where: str, failures: list[tuple[int, str]]) -> PeerFailedError:
         failures: rank and error of each that did.
     """
     rank, text = failures[0]
-    # The launcher knows a consequence by the words about a peer (ranks/peer_errors.py).
+    # The launcher knows a consequence by the words about a peer (launch/failures.py).
     return PeerFailedError(
         f"{where} has failed on rank {rank} ({text}), and a peer of this rank exited for it; expected it to return on all "
         f"ranks. Look at the traceback of rank {rank}."
