@@ -13,10 +13,10 @@ from dstrial import determined_imports
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.launch.accelerate_environment import accelerate_variables
-from dstrial.launch.arguments import slots_argument
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
+from dstrial.launch.slots import slots_argument
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
