@@ -19,7 +19,15 @@ from dstrial.errors import (
     RankError,
 )
 from dstrial.loop import early_check, failure_agreement
-from dstrial.loop.boundaries import Boundary, Period, asks_for_checkpoint, due, next_due, total_batches
+from dstrial.loop.boundaries import (
+    Boundary,
+    Period,
+    Progress,
+    asks_for_checkpoint,
+    due,
+    next_due,
+    total_batches,
+)
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
@@ -28,7 +36,6 @@ from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks
 from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping, combine
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
-from dstrial.loop.progress import Progress
 from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import AgreementPoints, StopReason

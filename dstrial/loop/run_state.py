@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dstrial.loop.boundaries import Progress
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.metrics import MetricWindow
-from dstrial.loop.progress import Progress
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
 from dstrial.trial.trial import Checkpointable, DeepSpeedTrial
