@@ -15,7 +15,7 @@ import torch
 
 from dstrial.engine.state import engine_extra_state, restore_engine_extra_state
 from dstrial.errors import PeerFailedError, RankError, TrialContractError
-from dstrial.loop import failure_agreement
+from dstrial.loop import sync_point
 from dstrial.loop.run_state import Snapshot, random_states, restore_random_states
 from dstrial.loop.settings import LoopSettings
 from dstrial.loop.validation import Validation
@@ -78,7 +78,7 @@ def check_metric(
                 "searcher.metric %r is looked for at the first validation: evaluating one batch before training has failed "
                 "(%s)",
                 searched,
-                failure_agreement.described(error),
+                sync_point.described(error),
             )
     elif names is not None and searched not in names:
         raise SearcherMetricError(

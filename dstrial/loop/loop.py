@@ -18,7 +18,7 @@ from dstrial.errors import (
     PeerFailedError,
     RankError,
 )
-from dstrial.loop import early_check, failure_agreement
+from dstrial.loop import early_check, sync_point
 from dstrial.loop.boundaries import (
     Boundary,
     Period,
@@ -490,11 +490,11 @@ class TrainingLoop:
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
         self._sinks.upload()
-        saves, failure = self._distributed.broadcast((saves, failure_agreement.described(error)))
+        saves, failure = self._distributed.broadcast((saves, sync_point.described(error)))
         if error is not None:
             raise error
         if failure is not None:
-            raise failure_agreement.peer_failed("the report of a validation", [(0, failure)])
+            raise sync_point.peer_failed("the report of a validation", [(0, failure)])
         progress.last_validation = progress.batches_trained
         return bool(saves)
 
@@ -502,7 +502,7 @@ class TrainingLoop:
     def _saving_first(self) -> Iterator[None]:
         """Save what is trained if all ranks have failed in user code at the same place.
 
-        The exception goes on after it. Ranks: all, collectively where they can agree; see ``dstrial.loop.failure_agreement``.
+        The exception goes on after it. Ranks: all, collectively where they can agree; see ``dstrial.loop.sync_point``.
         """
         try:
             yield
@@ -519,13 +519,13 @@ class TrainingLoop:
         if progress.checkpoint_is_current or batches == self._first_batch:
             return
         place = f"failed at batch {batches}"
-        failure_agreement.arrive(distributed, place)
-        if not failure_agreement.all_arrived(distributed, place, failure_agreement.MEET_S):
+        sync_point.arrive(distributed, place)
+        if not sync_point.all_arrived(distributed, place, sync_point.MEET_S):
             logger.error(
                 "rank %d has failed alone at batch %d (%s): what is trained since the last checkpoint is lost",
                 distributed.rank,
                 batches,
-                failure_agreement.described(error),
+                sync_point.described(error),
             )
             return
         try:

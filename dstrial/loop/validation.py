@@ -12,8 +12,8 @@ from determined import pytorch, util
 
 from dstrial.engine.adapters.validation_plan import ValidationRound
 from dstrial.errors import DataError, TrialContractError
-from dstrial.loop import failure_agreement
 from dstrial.loop import metrics as loop_metrics
+from dstrial.loop import sync_point
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.data.validation import Extent, ValidationStream
 from dstrial.loop.run_state import Snapshot
@@ -168,11 +168,11 @@ class Validation:
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
         results: dict[str, Any]
-        results, failure = self._context.distributed.broadcast((mine, failure_agreement.described(error)))
+        results, failure = self._context.distributed.broadcast((mine, sync_point.described(error)))
         if error is not None:
             raise error
         if failure is not None:
-            raise failure_agreement.peer_failed("evaluate_full_dataset", [(0, failure)])
+            raise sync_point.peer_failed("evaluate_full_dataset", [(0, failure)])
         return results, self._extent.num_records or 0
 
     def _by_batches(self) -> tuple[dict[str, Any], int]:
@@ -209,25 +209,25 @@ class Validation:
         distributed = self._context.distributed
         self._num_runs += 1
         place = f"evaluated {self._num_runs}"
-        failure_agreement.arrive(distributed, place)
+        sync_point.arrive(distributed, place)
         if error is not None:
             # The others may be inside a forward pass that waits for this rank.
-            timeout_s = failure_agreement.MEET_S if self._is_collective else failure_agreement.EVALUATE_S
-            if distributed.size > 1 and failure_agreement.can_agree(distributed):
+            timeout_s = sync_point.MEET_S if self._is_collective else sync_point.EVALUATE_S
+            if distributed.size > 1 and sync_point.can_agree(distributed):
                 logger.error(
                     "evaluation has failed on rank %d: %s",
                     distributed.rank,
-                    failure_agreement.described(error),
+                    sync_point.described(error),
                 )
-            if not failure_agreement.all_arrived(distributed, place, timeout_s):
+            if not sync_point.all_arrived(distributed, place, timeout_s):
                 self.is_agreed = False
                 raise error
-        gathered = distributed.allgather((share, failure_agreement.described(error)))
+        gathered = distributed.allgather((share, sync_point.described(error)))
         if error is not None:
             raise error
         failures = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
         if failures:
-            raise failure_agreement.peer_failed("evaluation", failures)
+            raise sync_point.peer_failed("evaluation", failures)
         return [handed_in for handed_in, _ in gathered]
 
     def sample(self) -> set[str] | None:
