@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,16 +81,7 @@ class CheckpointLoader:
             saved = list(layouts_of(manifest, path))
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
-            missing = [
-                rank_state_name(rank)
-                for rank in range(saved_size)
-                if rank_state_name(rank) not in manifest.files
-            ]
-            if missing:
-                raise CheckpointDamagedError(
-                    f"checkpoint {path} has no {missing[0]}; expected the state of {saved_size} ranks. Resume from another "
-                    "checkpoint."
-                )
+            _require_ranks(path, manifest.files, saved_size)
             state = self._load_rank_state(path, context.distributed.rank % saved_size)
             continues = state["trial_id"] == self._state.trial_id
             if continues:
@@ -120,19 +111,7 @@ class CheckpointLoader:
                 uuid,
             )
             return {}, False
-        saved_records = state["loop"].get("records_per_batch", expected_records)
-        if expected_records is not None and saved_records != expected_records:
-            raise CheckpointError(
-                f"checkpoint {uuid} was written with {saved_records} records in a batch, and the training loader now reads "
-                f"{expected_records}; expected the same. Build the loader with "
-                "batch_size=context.get_train_micro_batch_size_per_gpu()."
-            )
-        saved_epoch_length = state["progress"]["epoch_length"]
-        if saved_epoch_length != expected_epoch_length:
-            raise CheckpointError(
-                f"checkpoint {uuid} was written with epochs of {saved_epoch_length} batches, and the training loader now has "
-                f"{expected_epoch_length}; expected the same records and batch size. Restore them, or start a new run."
-            )
+        _require_same_data(uuid, state, expected_epoch_length, expected_records)
         self._state.progress.load_state_dict(state["progress"])
         self._state.window.load_state_dict(state["window"], context.device)
         runtime.reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
@@ -285,6 +264,33 @@ def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequenc
                 f"checkpoint {path}, in which its progress, schedule and order of records are counted. Set it back, or name "
                 "the checkpoint in dstrial.init(latest_checkpoint=...), which keeps the batch on any number of ranks."
             )
+
+
+def _require_ranks(path: pathlib.Path, names: Container[str], num_ranks: int) -> None:
+    missing = [rank_state_name(rank) for rank in range(num_ranks) if rank_state_name(rank) not in names]
+    if missing:
+        raise CheckpointDamagedError(
+            f"checkpoint {path} has no {missing[0]}; expected the state of {num_ranks} ranks. Resume from another "
+            "checkpoint."
+        )
+
+
+def _require_same_data(
+    uuid: str, state: Mapping[str, Any], expected_epoch_length: int | None, expected_records: int | None
+) -> None:
+    saved_records = state["loop"].get("records_per_batch", expected_records)
+    if expected_records is not None and saved_records != expected_records:
+        raise CheckpointError(
+            f"checkpoint {uuid} was written with {saved_records} records in a batch, and the training loader now reads "
+            f"{expected_records}; expected the same. Build the loader with "
+            "batch_size=context.get_train_micro_batch_size_per_gpu()."
+        )
+    saved_epoch_length = state["progress"]["epoch_length"]
+    if saved_epoch_length != expected_epoch_length:
+        raise CheckpointError(
+            f"checkpoint {uuid} was written with epochs of {saved_epoch_length} batches, and the training loader now has "
+            f"{expected_epoch_length}; expected the same records and batch size. Restore them, or start a new run."
+        )
 
 
 def recounted(
