@@ -28,11 +28,7 @@ BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 
 
 def patches_of_allocation(allocation: str) -> dict[str, Patch]:
-    """Return what is changed in a process of an allocation.
-
-    Args:
-        allocation: its directory, of mode 0700.
-    """
+    """Return what is changed in processes of an allocation, by its 0700 directory."""
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {

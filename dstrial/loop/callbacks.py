@@ -14,11 +14,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class Callbacks:
-    """Calls one method of every callback; knows which methods anyone has overridden.
-
-    Args:
-        callbacks: what ``build_callbacks`` returned.
-    """
+    """Calls a method of every callback that ``build_callbacks`` returned."""
 
     def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
         self._callbacks = dict(callbacks)

@@ -38,11 +38,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class CheckpointLoader:
-    """Restores what ``CheckpointSaver`` wrote, so that a run goes on exactly.
-
-    Args:
-        state: of the run; restored in place.
-    """
+    """Restores, in ``state``, what ``CheckpointSaver`` wrote; a run goes on exactly."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state

@@ -141,10 +141,7 @@ class CheckpointSaver:
     # ---- the main thread -----------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the buffer in a thread, once, when the optimizer has its state.
-
-        Ranks: any; no communication.
-        """
+        """Make the buffer in a thread, once, when the optimizer has state; sends nothing."""
         is_immediate = not self._in_background or self._files_are_seen or self._saves_itself
         if not self._is_prepared and not is_immediate:
             self._buffers.prepare(

@@ -1,6 +1,6 @@
 """What a rank does before its first batch, told to its launcher through a file.
 
-The launcher tells people. Without a launcher of ours nothing is written.
+The launcher tells people. Each rank writes its own file; without a launcher of ours nothing is written.
 """
 
 from __future__ import annotations
@@ -16,18 +16,12 @@ PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
 
 
 def begin_phase(text: str) -> None:
-    """Say what this rank does from now on, for example ``importing model_def``.
-
-    Ranks: each its own; no communication.
-    """
+    """Say what this rank does from now on, such as ``importing model_def``."""
     _write({"phase": text, "since_s": time.time()})
 
 
 def end_phases() -> None:
-    """Say that this rank has started: it trains, or does what nothing is known of.
-
-    Ranks: each its own; no communication.
-    """
+    """Say that this rank has started: it trains, or does what nothing is known of."""
     _write({"phase": "", "since_s": time.time()})
 
 

@@ -19,25 +19,8 @@ from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
     """Determined's ``DataLoader``, with records pinned where an accelerator is used.
 
-    From there ``context.to_device`` copies them while the device goes on computing. All other arguments and their defaults are
-    ``determined.pytorch.DataLoader``'s.
-
-    Args:
-        dataset: as there.
-        batch_size: as there.
-        shuffle: as there.
-        sampler: as there.
-        batch_sampler: as there.
-        num_workers: as there.
-        collate_fn: as there.
-        pin_memory: whether to pin; None pins where records go to an accelerator.
-        drop_last: as there.
-        timeout: as there.
-        worker_init_fn: as there.
-        multiprocessing_context: as there.
-        generator: as there.
-        prefetch_factor: as there.
-        persistent_workers: as there.
+    From there ``context.to_device`` copies them while the device goes on computing. ``pin_memory`` says whether to pin; None pins
+    where records go to an accelerator. All other arguments and their defaults are ``determined.pytorch.DataLoader``'s.
     """
 
     def __init__(
