@@ -273,7 +273,7 @@ class Trainer:
             ending = "completed" if result.stopped is None else f"stopped: {result.stopped.value}"
             runtime.core.train.set_status(ending)
             if self._info is not None and result.stopped is StopReason.SIGNAL:
-                # To the master, exit code 0 without this means that the trial is complete.
+                # Without this, exit code 0 tells the master that the trial is complete.
                 runtime.core.preempt.acknowledge_preemption_signal()
             if runtime.own_run is not None and result.stopped is not None:
                 runtime.own_run.end_attempt(RunState.STOPPED)

@@ -115,7 +115,7 @@ def _sizes(num_ranks: int, extents: Mapping[str, Any] | None) -> ParallelDims:
     try:
         return ParallelDims(1).with_section(extents).on(num_ranks)
     except ValueError:
-        # Said with the key's place by whoever checks the experiment config.
+        # The check of the experiment config reports it, with the key's place.
         return ParallelDims(num_ranks)
 
 

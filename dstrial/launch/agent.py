@@ -132,7 +132,7 @@ def run_ranks(
         stack.enter_context(_stop_on_signals(supervisor))
         extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
         root = Path(extensions) if extensions else None
-        # What is no rank of ours says nothing of itself, and is watched for builds only.
+        # What is no rank of ours reports no phase: only builds are watched.
         phase_files = files.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
         _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
@@ -173,7 +173,7 @@ def _check_command(command: Sequence[str], num_ranks: int) -> None:
 def _rank_variables(
     env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
 ) -> dict[str, str]:
-    # Or a script that looks for a device before it imports DeepSpeed could not fork workers that use one.
+    # Without it a script that looks for a device before it imports DeepSpeed cannot fork workers that use one.
     defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
         # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.

@@ -77,7 +77,7 @@ def memory_advice(error: BaseException) -> str:
     tensors: dict[str, dict[str, int]] = {}
     engine: Any = None
     if torch is not None:
-        # A shortage may strike again while it is looked at; what was found by then is told.
+        # Memory may run out again meanwhile; what was found by then is reported.
         with contextlib.suppress(Exception):
             engine = _engine()
             tensors = _tensors(torch)

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         if words[:1] in (["--script"], ["--module"]):
-            # How long a script prepares itself is its own affair, until it asks dstrial for something.
+            # A script may prepare for as long as it likes, until it calls dstrial.
             end_phases()
         if words[:1] == ["--script"]:
             _run_script(words[1], words[2:])

@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 _PROCESSES = Path("/proc")
 _LOCK_NAME = "lock"
-# A process that has made the file and not yet opened its descriptor's link cannot be seen for an instant.
+# For an instant a process that has just made the file does not show it among its open files.
 _MIN_AGE_S = 1.0
-# Where another machine may hold the lock, no process here does; no operator compiles for as long as this.
+# Another machine may hold a lock that no process here has open; no operator compiles for as long as this.
 _MIN_AGE_ON_NETWORK_S = 1800.0
 _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 

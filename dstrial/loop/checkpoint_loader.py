@@ -72,7 +72,7 @@ class CheckpointLoader:
             path = pathlib.Path(restored)
             manifest = self._read_verified(path)
             is_trusted = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
-            # The user's own load too, and whatever it calls.
+            # This holds for the user's own load, too, and for whatever it calls.
             stack.enter_context(restoring(trusts_code=is_trusted))
             saved = list(layouts_of(manifest, path))
             now = [Layout.from_json(values) for values in self._state.layouts()]
@@ -183,7 +183,7 @@ class CheckpointLoader:
         state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
         if rank >= saved_size:
-            # There was no such rank: it keeps the random states that its own seed gave it.
+            # No rank of this number wrote the checkpoint: it keeps the random states of its own seed.
             state["random_states"] = None
             state["reducers"] = []
             state["reductions_of_absent_ranks"] = []

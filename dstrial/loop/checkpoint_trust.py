@@ -107,7 +107,7 @@ def _voucher(
         return None
     if is_own_manifest(root):
         return "this account has written it"
-    # Of a directory the metadata lies in it, and says what whoever made it wants.
+    # A directory holds its metadata itself: whoever made the directory can write anything there.
     if context.info is not None and not pathlib.Path(uuid).is_absolute():
         metadata = context.checkpoint.get_metadata(uuid)
         if metadata.get(MANIFEST_DIGEST) == digest:

@@ -197,7 +197,7 @@ class TrainingLoop:
         )
 
     def _step_counts(self) -> list[StepCounts]:
-        # What has no optimizer is stepped by somebody else, if at all.
+        # An engine without an optimizer is stepped by somebody else, if at all.
         return [StepCounts.of(engine) for engine in self._context.models if engine.optimizer is not None]
 
     def _tell_steps(self, *, is_end: bool = True) -> None:

@@ -121,7 +121,7 @@ class NonFiniteGuard:
             streak.length, streak.since, streak.told = 0, None, False
         if streak.since is None:
             since = batches - (num_bad - 1) // self._calls_per_batch
-            # The newest losses only are held; if all of them are bad, so may be those before.
+            # Only the newest losses are held: if all of them are bad, earlier ones may be, too.
             streak.since = start + 1 if is_bad else since
         if is_bad:
             streak.length += 1

@@ -53,7 +53,7 @@ def _change(module: Any) -> None:
             _bring_up_ranks()
             if self.device is None:
                 self.device = _cpu()
-            # What becomes of the kind, PartialState decides by the same variable.
+            # PartialState then decides the kind by the same variable.
             return "gloo", kinds.NO
         found, kind = find_backend(self, cpu, sagemaker_dp, backend)
         if (found is None or kind is kinds.NO) and _has_ranks_on_gloo():

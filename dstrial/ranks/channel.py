@@ -264,7 +264,7 @@ class Lane:
             except RuntimeError as error:
                 if work.is_completed() and "Operation timed out" not in str(error):
                     raise self._peer_error(operation, error) from error
-            # Past the deadline by one quiet wait, whoever arrived before the deadline has said so.
+            # One quiet wait after the deadline, every rank that arrived in time has said so.
             is_over = time.monotonic() >= give_up_at_s + self._quiet_s
             try:
                 if not has_said:

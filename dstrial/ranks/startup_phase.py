@@ -40,7 +40,7 @@ def _write(fields: dict[str, object]) -> None:
         return
     path = Path(named)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    # The launcher's directory goes first where it is killed; nobody reads it then.
+    # If the launcher was killed, its directory is gone, and nobody reads the file.
     with contextlib.suppress(OSError):
         temporary.write_text(json.dumps(fields), encoding="utf-8")
         temporary.replace(path)

@@ -103,7 +103,7 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
-    # The other way, to pinned memory, would be read before it has arrived.
+    # A copy the other way, to pinned memory, would be read before it has arrived.
     return device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
