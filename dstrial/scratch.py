@@ -41,9 +41,6 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
 
     After SIGKILL no code of the process runs, so that a shell waits for its end with a pipe that the kernel closes. In an
     allocation none is needed: its whole temporary directory goes with it.
-
-    Args:
-        prefix: of the directory's name.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as name, _keeper(name):
         yield Path(name)

@@ -254,8 +254,6 @@ def is_peer_loss(error_text: str) -> bool:
 
     Args:
         error_text: the exception's message, without its traceback (source lines could match by chance).
-
-    Ranks: any; no communication.
     """
     lowered = error_text.lower()
     return any(phrase in lowered for phrase in _PEER_LOSS_PHRASES)

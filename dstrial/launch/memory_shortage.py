@@ -112,11 +112,7 @@ def oom_kills() -> int | None:
 
 
 def killed_text(oom_kills_before: int | None) -> str:
-    """Say what is known of a rank that SIGKILL ended and that left nothing.
-
-    Args:
-        oom_kills_before: what ``oom_kills`` returned when the rank was started.
-    """
+    """Say what is known of a rank that SIGKILL ended, by ``oom_kills`` at its start."""
     now = oom_kills()
     largest = gib(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     total = _number(_MEMINFO, "MemTotal:")

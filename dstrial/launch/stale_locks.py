@@ -44,11 +44,7 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
 
 
 def abandoned_locks(root: Path | None = None) -> list[Path]:
-    """Return the locks that ``remove_abandoned_locks`` would remove; changes nothing.
-
-    Args:
-        root: the folder; that of torch if None.
-    """
+    """Return the locks that ``remove_abandoned_locks`` would remove; changes nothing."""
     folder = root or extensions_root()
     try:
         locks = _locks(folder)
@@ -80,11 +76,7 @@ class Build:
 
 
 def builds_under_way(root: Path | None = None) -> list[Build]:
-    """Return what is being compiled now, the one that began first in front.
-
-    Args:
-        root: as for :func:`remove_abandoned_locks`.
-    """
+    """Return what is being compiled now below ``root``, the oldest build first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):

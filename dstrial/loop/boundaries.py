@@ -172,13 +172,8 @@ def next_due(
 ) -> int:
     """Return a batch count up to which nothing is due after any earlier batch.
 
-    Nothing between is ever skipped; where a list cannot be searched quickly the answer is early, never late.
-
-    Args:
-        periods: the period of each boundary; None means never.
-        batches_trained: finished batches since the start of the run.
-        batches_total: length of the run in batches, more than ``batches_trained``.
-        epoch_length: batches per epoch; None if unknown.
+    Nothing between is ever skipped; where a list cannot be searched quickly the answer is early, never late. Arguments as for
+    ``due``; ``batches_total`` is more than ``batches_trained``.
     """
     found = batches_total
     for period in periods.values():

@@ -51,9 +51,6 @@ class _LeaveAtOnce(BaseException):
 
     This rank then exits with the error it carries as its cause, the launcher ends the others, and the
     directory, which has no completion mark, is removed at the next start.
-
-    Args:
-        error: what happened on this rank.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -135,9 +135,6 @@ class AttributeSnapshot:
     """Attributes, containers and random generators of objects and what they hold.
 
     Modules, optimizers and objects of libraries are left alone. Ranks: any; no communication.
-
-    Args:
-        objects: where to begin.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:

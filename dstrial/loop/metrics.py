@@ -291,12 +291,7 @@ class MetricWindow:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Continue an open window.
-
-        Args:
-            state: what ``state_dict`` returned.
-            device: where tensors are put.
-        """
+        """Continue an open window from its ``state_dict``, with tensors on ``device``."""
         self._totals = {
             name: held.to(device) if isinstance(held, torch.Tensor) else held
             for name, held in state["totals"].items()
@@ -307,10 +302,9 @@ class MetricWindow:
 
 
 def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the open windows of several ranks; the next report is that of all.
+    """Merge ranks' open windows of averages; the next report is that of all.
 
-    Args:
-        states: what ``state_dict`` of windows of averages returned; none makes an empty window.
+    ``states`` are what ``state_dict`` returned; none makes an empty window.
     """
     totals: dict[str, Any] = {}
     filled = [state for state in states if state["num_calls"]]

@@ -64,9 +64,6 @@ class Snapshot:
     """The attributes of some reducers as they are now.
 
     What cannot be copied (locks, process groups, models, the context) is kept by reference.
-
-    Args:
-        reducers: the user's reducer objects.
     """
 
     def __init__(self, reducers: Iterable[Any]) -> None:

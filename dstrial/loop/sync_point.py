@@ -156,12 +156,7 @@ def described(error: BaseException | None) -> str | None:
 
 
 def peer_failed(where: str, failures: list[tuple[int, str]]) -> PeerFailedError:
-    """Return what the ranks raise whose own user code has not failed.
-
-    Args:
-        where: what failed.
-        failures: rank and error of each that did.
-    """
+    """Return what other ranks raise for ``failures`` (rank, error) at ``where``."""
     rank, text = failures[0]
     # The launcher knows a consequence by the words about a peer (launch/failures.py).
     return PeerFailedError(

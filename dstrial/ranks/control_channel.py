@@ -155,10 +155,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
     def arrive(self, place: str) -> None:
         """Tell the other ranks that this one is at a place of the program.
 
-        Args:
-            place: the same text on all ranks; another one each time.
-
-        Ranks: each its own; one write to the store.
+        ``place`` is the same text on all ranks, another one each time. Ranks: each its own; one write to the store.
         """
         if self._lane is not None:
             self._lane.arrive(place)
@@ -180,12 +177,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
     def leave(self, reason: str) -> None:
         """Take part no more: who waits for this rank fails with ``reason`` within seconds.
 
-        The channel is of no use to anybody afterwards.
-
-        Args:
-            reason: what happened here, for the error of the others.
-
-        Ranks: each its own; no communication.
+        The channel is of no use to anybody afterwards. Ranks: each its own; no communication.
         """
         if self._lane is not None:
             self._lane.leave(reason)

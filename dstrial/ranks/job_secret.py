@@ -43,11 +43,7 @@ def new_secret() -> str:
 
 
 def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
-    """Return the job's key if the environment knows its secret, else None.
-
-    Args:
-        environ: ``DSTRIAL_SECRET`` decides, then the token of a cluster's allocation.
-    """
+    """Return the job's key by ``DSTRIAL_SECRET``, else a cluster's token, else None."""
     text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
     return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
 

@@ -56,10 +56,7 @@ _created: _Created | None = None
 def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
     """Say, without importing DeepSpeed, whether it will train on more than the CPU.
 
-    Args:
-        environ: ``os.environ`` if None; its ``DS_ACCELERATOR`` decides if set.
-
-    Ranks: any; no communication.
+    ``DS_ACCELERATOR`` of ``environ`` (``os.environ`` if None) decides if it is set. Ranks: any; no communication.
     """
     chosen = (os.environ if environ is None else environ).get("DS_ACCELERATOR")
     if chosen:
@@ -319,10 +316,7 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
     every CPU rank: that needs a C++ compiler, takes most of a minute the first time, a rank killed
     meanwhile leaves a lock file on which all later runs wait for ever, and each rank leaves 67 MB in /dev/shm.
 
-    Args:
-        is_cpu: whether DeepSpeed trains on the CPU; nothing is done otherwise.
-
-    Ranks: any; no communication.
+    Does nothing unless ``is_cpu``: DeepSpeed trains on the CPU. Ranks: any; no communication.
     """
     with process.no_compatible_ops() if is_cpu else contextlib.nullcontext():
         yield

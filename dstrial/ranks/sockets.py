@@ -73,11 +73,7 @@ def is_loopback(addr: str) -> bool:
 
 
 def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep gloo and NCCL of one machine on loopback.
-
-    Args:
-        environ: what the ranks get anyhow; a variable that is set there wins.
-    """
+    """Return what keeps gloo and NCCL on loopback, where ``environ`` sets nothing."""
     present = {name for _, name in socket.if_nameindex()}
     interface = next((name for name in _LOOPBACK_NAMES if name in present), None)
     if interface is None:

@@ -40,9 +40,6 @@ class _RuntimeAttribute:
     """A private attribute of Determined's context that lives in the runtime.
 
     User code reads and sets such attributes all the same.
-
-    Args:
-        name: of the runtime's attribute.
     """
 
     def __init__(self, name: str) -> None:

@@ -150,11 +150,7 @@ class TrialRuntime:
     def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
         """Return a checkpoint's metadata, which a resuming run compares its config with.
 
-        Args:
-            layouts: of the engines, as JSON values.
-            trial_id: number of the trial.
-
-        Ranks: any; no communication.
+        ``layouts`` are the engines', as JSON values. Ranks: any; no communication.
         """
         saved = self.resumed.saved.engines if self.resumed is not None else ()
         engines = []

@@ -200,11 +200,7 @@ class GlobalBatches:
         self._block: list[Any] = []
 
     def records(self, batch_idx: int) -> list[Any]:
-        """Return the records of one global batch, in order.
-
-        Args:
-            batch_idx: batch of the run, from 0.
-        """
+        """Return the records of global batch ``batch_idx`` (of the run, from 0), in order."""
         epoch_idx, batch_in_epoch = divmod(batch_idx, self.epoch_length)
         if epoch_idx != self._epoch_idx:
             self._records = self._order(epoch_idx)
@@ -227,13 +223,7 @@ class GlobalBatches:
         return (end_batch - first_batch) * size - num_tails * (size - self.num_tail_records)
 
     def micro_batch(self, records: Sequence[Any], micro_batch_idx: int, replica: int) -> list[Any]:
-        """Return the records of one micro batch of one replica; never empty.
-
-        Args:
-            records: the records of the global batch.
-            micro_batch_idx: micro batch within the batch, from 0.
-            replica: data-parallel rank.
-        """
+        """Return the records of a replica's micro batch, from 0 in its batch; never empty."""
         num_slices = self.geometry.num_slices
         slice_idx = micro_batch_idx * self.geometry.num_replicas + replica
         start, stop = (slice_idx * len(records) // num_slices, (slice_idx + 1) * len(records) // num_slices)

@@ -159,14 +159,7 @@ class TrainingStream:
         return (end_batch - first_batch) * self._full_batch_records
 
     def open(self, drawn: int) -> CountingIterator | None:
-        """Start reading.
-
-        Args:
-            drawn: how many micro batches of this replica were drawn before.
-
-        Returns:
-            The iterator, or None on ranks that read no records.
-        """
+        """Start after ``drawn`` micro batches of this replica; None if it reads none."""
         if self._loader is None:
             return None
         if self._batches is None:

@@ -18,12 +18,7 @@ from dstrial.loop.data.records import loader_length, require_determined_loader, 
 
 
 def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
-    """Return the round of micro batches whose sizes are known only now.
-
-    Args:
-        sizes: records of each micro batch.
-        is_ragged: whether the shape may differ from other rounds'.
-    """
+    """Return the round of micro batches whose sizes, in records, are known only now."""
     stops = list(itertools.accumulate(sizes))
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
     return ValidationRound(record_ranges=ranges, records=stops[-1], is_ragged=is_ragged)
@@ -124,10 +119,7 @@ class ValidationStream:
     def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
         """Yield each round of this replica with an iterator over its micro batches.
 
-        Args:
-            agreed: the extent that the ranks agreed on; a rank with a loader of unplanned length uses its own.
-
-        Ranks: any; no communication.
+        ``agreed`` is the ranks' extent; a rank with a loader of unplanned length uses its own. Ranks: any; no communication.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
@@ -159,10 +151,7 @@ class ValidationStream:
     def first_round(self, agreed: Extent) -> tuple[ValidationRound, Iterator[Any] | None]:
         """Return the first round with its iterator, apart from those of ``rounds``.
 
-        Args:
-            agreed: the extent that the ranks agreed on, by records.
-
-        Ranks: any, where ``can_be_sampled`` on all of them; no communication.
+        ``agreed`` is the ranks' extent, by records. Ranks: any, where ``can_be_sampled`` on all of them; no communication.
         """
         assert agreed.num_records is not None
         assert agreed.records_per_micro_batch is not None
