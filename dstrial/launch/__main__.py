@@ -127,7 +127,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
 def _script_variables(
     experiment: ExperimentConfig, num_ranks: int, directory: Path, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Tell a script's ranks, which read no config, of the experiment and DeepSpeed's."""
+    """Name the experiment and its DeepSpeed config to ranks, which read none of ours."""
     path = directory / "experiment.json"
     write_experiment(path, experiment.raw, experiment.hyperparameters)
     accelerate = accelerate_variables(

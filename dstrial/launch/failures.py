@@ -194,7 +194,7 @@ def record_exception(
 
 
 def keep_whole(text: str) -> str:
-    """Write a whole traceback, for this account only, where the launcher has named.
+    """Write a whole traceback into the launcher's file, for this account only.
 
     Returns:
         The file's path; empty if none is named or it cannot be written: the whole is then to be shown.

@@ -215,7 +215,7 @@ class TrainingLoop:
                 )
 
     def _rewrite(self) -> FitResult:
-        """Save what was restored in the layout of now. Ranks: all, collectively."""
+        """Save, in the layout that runs, what was restored. Ranks: all, collectively."""
         self._loader.restore_random_states()
         self._checkpoint(is_last=True)
         self._saver.finish()
@@ -299,7 +299,7 @@ class TrainingLoop:
         return None
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Refuse a ``train_batch`` that accumulates by itself but trains not one batch.
+        """Refuse a self-accumulating ``train_batch`` that trains not exactly one batch.
 
         Whether it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
 

@@ -142,7 +142,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return [stuff] if self._local_lane is None else self._local_lane.allgather(stuff, "allgather_local")
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
-        """Return those on a machine's first rank. Ranks: a machine's, collectively."""
+        """Return a machine's values on its first rank. Ranks: a machine's, collectively."""
         if self._local_lane is None:
             return [stuff]
         everything = self._local_lane.allgather(stuff, "gather_local")

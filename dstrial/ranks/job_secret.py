@@ -62,7 +62,7 @@ def is_same_tag(given: bytes | memoryview, expected: bytes) -> bool:
 
 @contextlib.contextmanager
 def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
-    """Give a machine's ranks a key, as their launcher has not, for the block.
+    """Give the ranks of a machine a key for the block; their launcher gave none.
 
     The writer leaves it in a file that only this account can read, and says in the store where. The store may be open to
     other accounts: they can name another file there, and then the ranks refuse it or have different keys.

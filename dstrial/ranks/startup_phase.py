@@ -26,7 +26,7 @@ def end_phases() -> None:
 
 
 def read_phase(path: Path) -> tuple[str, float] | None:
-    """Return what a rank does and since when, epoch seconds; None if it is unsaid."""
+    """Return what a rank does and since when, epoch seconds; None if it is silent."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return str(fields["phase"]), float(fields["since_s"])
