@@ -1,4 +1,4 @@
-"""Determined-style trials for DeepSpeed, on any machine with nothing but ``pip install``.
+"""Determined-style trials for DeepSpeed, on any machine, by ``pip install`` alone.
 
 The names here are those of ``determined.pytorch.deepspeed`` 0.38.1, so that a trial changes its import and
 nothing else. They are resolved at first use: importing this package imports neither torch nor deepspeed.

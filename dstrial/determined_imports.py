@@ -1,8 +1,8 @@
-"""Gives old trial files dstrial's classes under Determined's names, in processes that dstrial starts and only there.
+"""Gives old trial files dstrial's classes under Determined's names.
 
-A finder answers for three modules of Determined with files of ``dstrial/stand_ins``, each of which is a module of its own. Python
-loads this file at its start, through ``sitecustomize``, by its path: it may have no dstrial, and then nothing is changed. So
-it imports the standard library only, and of that little.
+In processes that dstrial starts, and only there: a finder answers for three modules of Determined with files of
+``dstrial/stand_ins``, each of which is a module of its own. Python loads this file at its start, through ``sitecustomize``, by
+its path: it may have no dstrial, and then nothing is changed. So it imports the standard library only, and of that little.
 """
 
 # pathlib would take 5 ms of each start.
@@ -39,7 +39,7 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return what makes a process that is started with it, and its children, use the stand-ins, unless they are switched off.
+    """Return what makes a new process and its children use the stand-ins, unless off.
 
     Args:
         environ: what else the process will see; its own ``DSTRIAL_DETERMINED_IMPORTS`` is kept.
@@ -56,7 +56,7 @@ def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = Non
 
 
 def install_if_asked() -> None:
-    """Answer for Determined's modules from now on, if this process was started so. Idempotent."""
+    """Answer for Determined's modules, if this process was started so. Idempotent."""
     if os.environ.get(VARIABLE) in (_ON, _TOLD) and not any(
         isinstance(one, _Finder) for one in sys.meta_path
     ):
@@ -64,7 +64,7 @@ def install_if_asked() -> None:
 
 
 def announce(module: str) -> None:
-    """Say once, for this process and its children, whose module this is; ranks but the first say nothing."""
+    """Say once, on the first rank and for its children, whose module this is."""
     if os.environ.get(VARIABLE) == _TOLD:
         return
     os.environ[VARIABLE] = _TOLD
@@ -78,7 +78,7 @@ def announce(module: str) -> None:
 
 
 class _Finder:
-    """Finds the stand-ins; where they have submodules, Python finds these by the package's own path."""
+    """Finds the stand-ins; Python finds their submodules by the package's path."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -98,7 +98,7 @@ class _Finder:
 
 
 def _has_dstrial() -> bool:
-    """Say whether this Python has dstrial: an experiment may name another one, which has Determined only."""
+    """Say whether this Python has dstrial; an experiment's may have Determined only."""
     if "dstrial" in sys.modules:
         return True
     import importlib.util

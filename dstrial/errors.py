@@ -1,4 +1,4 @@
-"""Every exception that dstrial raises on purpose, and the value a configuration problem is.
+"""Every exception that dstrial raises on purpose, and a configuration's problem.
 
 The tree, drawn once::
 
@@ -80,11 +80,11 @@ class TrialContractError(DstrialError):
 
 
 class NonFiniteError(DstrialError):
-    """Training trains nothing: no loss is finite, no optimizer step is taken, or weights are not finite."""
+    """No loss is finite, no optimizer step is taken, or weights are not finite."""
 
 
 class DataError(DstrialError):
-    """A data loader is empty, too short, uneven between ranks, or ran out while training."""
+    """A data loader is empty, too short, uneven between ranks, or ran out."""
 
 
 class CheckpointError(DstrialError):
@@ -96,11 +96,11 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A file of a checkpoint is missing, or its size or checksum differs from the manifest."""
+    """A checkpoint's file is missing, or not of the manifest's size or checksum."""
 
 
 class CheckpointLayoutError(CheckpointError, AssertionError):
-    """A checkpoint was written for another number or arrangement of ranks than are running.
+    """A checkpoint was written for another number or arrangement of ranks.
 
     Determined 0.38.1 asserts there that DeepSpeed has loaded the checkpoint (``_deepspeed_trial.py``), so code
     that was written for it catches ``AssertionError``.
@@ -108,7 +108,7 @@ class CheckpointLayoutError(CheckpointError, AssertionError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """Files of a checkpoint hold classes or functions that are not on the list of what may be loaded."""
+    """A checkpoint holds classes or functions that are not on the list of safe ones."""
 
 
 class RankError(DstrialError):
@@ -140,7 +140,7 @@ class MissingExtraError(DstrialError, ImportError):
 
 
 class SearchError(DstrialError):
-    """A searcher cannot go on with what a trial reported; the experiment ends with this reason."""
+    """A searcher cannot go on with what a trial reported; this ends the experiment."""
 
 
 class MasterError(DstrialError):

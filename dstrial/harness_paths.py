@@ -1,9 +1,9 @@
-"""Moves the fixed paths of Determined's harness into private directories, when (and if) its modules are imported.
+"""Moves the fixed paths of Determined's harness into private directories.
 
-Two processes use it: those of an allocation, where ``sitecustomize`` loads this file by its path (their Python may have
-no dstrial), and any other one that imports dstrial, which is how a detached run is reached. It needs nothing but
-the standard library, and of that little: every Python of an allocation loads it (``importlib.abc`` and ``tempfile`` would
-take 10 ms of each start).
+Each when its module is imported. Two processes use it: those of an allocation, where ``sitecustomize`` loads this file by its
+path (their Python may have no dstrial), and any other one that imports dstrial, which is how a detached run is reached. It needs
+nothing but the standard library, and of that little: every Python of an allocation loads it (``importlib.abc`` and ``tempfile``
+would take 10 ms of each start).
 """
 
 # pathlib would take another 5 ms.
@@ -28,113 +28,113 @@ BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 
 
 def patches_of_allocation(allocation: str) -> dict[str, Patch]:
-    """Return what is changed in a process of an allocation.
-
-    Args:
-        allocation: its directory, of mode 0700.
-    """
-
-    def patch_info(module: ModuleType) -> None:
-        info = os.path.join(allocation, "info")
-        files = {
-            "RendezvousInfo": "rendezvous.json",
-            "TrialInfo": "trial.json",
-            "ResourcesInfo": "resources.json",
-            "ClusterInfo": "cluster.json",
-        }
-        for class_name, file_name in files.items():
-            cls = getattr(module, class_name, None)
-            for method_name in ("_from_file", "_to_file"):
-                method = getattr(cls, method_name, None)
-                function = getattr(method, "__func__", method)
-                if function is not None and function.__defaults__:
-                    function.__defaults__ = (os.path.join(info, file_name), *function.__defaults__[1:])
-
-    def patch_constants(module: Any) -> None:
-        logs = os.path.join(allocation, "logs")
-        module.CONTAINER_STDOUT = os.path.join(logs, "stdout.log")
-        module.CONTAINER_STDERR = os.path.join(logs, "stderr.log")
-        module.MANAGED_TRAINING_MODEL_COPY = os.path.join(allocation, "workdir")
-
-    def patch_ipc(module: Any) -> None:
-        """Put the socket of Determined's launchers beside the other temporary files.
-
-        ``determined/launch/torch_distributed.py:61`` (0.38.1) names /tmp itself, and ``ipc.PIDServer.close`` never deletes it.
-        """
-        read = module.read_pid_server_addr
-
-        def read_pid_server_addr(addr: str) -> Any:
-            if addr.startswith("/tmp/pid_server-"):  # noqa: S108 - what is replaced
-                # Short: the path of a socket may have 107 bytes.
-                addr = os.path.join(os.environ.get("TMPDIR") or allocation, "pid_server")
-            return read(addr)
-
-        module.read_pid_server_addr = read_pid_server_addr
-
-    def patch_tensorboard_shared(module: Any) -> None:
-        """Let the umask decide on directories of TensorBoard files; ``tensorboard/shared.py:26`` (0.38.1) makes them 0777."""
-        cls = module.SharedFSTensorboardManager
-        original = cls.__init__
-
-        def __init__(self: Any, storage_path: str, base_path: Any, sync_path: Any, **options: Any) -> None:  # noqa: N807
-            os.makedirs(os.path.join(storage_path, sync_path), exist_ok=True)
-            original(self, storage_path, base_path, sync_path, **options)
-
-        cls.__init__ = __init__
-
-    def patch_storage_base(module: Any) -> None:
-        """Let the umask decide on a storage directory that is new; ``common/storage/base.py:70`` (0.38.1) makes it 0777."""
-        cls = module.StorageManager
-        original = cls.pre_store_path
-
-        def pre_store_path(self: Any, dst: str) -> Any:
-            os.makedirs(self._base_path, exist_ok=True)
-            return original(self, dst)
-
-        cls.pre_store_path = pre_store_path
-
-    def patch_pip(module: Any) -> None:
-        """Refuse to change the environment that the master, and other trials, run in."""
-        original = module.main
-
-        def main(args: list[str] | None = None) -> Any:
-            words = sys.argv[1:] if args is None else args
-            command = next(
-                (word for word in words if word in ("install", "uninstall", "download", "wheel")), ""
-            )
-            elsewhere = ("--target", "-t", "--prefix", "--root", "--dry-run", "--python", "--help", "-h")
-            goes_elsewhere = any(word.partition("=")[0] in elsewhere for word in words)
-            if command not in ("install", "uninstall") or goes_elsewhere:
-                return original(args)
-            sys.stderr.write(
-                f"error: pip {command} runs in {sys.prefix}, the environment of the master; expected an environment of the "
-                "task's own. Put it into startup-hook.sh beside the model definition, or name a file of requirements "
-                "in environment.requirements.\n"
-            )
-            return 1
-
-        module.main = main
-
+    """Return what is changed in processes of an allocation, by its 0700 directory."""
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {
         # Not in an overlay, which has a finder of its own for it, nor in an environment that the trial makes.
-        **({"pip._internal.cli.main": patch_pip} if is_base else {}),
-        "determined._info": patch_info,
-        "determined.constants": patch_constants,
-        "determined.ipc": patch_ipc,
+        **({"pip._internal.cli.main": _patch_pip} if is_base else {}),
+        "determined._info": lambda module: _patch_info(module, allocation),
+        "determined.constants": lambda module: _patch_constants(module, allocation),
+        "determined.ipc": lambda module: _patch_ipc(module, allocation),
         "determined.tensorboard.build": lambda module: _move_tensorboard(
             module, lambda: os.path.join(allocation, "tensorboard")
         ),
-        "determined.tensorboard.shared": patch_tensorboard_shared,
-        "determined.common.storage.base": patch_storage_base,
+        "determined.tensorboard.shared": _patch_tensorboard_shared,
+        "determined.common.storage.base": _patch_storage_base,
     }
 
 
-def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
-    """Give event files another directory than /tmp, which ``tensorboard/build.py:37`` (0.38.1) names itself.
+def _patch_info(module: ModuleType, allocation: str) -> None:
+    info = os.path.join(allocation, "info")
+    files = {
+        "RendezvousInfo": "rendezvous.json",
+        "TrialInfo": "trial.json",
+        "ResourcesInfo": "resources.json",
+        "ClusterInfo": "cluster.json",
+    }
+    for class_name, file_name in files.items():
+        cls = getattr(module, class_name, None)
+        for method_name in ("_from_file", "_to_file"):
+            method = getattr(cls, method_name, None)
+            function = getattr(method, "__func__", method)
+            if function is not None and function.__defaults__:
+                function.__defaults__ = (os.path.join(info, file_name), *function.__defaults__[1:])
 
-    Outside of an allocation it would be ``/tmp/tensorboard--0`` for every account and every run of the machine.
+
+def _patch_constants(module: Any, allocation: str) -> None:
+    logs = os.path.join(allocation, "logs")
+    module.CONTAINER_STDOUT = os.path.join(logs, "stdout.log")
+    module.CONTAINER_STDERR = os.path.join(logs, "stderr.log")
+    module.MANAGED_TRAINING_MODEL_COPY = os.path.join(allocation, "workdir")
+
+
+def _patch_ipc(module: Any, allocation: str) -> None:
+    """Put the socket of Determined's launchers beside the other temporary files.
+
+    ``determined/launch/torch_distributed.py:61`` (0.38.1) names /tmp itself, and ``ipc.PIDServer.close`` never deletes it.
+    """
+    read = module.read_pid_server_addr
+
+    def read_pid_server_addr(addr: str) -> Any:
+        if addr.startswith("/tmp/pid_server-"):  # noqa: S108 - what is replaced
+            # Short: the path of a socket may have 107 bytes.
+            addr = os.path.join(os.environ.get("TMPDIR") or allocation, "pid_server")
+        return read(addr)
+
+    module.read_pid_server_addr = read_pid_server_addr
+
+
+def _patch_tensorboard_shared(module: Any) -> None:
+    """``tensorboard/shared.py:26`` (0.38.1) makes directories 0777; the umask decides."""
+    cls = module.SharedFSTensorboardManager
+    original = cls.__init__
+
+    def __init__(self: Any, storage_path: str, base_path: Any, sync_path: Any, **options: Any) -> None:  # noqa: N807
+        os.makedirs(os.path.join(storage_path, sync_path), exist_ok=True)
+        original(self, storage_path, base_path, sync_path, **options)
+
+    cls.__init__ = __init__
+
+
+def _patch_storage_base(module: Any) -> None:
+    """``common/storage/base.py:70`` (0.38.1) makes a storage 0777; the umask decides."""
+    cls = module.StorageManager
+    original = cls.pre_store_path
+
+    def pre_store_path(self: Any, dst: str) -> Any:
+        os.makedirs(self._base_path, exist_ok=True)
+        return original(self, dst)
+
+    cls.pre_store_path = pre_store_path
+
+
+def _patch_pip(module: Any) -> None:
+    """Refuse to change the environment that the master, and other trials, run in."""
+    original = module.main
+
+    def main(args: list[str] | None = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        command = next((word for word in words if word in ("install", "uninstall", "download", "wheel")), "")
+        elsewhere = ("--target", "-t", "--prefix", "--root", "--dry-run", "--python", "--help", "-h")
+        goes_elsewhere = any(word.partition("=")[0] in elsewhere for word in words)
+        if command not in ("install", "uninstall") or goes_elsewhere:
+            return original(args)
+        sys.stderr.write(
+            f"error: pip {command} runs in {sys.prefix}, the environment of the master; expected an environment of the "
+            "task's own. Put it into startup-hook.sh beside the model definition, or name a file of requirements "
+            "in environment.requirements.\n"
+        )
+        return 1
+
+    module.main = main
+
+
+def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
+    """Give event files another directory than /tmp.
+
+    ``tensorboard/build.py:37`` (0.38.1) names that itself: outside of an allocation it would be ``/tmp/tensorboard--0`` for every
+    account and every run of the machine.
     """
     original = module.get_base_path
 
@@ -147,7 +147,7 @@ def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
 
 
 class _PrivateDirectory:
-    """A directory that is made when it is first needed, and deleted when the process that made it ends."""
+    """A directory made when first needed, and deleted when its process ends."""
 
     def __init__(self) -> None:
         self._path: str | None = None
@@ -171,7 +171,7 @@ class _PrivateDirectory:
 
 
 class _Finder:
-    """Finds modules as usual and patches those of a table right after they have been executed."""
+    """Finds modules as usual and patches those of a table right after they have run."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self._patches = patches
@@ -216,7 +216,7 @@ def install(patches: dict[str, Patch]) -> None:
 
 
 def install_outside_of_allocations() -> None:
-    """Keep what Determined writes for a run of nobody's allocation out of /tmp itself; nothing else is changed."""
+    """Keep what Determined writes for a run of nobody's allocation out of /tmp itself."""
     if not os.environ.get(ALLOCATION_DIR_VARIABLE):
         directory = _PrivateDirectory()
         install({"determined.tensorboard.build": lambda module: _move_tensorboard(module, directory)})

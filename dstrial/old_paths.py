@@ -1,4 +1,4 @@
-"""Old module paths of dstrial, importable for one release after the module has moved.
+"""Old module paths of dstrial, importable for one release after a move.
 
 ``old_paths.json`` is the one table: old dotted path to new; what lies in a package of the table goes with it. Both paths give
 the same module object, and so the same classes: pickles and submitted configs that name the old path go on working, as does

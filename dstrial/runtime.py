@@ -1,7 +1,7 @@
-"""What a training process finds around itself, made alike everywhere: ranks, a core context, requests to stop.
+"""What a training process finds: its ranks, a core context, requests to stop.
 
-On a cluster the core context is Determined's own, off a cluster the same interfaces on a run directory. The environment
-decides which, and which rank this process is. Nothing here knows how training is done.
+Made alike everywhere: on a cluster the core context is Determined's own, off a cluster the same interfaces on a run directory.
+The environment decides which, and which rank this process is. Nothing here knows how training is done.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Surroundings:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether a master is told of everything that a run directory keeps (``dstrial run``)."""
+        """Whether a master is told all that a run directory keeps (``dstrial run``)."""
         return isinstance(self.core_context.train, MirroredTrainContext)
 
 
 def cluster_info() -> Any:
-    """Return Determined's cluster info if this process is a rank of a trial on a cluster, else None."""
+    """Return Determined's cluster info in a rank of a trial on a cluster, else None."""
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL" or info.cluster_id == STAND_IN_CLUSTER:
         return None
@@ -81,11 +81,11 @@ def core_context(
     run_dir: str | os.PathLike[str] | None = None,
     distributed: core.DistributedContext | None = None,
 ) -> Iterator[core.Context]:
-    """Give a script Determined's core context wherever it runs, as ``det.core.init()`` does on a cluster only.
+    """Give a script Determined's core context wherever it runs.
 
-    Sets up the process group from the environment, as :func:`dstrial.init` does. Off a cluster metrics, checkpoints and
-    progress are kept in a run directory, and SIGTERM or Ctrl-C asks for a stop through ``preempt``, whose mode is
-    ``ChiefOnly`` everywhere.
+    ``det.core.init()`` does so on a cluster only. Sets up the process group from the environment, as :func:`dstrial.init`
+    does. Off a cluster metrics, checkpoints and progress are kept in a run directory, and SIGTERM or Ctrl-C asks for a stop
+    through ``preempt``, whose mode is ``ChiefOnly`` everywhere.
 
     Args:
         exp_conf: experiment config, for off a cluster.
@@ -109,7 +109,7 @@ def surroundings(
     run_dir: str | os.PathLike[str] | None,
     distributed: core.DistributedContext | None,
 ) -> Iterator[Surroundings]:
-    """Make and enter what :func:`core_context` gives, with everything else that a trainer needs of it.
+    """Enter what :func:`core_context` gives, and what else a trainer needs of it.
 
     Arguments, errors and ranks as there.
     """
@@ -152,7 +152,7 @@ def surroundings(
 def _mirror(
     core_context: core.Context, directory: RunDirectory, exp_conf: Mapping[str, Any]
 ) -> MirroredTrainContext:
-    """Keep everything in the run directory of ``dstrial run`` as well, whose retention is that of its own config."""
+    """Keep all in the run directory of ``dstrial run``, too, with its own retention."""
     searcher = exp_conf.get("searcher") or {}
     asked = read_json(directory.submission_path) or {}
     # Whoever follows reads each report from the run directory, and need not read it again in the log.
@@ -168,9 +168,10 @@ def _mirror(
 
 
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
-    """End the process group; not where a rank of several has failed, because its peers may be inside a collective.
+    """End the process group, unless a rank of several has failed.
 
-    They would keep the end from coming. The process exits with its error instead, and its launcher ends the others.
+    Its peers may be inside a collective and would keep the end from coming. The process exits with its error instead, and its
+    launcher ends the others.
     """
     if kind is None or world_size == 1:
         process_group.shutdown()
@@ -191,7 +192,7 @@ def _run_directory(
     exp_conf: Mapping[str, Any] | None,
     channel: core.DistributedContext,
 ) -> tuple[RunDirectory, bool]:
-    """Return the run directory, the same on all ranks, and whether this call made it. Ranks: all."""
+    """Return the run directory, alike on all ranks, and whether it is new. Ranks: all."""
     given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if given:
         return RunDirectory.open(given), False

@@ -1,4 +1,4 @@
-"""Private directories for what only lives as long as a process, and that its sudden death does not leave behind."""
+"""Private directories that live only as long as a process, even if it is killed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KEEPER = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 
 
 def compile_cache() -> dict[str, str]:
-    """Return the variable that puts torch's compile cache into the user's own cache; none if it is set or there is no place.
+    """Return the variable that puts torch's compile cache into the user's own cache.
 
-    By itself torch loads compiled code from ``/tmp/torchinductor_<user>``, a name that another account may make first
-    (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``, ``default_cache_dir``).
+    Empty if it is set or there is no place. By itself torch loads compiled code from ``/tmp/torchinductor_<user>``, a name that
+    another account may make first (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``, ``default_cache_dir``).
     """
     if os.environ.get(_CACHE_VARIABLE):
         return {}
@@ -37,13 +37,10 @@ def compile_cache() -> dict[str, str]:
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str) -> Iterator[Path]:
-    """Make a directory of mode 0700 that is deleted when the block ends, or when this process is killed in it.
+    """Make a directory of mode 0700, deleted when the block or the process ends.
 
     After SIGKILL no code of the process runs, so that a shell waits for its end with a pipe that the kernel closes. In an
     allocation none is needed: its whole temporary directory goes with it.
-
-    Args:
-        prefix: of the directory's name.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as name, _keeper(name):
         yield Path(name)

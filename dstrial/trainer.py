@@ -1,4 +1,4 @@
-"""Put the pieces together: ``init()`` makes a context, ``Trainer.fit()`` trains, ``run_trial()`` does both.
+"""``init()`` makes a context, ``Trainer.fit()`` trains, ``run_trial()`` does both.
 
 On a cluster everything comes from Determined's Core API; off a cluster the same interfaces work on a run
 directory. The environment decides which, and which rank this process is.
@@ -58,7 +58,7 @@ def init(
     run_dir: str | os.PathLike[str] | None = None,
     latest_checkpoint: str | None = None,
 ) -> Iterator[DeepSpeedTrialContext]:
-    """Make the context of a trial; build the trial and call ``Trainer.fit`` inside the block.
+    """Make a trial's context; build the trial and call ``Trainer.fit`` in the block.
 
     Sets up the process group from the environment: one rank under ``python`` or a notebook, many under
     ``dstrial.launch``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` and Determined's launchers.
@@ -130,7 +130,7 @@ def init(
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, torch and the accelerator of this process, the same on all ranks."""
+    """Seed Python, NumPy, torch and this process's accelerator, alike on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -163,7 +163,7 @@ class Trainer:
         profiling_enabled: bool = False,
         metric_sinks: Sequence[MetricSink] = (),
     ) -> FitResult:
-        """Train to ``max_length``, reporting, validating and checkpointing at their own periods.
+        """Train to ``max_length``; report, validate and checkpoint at their own periods.
 
         Every period is counted over the whole run, however often it was resumed. ``Batch(100)`` and
         ``Epoch(1)`` recur; ``Batch([5, 30])`` means exactly these positions. At the end there is always
@@ -273,7 +273,7 @@ class Trainer:
             ending = "completed" if result.stopped is None else f"stopped: {result.stopped.value}"
             runtime.core.train.set_status(ending)
             if self._info is not None and result.stopped is StopReason.SIGNAL:
-                # To the master, exit code 0 without this means that the trial is complete.
+                # Without this, exit code 0 tells the master that the trial is complete.
                 runtime.core.preempt.acknowledge_preemption_signal()
             if runtime.own_run is not None and result.stopped is not None:
                 runtime.own_run.end_attempt(RunState.STOPPED)
@@ -323,7 +323,7 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return what the trial's hyperparameters want around ``fit``: nothing, unless somebody watches it."""
+    """Return what the hyperparameters want around ``fit``: nothing, if nobody watches."""
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()
@@ -349,7 +349,7 @@ def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:
 
 
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
-    """Say that a search compares trials at ``max_time``, where ``fit`` was given another length."""
+    """Say that a search compares trials at ``max_time``, if ``fit``'s length differs."""
     unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
     max_time = searcher.get("max_time")
     if unit is None or max_time is None or max_length is None:
@@ -376,7 +376,7 @@ def run_trial(
     resume: str | None = None,
     test_mode: bool = False,
 ) -> FitResult:
-    """Train a trial class as an experiment config says; what ``--trial model_def:MyTrial`` does on every rank.
+    """Train a trial class as a config says; ``--trial`` does this on every rank.
 
     Args:
         trial_class: the user's class.
@@ -428,7 +428,7 @@ def run_trial(
 
 
 def _show_log(rank: int) -> None:
-    """Send log lines to stderr where nobody has configured logging: everything of the chief, warnings of others."""
+    """Log to stderr if nobody set up logging: all of the chief, warnings of others."""
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if rank == 0:
@@ -437,7 +437,7 @@ def _show_log(rank: int) -> None:
 
 
 def _reload(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
-    """Continue from the test's own checkpoint, which has nothing left to train: every part is loaded and checked."""
+    """Continue from the test's own checkpoint, only to load and check every part."""
     again = trainer.fit(
         max_length=pytorch.Batch(_TEST_BATCHES), checkpoint_policy="none", latest_checkpoint=uuid
     )

@@ -18,7 +18,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return a text with every control character but tabs and line ends written as ``\x1b`` or ``\u202e``.
+    r"""Write control characters but tabs and line ends as ``\x1b`` or ``\u202e``.
 
     That includes colours: an escape sequence that only colours cannot be told from others by a glance, and a log that is
     read later, by somebody else, in another terminal, is no place for any of them.
@@ -27,6 +27,6 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    r"""Return a text like ``visible`` on one line: tabs and line ends are written as ``\t`` and ``\n``, too."""
+    r"""Return a text like ``visible``, on one line: ``\t`` and ``\n`` are written, too."""
     shown = visible(text)
     return shown if shown.isprintable() else _OF_LINE.sub(_escaped, shown)

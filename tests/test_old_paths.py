@@ -47,6 +47,19 @@ def test_both_paths_are_one_module_with_its_own_name(moved: tuple[str, str]) -> 
     assert new.__spec__.name == new.__name__ == moved[1]
 
 
+@pytest.mark.parametrize(
+    "package",
+    ["dstrial", "dstrial.dsat", "dstrial.integrations.huggingface", "dstrial.launch", "dstrial.ranks"],
+)
+def test_a_package_resolves_its_names_without_old_paths(package: str) -> None:
+    found = importlib.import_module(package)
+    homes = getattr(found, "_HOMES", None) or found._HOME
+    has_whole_paths = package in ("dstrial", "dstrial.dsat")
+    places = {home if has_whole_paths else f"{package}.{home}" for home in homes.values()}
+
+    assert not {place for place in places if place.startswith("dstrial.") and not is_module(place)}
+
+
 def test_the_old_path_says_where_the_module_is(moved: tuple[str, str]) -> None:
     with pytest.warns(DeprecationWarning, match=moved[1].replace(".", r"\.")):
         importlib.import_module(moved[0])

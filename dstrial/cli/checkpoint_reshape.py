@@ -38,7 +38,7 @@ from dstrial.errors import (
     LaunchError,
     UntrustedCheckpointError,
 )
-from dstrial.launch.arguments import slots_argument
+from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunDirectory

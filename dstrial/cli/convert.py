@@ -27,7 +27,7 @@ from dstrial.integrations.accelerate.converter.result import (
     Conversion,
     ConvertedKey,
 )
-from dstrial.launch.arguments import slots_argument
+from dstrial.launch.slots import slots_argument
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

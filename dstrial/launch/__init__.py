@@ -1,4 +1,4 @@
-"""Start ranks on this machine, or on a Determined cluster's, and name the first that fails.
+"""Start ranks here, or on a Determined cluster, and name the first that fails.
 
 ``python -m dstrial.launch`` is the command; ``run_ranks`` is what it and ``dstrial run`` are made of.
 Names are resolved lazily, so that a rank does not import the launcher.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dstrial.launch.trial_import import import_trial
 
 _HOME = {
-    "LaunchOutcome": "outcome",
+    "LaunchOutcome": "failures",
     "Placement": "agent",
     "run_ranks": "agent",
     "RankFailure": "failures",

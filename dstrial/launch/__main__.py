@@ -13,10 +13,10 @@ from dstrial import determined_imports
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.launch.accelerate_environment import accelerate_variables
-from dstrial.launch.arguments import slots_argument
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
+from dstrial.launch.slots import slots_argument
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
@@ -126,7 +126,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
 def _script_variables(
     experiment: ExperimentConfig, num_ranks: int, directory: Path, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Tell the ranks of a script, which read no config of ours, of the experiment and of its DeepSpeed config."""
+    """Name the experiment and its DeepSpeed config to ranks, which read none of ours."""
     path = directory / "experiment.json"
     write_experiment(path, experiment.raw, experiment.hyperparameters)
     accelerate = accelerate_variables(
@@ -142,7 +142,7 @@ def _script_variables(
 
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
-    """Take everything from the cluster; lines carry the prefix that its log viewer filters by."""
+    """Launch as the cluster says; lines carry the prefix that its log view filters by."""
     from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
     from dstrial.launch.slots import cluster_placement
 
@@ -192,7 +192,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
 
 
 def _require_resumable(info: ClusterInfo) -> None:
-    """Refuse a checkpoint that cannot go on with this trial's config on its slots, where its directory can be read.
+    """Refuse a readable checkpoint that cannot go on with this config on these slots.
 
     Raises:
         ConfigError: with everything that keeps it from going on.
@@ -209,13 +209,13 @@ def _require_resumable(info: ClusterInfo) -> None:
 
 
 def _tracebacks_directory() -> Path | None:
-    """Where a master keeps whole tracebacks of a run without a run directory; None on other clusters: the log then has them."""
+    """Where a master keeps whole tracebacks; None elsewhere: the log then has them."""
     path = os.environ.get(TRACEBACKS_DIR_VARIABLE)
     return Path(path) if path else None
 
 
 def _run_directory() -> RunDirectory | None:
-    """The run directory of ``dstrial run``, whose files are kept beside what the master knows."""
+    """The run directory of ``dstrial run``, kept beside what the master knows."""
     path = os.environ.get(RUN_DIR_VARIABLE)
     return RunDirectory.open(path) if path else None
 

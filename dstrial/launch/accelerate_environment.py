@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` would tell a script about DeepSpeed, made from the experiment instead of Accelerate's own config.
+"""The environment of ``accelerate launch``, made from the experiment.
 
 A script that calls ``accelerate.Accelerator()`` learns from environment variables that it is to use DeepSpeed, and from which
 JSON. They point to a copy of the experiment's DeepSpeed config with the overwrites in it; the user's file is left alone.
@@ -46,7 +46,7 @@ def accelerate_variables(
     extents: Mapping[str, Any] | None = None,
     resumed: SavedRun | None = None,
 ) -> dict[str, str]:
-    """Return the variables for the ranks of a script, and write the DeepSpeed config that they name.
+    """Return the variables of a script's ranks; write the DeepSpeed config they name.
 
     Args:
         hyperparameters: the trial's; without a ``deepspeed_config`` there is nothing to say.
@@ -115,7 +115,7 @@ def _sizes(num_ranks: int, extents: Mapping[str, Any] | None) -> ParallelDims:
     try:
         return ParallelDims(1).with_section(extents).on(num_ranks)
     except ValueError:
-        # Said with the key's place by whoever checks the experiment config.
+        # The check of the experiment config reports it, with the key's place.
         return ParallelDims(num_ranks)
 
 

@@ -26,12 +26,11 @@ from dstrial.launch.stale_locks import remove_abandoned_locks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
-from dstrial.ranks.job_secret import SECRET_VARIABLE, new_secret
+from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
 from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
 from dstrial.ranks.sockets import loopback_only
 from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
-from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable
 from dstrial.scratch import compile_cache, scratch_directory
 
 logger = logging.getLogger("dstrial.launch")
@@ -74,7 +73,7 @@ def run_ranks(
     tracebacks_dir: Path | None = None,
     on_start: Callable[[str], None] | None = None,
 ) -> LaunchOutcome:
-    """Run one command on ``num_ranks`` ranks of this machine and wait until all have ended.
+    """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
 
     The first SIGINT, SIGTERM or SIGHUP to this process reaches the ranks as SIGTERM, and only the ranks,
     not the processes they started; a SIGINT after that kills them. Signals are handled while this
@@ -133,7 +132,7 @@ def run_ranks(
         stack.enter_context(_stop_on_signals(supervisor))
         extensions = (env or {}).get("TORCH_EXTENSIONS_DIR")
         root = Path(extensions) if extensions else None
-        # What is no rank of ours says nothing of itself, and is watched for builds only.
+        # What is no rank of ours reports no phase: only builds are watched.
         phase_files = files.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
         _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
@@ -174,7 +173,7 @@ def _check_command(command: Sequence[str], num_ranks: int) -> None:
 def _rank_variables(
     env: Mapping[str, str], num_ranks: int, placement: Placement, *, is_redirected: bool
 ) -> dict[str, str]:
-    # Or a script that looks for a device before it imports DeepSpeed could not fork workers that use one.
+    # Without it a script that looks for a device before it imports DeepSpeed cannot fork workers that use one.
     defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
         # Not where ranks share an output: a line and its end, written apart, would mix with other ranks' lines.
@@ -196,7 +195,7 @@ def _rank_variables(
 def _private_variables(
     env: Mapping[str, str], work_dir: Path, master_port: int, num_ranks: int
 ) -> dict[str, str]:
-    """What ranks of one machine have among themselves: a file to meet in, a secret, the loopback interface."""
+    """What a machine's ranks share: a file to meet in, a secret, loopback only."""
     given = {**os.environ, **env}
     return {
         STORE_VARIABLE: store_variable(work_dir / "store", port=master_port, num_ranks=num_ranks),
@@ -224,7 +223,7 @@ def _make_agent(
 
 
 class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
-    """Tells the agent each rank's variables and where its output and its error record go."""
+    """Tells the agent each rank's variables, and where output and errors go."""
 
     def __init__(
         self,
@@ -246,7 +245,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         self._phase_files: dict[int, Path] = {}
 
     def phase_files(self) -> list[Path]:
-        """Where the ranks of this machine say what they do before their first batch; empty before they are known."""
+        """Where starting ranks say what they do; empty before the ranks are known."""
         return list(self._phase_files.values())
 
     @property
@@ -300,7 +299,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
 
 
 class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
-    """The elastic agent, with the supervisor deciding whom to signal and when a launch is over."""
+    """The elastic agent; the supervisor decides whom to signal and when it is over."""
 
     def __init__(self, spec: WorkerSpec, files: _RankFiles, supervisor: Supervisor) -> None:
         super().__init__(spec, logs_specs=files)
@@ -319,7 +318,7 @@ class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not foll
 
 
 def _run_agent(agent: _RankAgent) -> None:
-    """Run the agent in a thread of its own: in the main thread it would install its own signal handlers."""
+    """Run the agent in a thread, where it cannot install signal handlers of its own."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -361,7 +360,7 @@ def _stop_on_signals(supervisor: Supervisor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_torchelastic() -> Iterator[None]:
-    """Keep the agent's own account of failures off the screen; the launcher's replaces it."""
+    """Keep the agent's account of failures off the screen; the launcher shows its own."""
     prefix = "torch.distributed.elastic"
     names = [
         name for name in logging.root.manager.loggerDict if name == prefix or name.startswith(f"{prefix}.")

@@ -1,4 +1,4 @@
-"""What a failed rank leaves behind, which of several failed first, and how a launch ended.
+"""What a failed rank leaves behind, who failed first, and how a launch ended.
 
 A rank writes an error record, in the format of torchrun's error files, so that records are also
 understood under a foreign torchrun and those of ``torch.distributed.elastic...record`` are here.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.local.run_directory import shown_path
-from dstrial.ranks.peer_errors import is_peer_loss
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -27,6 +26,25 @@ TRACEBACKS_DIR_VARIABLE = "DSTRIAL_TRACEBACKS_DIR"
 
 TRACEBACK_FILE_VARIABLE = "DSTRIAL_TRACEBACK_FILE"
 """Environment variable that names the file in which a rank leaves the whole of a traceback that is shown shortened."""
+
+# What gloo, NCCL and the c10d store say in a rank whose peer went away. Compared in lower case.
+# Source: torch 2.13 torch/csrc/distributed/c10d, ProcessGroupNCCL.cpp and NCCLUtils.cpp; NCCL's ncclRemoteError.
+_PEER_LOSS_PHRASES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "remote process exited or there was a network error",
+    "a remote process exiting prematurely",
+    # ProcessGroupNCCL's: the communicator was taken down, here or by its watchdog, because others did not come.
+    "nccl communicator was aborted",
+    "watchdog caught collective operation timeout",
+    "some nccl operations have failed or timed out",
+    "received a dump signal due to a collective timeout from",
+    "a peer of this rank exited",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +89,7 @@ class RankFailure:
         return f"{self.headline} {named}" if named else self.headline.rstrip(":")
 
     def describe(self) -> str:
-        """The headline, with the file of the whole traceback, and below it the error and what to do."""
+        """The headline, the file of the whole traceback, and below: the error, what to do."""
         parts = [self.headline]
         if self.whole:
             parts = [f"{self.headline.rstrip(':')}, whole traceback in {shown_path(Path(self.whole))}:"]
@@ -133,7 +151,7 @@ def first_failure(endings: Iterable[Ending]) -> RankFailure | None:
 def record_exception(
     error: BaseException, text: str | None = None, *, line: str = "", advice: str = "", whole: str = ""
 ) -> bool:
-    """Write this rank's error record if a launcher asked for one and there is none yet.
+    """Write this rank's error record if a launcher asked for one and there is none.
 
     Args:
         error: the exception that ends the rank.
@@ -176,7 +194,7 @@ def record_exception(
 
 
 def keep_whole(text: str) -> str:
-    """Write a whole traceback, for this account only, into the file that the launcher has named.
+    """Write a whole traceback into the launcher's file, for this account only.
 
     Returns:
         The file's path; empty if none is named or it cannot be written: the whole is then to be shown.
@@ -199,7 +217,7 @@ def keep_whole(text: str) -> str:
 
 
 def read_record(path: Path) -> ErrorRecord | None:
-    """Read an error record of ours or of torchrun; None if there is none, or it is not readable as one."""
+    """Read an error record of ours or torchrun's; None if no readable record is there."""
     try:
         message = json.loads(path.read_text(errors="replace"))["message"]
         if isinstance(message, str):
@@ -213,12 +231,36 @@ def read_record(path: Path) -> ErrorRecord | None:
 
 
 def is_consequence(record: ErrorRecord | None) -> bool:
-    """Say whether a record tells of a lost peer rather than of a fault of its own rank."""
+    """Say whether a record tells of a lost peer, not of a fault of its own rank."""
     return record is not None and is_peer_loss(record.summary)
 
 
+def is_watchdogs_end(signal_name: str | None, stderr_text: str) -> bool:
+    """Say whether NCCL's watchdog ended a rank, because others came to no collective.
+
+    It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record.
+
+    Args:
+        signal_name: what ended the rank; None if nothing did.
+        stderr_text: the end of what it has printed to standard error.
+
+    Ranks: any; no communication.
+    """
+    return signal_name == "SIGABRT" and is_peer_loss(stderr_text)
+
+
+def is_peer_loss(error_text: str) -> bool:
+    """Say whether an error merely reports that another rank went away.
+
+    Args:
+        error_text: the exception's message, without its traceback (source lines could match by chance).
+    """
+    lowered = error_text.lower()
+    return any(phrase in lowered for phrase in _PEER_LOSS_PHRASES)
+
+
 def signal_name(status: int) -> str | None:
-    """Return the signal's name for a negative return code of ``subprocess``, None for any other."""
+    """Return the signal of a negative return code of ``subprocess``, None for others."""
     if status >= 0:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a process held when its memory ran out, and what to change; measured while the exception is on its way out."""
+"""What a process held when its memory ran out, and what to change."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Held:
 
 
 def is_memory_shortage(error: BaseException) -> bool:
-    """Say whether an exception, or what it is chained to, tells of too little memory of the host or a device."""
+    """Say whether an exception or its causes tell of too little memory anywhere."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -67,9 +67,9 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def memory_advice(error: BaseException) -> str:
-    """Return what was held and what to change, a few lines; empty if the exception is no shortage of memory.
+    """Return what was held and what to change; empty if memory was not short.
 
-    Ranks: any; no communication.
+    A few lines, measured while the exception is on its way out. Ranks: any; no communication.
     """
     if not is_memory_shortage(error):
         return ""
@@ -77,7 +77,7 @@ def memory_advice(error: BaseException) -> str:
     tensors: dict[str, dict[str, int]] = {}
     engine: Any = None
     if torch is not None:
-        # A shortage may strike again while it is looked at; what was found by then is told.
+        # Memory may run out again meanwhile; what was found by then is reported.
         with contextlib.suppress(Exception):
             engine = _engine()
             tensors = _tensors(torch)
@@ -107,16 +107,12 @@ def _remedy(engine: Any, *, is_of_device: bool) -> str:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes of this machine the kernel has killed for memory since it started; None if it does not say."""
+    """Return the kernel's count of kills for memory since boot; None if unknown."""
     return _number(_VMSTAT, "oom_kill")
 
 
 def killed_text(oom_kills_before: int | None) -> str:
-    """Say what is known of a rank that SIGKILL ended and that left nothing.
-
-    Args:
-        oom_kills_before: what ``oom_kills`` returned when the rank was started.
-    """
+    """Say what is known of a rank that SIGKILL ended, by ``oom_kills`` at its start."""
     now = oom_kills()
     largest = gib(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     total = _number(_MEMINFO, "MemTotal:")
@@ -165,7 +161,7 @@ def _named(parts: Mapping[str, int], total: int) -> dict[str, int]:
 
 
 def _tensors(torch: Any) -> dict[str, dict[str, int]]:
-    """Bytes of the tensors that Python holds, by device and by what they are; each storage counts once."""
+    """Bytes of Python's tensors, by device and role; each storage counts once."""
     found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
     parameters = [one for one in found if issubclass(type(one), torch.nn.Parameter)]

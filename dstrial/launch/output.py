@@ -17,7 +17,7 @@ _LONGEST_LINE_BYTES = 1 << 20
 
 
 class LineReader:
-    """Hands every line that ranks write to their files or pipes to a callback, from one thread.
+    """Hands each line of ranks' files or pipes to a callback, from a single thread.
 
     Lines of one stream arrive in order; a last line without an end is delivered too. A carriage return,
     as progress bars write it, ends a line like a newline does.
@@ -79,7 +79,7 @@ class LineReader:
                     self._buffers[key] = b""
 
     def _swallow(self) -> None:
-        """Keep pipes empty after a failed callback, so that no rank blocks while it prints."""
+        """Empty the pipes after a failed callback, so that no rank blocks in a print."""
         while not self._done.wait(_POLL_S):
             for key in self._files:
                 while self._read(key):

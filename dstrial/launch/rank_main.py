@@ -1,4 +1,4 @@
-"""What every rank of ``dstrial.launch`` runs: a trial, a script or a module, with its failure recorded.
+"""What every rank of ``dstrial.launch`` runs; records how it fails.
 
 ``python -m dstrial.launch.rank_main --trial model_def:MyTrial [options]`` or ``--script FILE ARGS…`` or
 ``--module NAME ARGS…``. Not meant to be typed.
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         if words[:1] in (["--script"], ["--module"]):
-            # How long a script prepares itself is its own affair, until it asks dstrial for something.
+            # A script may prepare for as long as it likes, until it calls dstrial.
             end_phases()
         if words[:1] == ["--script"]:
             _run_script(words[1], words[2:])
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tell(error: BaseException) -> None:
-    """Leave the exception that ends this rank to our launcher, which shows the first one; show it where there is none."""
+    """Leave this rank's last exception to our launcher; without one, show it."""
     advice = memory_advice(error)
     short = short_traceback(error)
     whole = "" if short.is_whole else keep_whole(whole_traceback(error))
@@ -198,7 +198,7 @@ def _run_trial(options: argparse.Namespace) -> None:
 
 
 def _run_determined_trial(trial_class: type[Any], spec: str) -> None:
-    """Hand one of Determined's own trial classes to Determined's harness, which only runs on a cluster."""
+    """Run one of Determined's own trials in Determined's harness, on a cluster only."""
     import determined
     from determined.exec import harness
 
@@ -263,7 +263,7 @@ def _ignore_old_names_of_collectives() -> None:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel end this rank when its launcher dies without ending it, where the kernel can (Linux)."""
+    """Have Linux end this rank when its launcher dies without ending it."""
     launcher_pid = os.environ.get(LAUNCHER_PID_VARIABLE)
     if launcher_pid is None or not sys.platform.startswith("linux"):
         return

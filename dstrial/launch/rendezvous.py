@@ -1,4 +1,4 @@
-"""How the launchers of a job agree on its ranks, without torchrun's rendezvous, which unpickles what anybody may write.
+"""How the launchers of a job agree on its ranks, without unpickling anything.
 
 torchrun's ``c10d`` backend keeps its state as a pickle in a ``TCPStore`` on all interfaces (torch 2.13
 ``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``), so whoever can connect runs code in the launcher. A launcher
@@ -62,7 +62,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]  # mypy does not foll
         return self._has_store
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store through which the agents count their ranks, and what ranks are told."""
+        """Return the store in which the agents count their ranks, and what ranks are told."""
         told = RendezvousStoreInfo(self.master_addr, self.master_port)
         if self._is_alone:
             return RendezvousInfo(_stores["HashStore"](), 0, 1, told)

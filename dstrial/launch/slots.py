@@ -1,13 +1,16 @@
-"""How many ranks to start here, and where this machine stands in the job."""
+"""How many ranks to start here, and where this machine stands in the job.
+
+Commands read ``--slots`` with it: what is heavy is imported where it is needed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 from typing import TYPE_CHECKING
 
 from dstrial.errors import LaunchError
 from dstrial.ranks.devices import SHARE_VARIABLE, may_share
-from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
 if TYPE_CHECKING:
     from determined import ClusterInfo
@@ -19,8 +22,27 @@ _CLUSTER_PORT_VARIABLE = "C10D_PORT"
 _CLUSTER_PORT = 29400
 
 
+def slots_argument(text: str) -> int:
+    """Read ``--slots``, as ``type=`` of an ``argparse`` argument.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no integer of at least 1.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(
+            f"the value is {text!r}; expected an integer of at least 1. Leave --slots out to take the config's."
+        )
+    return value
+
+
 def num_accelerators() -> int:
-    """Return how many accelerators this machine shows, 0 if DeepSpeed will train on the CPU."""
+    """Return how many accelerators there are, 0 if DeepSpeed will train on the CPU."""
+    from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
+
     return num_torch_accelerators() if has_accelerator() else 0
 
 
@@ -55,7 +77,7 @@ def num_slots(asked: int | None, configured: int | None) -> int:
 
 
 def cluster_info() -> ClusterInfo | None:
-    """Return Determined's description of the trial that this process was started for, None off a cluster."""
+    """Return Determined's description of this process's trial, None off a cluster."""
     import determined
 
     info = determined.get_cluster_info()

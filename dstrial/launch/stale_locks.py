@@ -1,4 +1,4 @@
-"""Say what waits for the build of an extension, and remove the lock files of builds that died.
+"""Say what waits for an extension's build, and remove locks of builds that died.
 
 Source: torch 2.13 ``torch.utils.file_baton``, through which ``cpp_extension.load`` (and so every operator that DeepSpeed
 compiles) goes each time: the lock is a file, made with ``O_EXCL`` and held open until it is removed. A process that is
@@ -19,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 _PROCESSES = Path("/proc")
 _LOCK_NAME = "lock"
-# A process that has made the file and not yet opened its descriptor's link cannot be seen for an instant.
+# For an instant a process that has just made the file does not show it among its open files.
 _MIN_AGE_S = 1.0
-# Where another machine may hold the lock, no process here does; no operator compiles for as long as this.
+# Another machine may hold a lock that no process here has open; no operator compiles for as long as this.
 _MIN_AGE_ON_NETWORK_S = 1800.0
 _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 
 
 def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
-    """Remove each lock below the folder of compiled extensions that no process holds; log its path.
+    """Remove, and log, each lock below compiled extensions that no process holds.
 
     A lock is abandoned when it lies on a file system of this machine and none of its processes has it open, or,
     on a shared file system, when it is also older than half an hour. Only Linux tells; elsewhere nothing is done.
@@ -44,11 +44,7 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
 
 
 def abandoned_locks(root: Path | None = None) -> list[Path]:
-    """Return the locks that ``remove_abandoned_locks`` would remove; changes nothing.
-
-    Args:
-        root: the folder; that of torch if None.
-    """
+    """Return the locks that ``remove_abandoned_locks`` would remove; changes nothing."""
     folder = root or extensions_root()
     try:
         locks = _locks(folder)
@@ -80,11 +76,7 @@ class Build:
 
 
 def builds_under_way(root: Path | None = None) -> list[Build]:
-    """Return what is being compiled now, the one that began first in front.
-
-    Args:
-        root: as for :func:`remove_abandoned_locks`.
-    """
+    """Return what is being compiled now below ``root``, the oldest build first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):
@@ -112,7 +104,7 @@ def _holder(inode: int, lock: Path) -> str:
 
 
 def extensions_root() -> Path:
-    """Return the folder of compiled extensions: ``TORCH_EXTENSIONS_DIR``, else torch's in the user's cache."""
+    """Return the extensions' folder: ``TORCH_EXTENSIONS_DIR``, else torch's own."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)
@@ -146,7 +138,7 @@ def _remove(lock: Path) -> bool:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Device and inode of what the processes of this machine have open, as far as this user may see."""
+    """Device and inode of all files that processes have open, as far as we may see."""
     return {opened for _, opened in _open_files_by_process()}
 
 
@@ -167,7 +159,7 @@ def _open_files_by_process() -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _is_local(path: Path) -> bool:
-    """Whether the file system that ``path`` lies on belongs to this machine alone, by its type."""
+    """Say, by its type, whether ``path``'s file system is this machine's alone."""
     best, kind = "", ""
     where = str(path.resolve())
     for line in (_PROCESSES / "self" / "mounts").read_text(errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""Tells people what ranks are doing while they start: no phase is silent for longer than five seconds.
+"""Tells people what starting ranks do: no phase is silent for over five seconds.
 
 A line per phase that takes longer, again when it goes on for long; the present one in ``starting.json`` of the allocation's
 directory, which ``dstrial run`` and ``dstrial status`` read.
@@ -72,12 +72,12 @@ def is_due(age_s: float, told_age_s: float | None, silence_s: float) -> bool:
 
 
 def lasting(age_s: float) -> str:
-    """Return how long something has lasted, to be put behind it; empty if that is less than a second."""
+    """Return how long something has lasted, as a suffix; empty below a second."""
     return f", for {age_s:.0f} s" if age_s >= 1 else ""
 
 
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
-    """Choose what to tell of several ranks: the phase that has lasted longest; None if every rank has started.
+    """Choose what to tell of several ranks: the longest phase; None if all started.
 
     Args:
         phases: what each rank says, and since when; None for one that has said nothing yet.
@@ -118,7 +118,7 @@ def watched_start(
     root: Path | None = None,
     every_s: float = _LOOK_EVERY_S,
 ) -> Iterator[None]:
-    """Tell what the ranks do until they have started, and look after builds of extensions as long as they run.
+    """Tell what ranks do until they have started, and watch builds of extensions.
 
     Builds hold all ranks and all trials of a user up at the same lock without a word (torch 2.13
     ``cpp_extension._jit_compile``, ``FileBaton.wait``). The lock of one that has died is removed.
@@ -149,7 +149,8 @@ def watched_start(
 
 
 def _worth_s(build: Build) -> float:
-    """For how long a lock is held before it is told, seconds: for a moment an operator that is only loaded has it, too."""
+    """How long a lock is held before it is told, seconds."""
+    # An operator that is only loaded has the lock for a moment, too.
     return _LOADING_S if build.is_kept else _SILENCE_S
 
 

@@ -1,4 +1,4 @@
-"""Watches the ranks of one launch: when each ended, who failed first, whom to signal and when.
+"""Watches a launch's ranks: when each ended, who failed first, whom to signal.
 
 torchrun's agent starts ranks and keeps the rendezvous; on its own it would pass SIGTERM to a rank's whole
 process group (ending the data loader workers that a graceful stop still needs), forward SIGINT as it
@@ -21,13 +21,13 @@ from dstrial.launch.failures import (
     RankFailure,
     first_failure,
     is_consequence,
+    is_watchdogs_end,
     read_record,
     shell_exit_code,
     signal_name,
 )
 from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
-from dstrial.ranks.peer_errors import is_watchdogs_end
 
 # Ranks that lost a peer mostly end by themselves; only then are the others told to.
 _UNTOLD_GRACE_S = 2.0
@@ -68,13 +68,13 @@ class Supervisor:
         self._oom_kills_before = oom_kills()
 
     def set_files(self, local_rank: int, *, error_file: Path, stderr_file: Path | None) -> None:
-        """Say where a rank records its error and, if not to a terminal, prints its standard error."""
+        """Say where a rank records its error and prints its standard error, if in a file."""
         self._error_files[local_rank] = error_file
         if stderr_file is not None:
             self._stderr_files[local_rank] = stderr_file
 
     def watch(self, local_rank: int, rank: int, pid: int) -> None:
-        """Start to watch a rank, which must be a child of this process and lead a session of its own."""
+        """Start to watch a rank: a child of this process that leads its own session."""
         self._ranks[local_rank] = rank
         self._pids[local_rank] = pid
         threading.Thread(
@@ -82,7 +82,7 @@ class Supervisor:
         ).start()
 
     def request_stop(self, signal_: signal.Signals) -> None:
-        """Ask all ranks to stop at their next opportunity; a SIGINT after the first request kills them."""
+        """Ask all ranks to stop when they can; a SIGINT after the first request kills."""
         if self._stop_signal is None:
             self._stop_signal = signal_.name
         elif signal_ == signal.SIGINT:
@@ -126,7 +126,7 @@ class Supervisor:
         return tuple(sorted(self._ranks[i] for i in self._kill_sent if self._ended[i][1] == -signal.SIGKILL))
 
     def first_failure(self) -> RankFailure | None:
-        """The failure that caused the others; None if no rank failed except by our own signals."""
+        """The failure that caused the others; None if only our own signals ended ranks."""
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
         return first_failure(ending for ending in endings if ending is not None)
 

@@ -1,6 +1,6 @@
-"""Tracebacks for people: the user's frames, every other frame as part of a count, and no chain without a cause in it.
+"""Tracebacks for people: the user's frames; others are only counted.
 
-Makes text of exceptions only; where the whole traceback is kept is for ``failures``.
+Makes text of exceptions only, with no chain without a cause in it; where the whole traceback is kept is for ``failures``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def whole_traceback(error: BaseException) -> str:
 def _chain(
     error: BaseException, described: traceback.TracebackException
 ) -> Iterable[tuple[traceback.TracebackException, BaseException, str]]:
-    """Yield what is to be shown, the first cause first, each with the words that join it to what follows."""
+    """Yield what to show, the first cause first, each with the words that lead on."""
     found: list[tuple[traceback.TracebackException, BaseException, str]] = []
     joint, seen = "", set()
     while id(error) not in seen:
@@ -158,7 +158,7 @@ def _of_user(frames: Sequence[_Frame]) -> list[_Frame]:
 
 
 def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> list[str]:
-    """Return the lines of the user's frames, and a count for every row of others between them.
+    """Return the user's frames as lines, with a count for each row of others.
 
     What comes before the user's first frame is counted behind the last one, which leaves the user's on top. Without any of
     the user's the innermost ones stay.
@@ -196,7 +196,7 @@ def _count(frames: Sequence[_Frame], place: str = "") -> list[str]:
 
 
 def _place(frame: _Frame) -> str:
-    """Return where a frame of a package is, for example ``torch/nn/modules/linear.py:134``."""
+    """Return where a frame of a package is, as ``torch/nn/modules/linear.py:134``."""
     installed = _INSTALLED.search(frame.file)
     name = frame.file[installed.start(1) :] if installed is not None else Path(frame.file).name
     found = _LINE.search(frame.text)
@@ -204,7 +204,7 @@ def _place(frame: _Frame) -> str:
 
 
 def _package(file: str) -> str | None:
-    """Return whose a file is: an installed package, dstrial, Python; None for the user's own."""
+    """Return whose a file is: a package, dstrial, Python; None for the user's own."""
     installed = _INSTALLED.search(file)
     if installed is not None:
         return installed[1].removesuffix(".py")

@@ -1,4 +1,4 @@
-"""Import the user's trial class, and say in their own files what is wrong when that fails."""
+"""Import the user's trial class; say what is wrong in their files if it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dstrial.launch.tracebacks import short_traceback
 
 
 def import_trial(spec: str, context_dir: Path) -> type[Any]:
-    """Import ``module:Class`` with ``context_dir`` first on the module path, where it then stays.
+    """Import ``module:Class``, with ``context_dir`` first on the module path for good.
 
     Args:
         spec: for example ``model_def:MyTrial`` or ``package.model_def:MyTrial``.
@@ -56,7 +56,7 @@ def import_trial(spec: str, context_dir: Path) -> type[Any]:
 
 
 def is_determined_trial(trial_class: type[Any]) -> bool:
-    """Say whether a class derives from one of Determined's own trial classes, and not from dstrial's."""
+    """Say whether a class is one of Determined's own trials, and not of dstrial's."""
     packages = {base.__module__.partition(".")[0] for base in trial_class.__mro__}
     return "determined" in packages and "dstrial" not in packages
 

@@ -1,1 +1,1 @@
-"""The training loop: one progress counter, pure boundaries, metrics reduced once, validation, checkpoints."""
+"""The training loop, its boundaries, metrics, validation and checkpoints."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """How a save stands on one rank; small, because it travels with every exchange while one is under way.
+    """How a save stands on one rank; small, because each exchange carries it.
 
     Attributes:
         is_done: whether it has ended, well or not.
@@ -40,7 +40,7 @@ class SaveStatus:
 
 
 class SaveJob:
-    """A checkpoint whose state is copied and which is now written, registered and so completed.
+    """A checkpoint whose state is copied and which is now written and registered.
 
     Args:
         path: its directory.
@@ -68,7 +68,7 @@ class SaveJob:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Complete it in a thread, which does not keep the process from ending: see ``wait``."""
+        """Complete it in a thread, which does not keep the process alive: see ``wait``."""
         self._thread = threading.Thread(target=self.run, name="dstrial-save", daemon=True)
         self._thread.start()
 
@@ -85,7 +85,7 @@ class SaveJob:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Wait until it has ended. Its own waits for other ranks have deadlines. Ranks: each its own."""
+        """Wait until it has ended; its waits have deadlines. Ranks: each its own."""
         while not self._is_done.wait(_SAY_WAITING_S):
             logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
         if self._thread is not None:
@@ -167,14 +167,12 @@ class ReportsUnderway:
             shipper._post_metrics = post_and_count
 
     def num_reported(self) -> int:
-        """Return how many reports were handed to the client until now. Ranks: the one that reports."""
+        """Return how many reports the client was handed. Ranks: the one that reports."""
         # The client never marks a task as done, so that this is how many were ever put in.
         return 0 if self._shipper is None else int(self._shipper._queue.unfinished_tasks) - self._num_before
 
     def wait(self, deadline_s: float = _DEADLINE_S, *, up_to: int | None = None) -> bool:
-        """Wait until the master has taken what was reported until now. Ranks: the one that reports; any thread.
-
-        A master that is away is waited for, as the client itself does.
+        """Wait until the master has taken all reports so far, as the client itself does.
 
         Args:
             deadline_s: seconds after which a warning is logged and the wait is given up.
@@ -182,6 +180,8 @@ class ReportsUnderway:
 
         Returns:
             Whether the master has everything.
+
+        Ranks: the one that reports; any thread.
         """
         shipper = self._shipper
         if shipper is None:

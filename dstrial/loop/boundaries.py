@@ -1,7 +1,7 @@
-"""When to report, validate, checkpoint and end: decided from total progress only.
+"""How far a run is, and when to report, validate, checkpoint and end.
 
-Because nothing else enters, every rank decides the same without talking, and a resumed run decides as the
-uninterrupted one would.
+``Progress`` has the one counter of batches. Because nothing else enters, every rank decides the same without talking, and a
+resumed run decides as the uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -26,6 +26,65 @@ class Boundary(enum.Enum):
     END = "end"
 
 
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """The state of a run's counting; the only mutable counter in the loop.
+
+    Attributes:
+        epoch_length: batches in one epoch; None if the training loader does not know its length.
+        batches_trained: finished batches since the start of the run, over all resumes.
+        last_validation: value of ``batches_trained`` at the newest validation; None before the first.
+        last_checkpoint: value of ``batches_trained`` at the newest checkpoint; None before the first.
+    """
+
+    epoch_length: int | None
+    batches_trained: int = 0
+    last_validation: int | None = None
+    last_checkpoint: int | None = None
+
+    @property
+    def batch_idx(self) -> int:
+        """Index of the batch to train next, from 0, over the whole run."""
+        return self.batches_trained
+
+    @property
+    def epoch_idx(self) -> int:
+        """Epoch of the batch to train next, from 0; 0 if the epoch length is unknown."""
+        return self.batches_trained // self.epoch_length if self.epoch_length else 0
+
+    @property
+    def epochs_trained(self) -> int:
+        """Number of finished epochs."""
+        return self.epoch_idx
+
+    @property
+    def is_epoch_start(self) -> bool:
+        """Whether the batch to train next is the first of its epoch."""
+        return (
+            self.batches_trained % self.epoch_length == 0 if self.epoch_length else self.batches_trained == 0
+        )
+
+    @property
+    def validation_is_current(self) -> bool:
+        """Whether the newest validation saw the weights of now."""
+        return self.last_validation == self.batches_trained
+
+    @property
+    def checkpoint_is_current(self) -> bool:
+        """Whether the newest checkpoint holds the weights of now."""
+        return self.last_checkpoint == self.batches_trained
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a checkpoint's counters; the epoch length stays that of the loader."""
+        self.batches_trained = int(state["batches_trained"])
+        self.last_validation = state["last_validation"]
+        self.last_checkpoint = state["last_checkpoint"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Period:
     """A recurring or listed position in a run.
@@ -42,7 +101,7 @@ class Period:
 
     @classmethod
     def from_train_unit(cls, unit: pytorch.TrainUnit) -> Period:
-        """Read Determined's ``Batch(...)`` or ``Epoch(...)``; a count below 1 means after every one.
+        """Read Determined's ``Batch(...)`` or ``Epoch(...)``; a count below 1 means 1.
 
         Raises:
             TypeError: ``unit`` is neither, or counts by something that is neither an int nor a container.
@@ -64,7 +123,7 @@ class Period:
         )
 
     def is_due(self, batches_trained: int, epoch_length: int | None) -> bool:
-        """Say whether this period ends exactly after ``batches_trained`` batches of the run.
+        """Say whether this period ends exactly after ``batches_trained`` batches.
 
         Args:
             batches_trained: finished batches since the start of the run, at least 1.
@@ -113,13 +172,8 @@ def next_due(
 ) -> int:
     """Return a batch count up to which nothing is due after any earlier batch.
 
-    Nothing between is ever skipped; where a list cannot be searched quickly the answer is early, never late.
-
-    Args:
-        periods: the period of each boundary; None means never.
-        batches_trained: finished batches since the start of the run.
-        batches_total: length of the run in batches, more than ``batches_trained``.
-        epoch_length: batches per epoch; None if unknown.
+    Nothing between is ever skipped; where a list cannot be searched quickly the answer is early, never late. Arguments as for
+    ``due``; ``batches_total`` is more than ``batches_trained``.
     """
     found = batches_total
     for period in periods.values():
@@ -158,7 +212,7 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
 
 
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
-    """Return a configured length as Determined's ``Batch`` or ``Epoch``; records become whole batches, at least 1."""
+    """Return a length as ``Batch`` or ``Epoch``; records become at least 1 batch."""
     if length.unit == "epochs":
         return pytorch.Epoch(length.value)
     if length.unit == "records":

@@ -1,11 +1,11 @@
-"""The user's callbacks, called in the order in which ``build_callbacks`` named them."""
+"""The user's callbacks, called in the order of ``build_callbacks``."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from determined import pytorch, util
@@ -14,11 +14,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class Callbacks:
-    """Calls one method of every callback; knows which methods anyone has overridden.
-
-    Args:
-        callbacks: what ``build_callbacks`` returned.
-    """
+    """Calls a method of every callback that ``build_callbacks`` returned."""
 
     def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
         self._callbacks = dict(callbacks)
@@ -26,12 +22,10 @@ class Callbacks:
             name: bool(inspect.signature(callback.on_training_epoch_start).parameters)
             for name, callback in self._callbacks.items()
         }
-        if self.overrides("on_checkpoint_end"):
-            warnings.warn(
-                "the on_checkpoint_end callback is deprecated; use on_checkpoint_write_end",
-                FutureWarning,
-                stacklevel=2,
-            )
+        for callback in self._callbacks.values():
+            if util.is_overridden(callback.on_checkpoint_end, pytorch.PyTorchCallback):
+                _warn_of_old_name(callback.on_checkpoint_end)
+                break
 
     def overrides(self, method: str) -> bool:
         """Say whether any callback has its own ``method``."""
@@ -41,7 +35,7 @@ class Callbacks:
         )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call ``method`` of every callback. Ranks: all; what the callbacks do is the user's."""
+        """Call ``method`` of every callback, which is the user's code. Ranks: all."""
         for callback in self._callbacks.values():
             getattr(callback, method)(*args, **kwargs)
 
@@ -58,9 +52,23 @@ class Callbacks:
         return {name: callback.state_dict() for name, callback in self._callbacks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore every callback whose name is in ``state``; warn of those with a state that is not there."""
+        """Restore every callback that ``state`` names; warn of those it lacks."""
         for name, callback in self._callbacks.items():
             if name in state:
                 callback.load_state_dict(state[name])
             elif util.is_overridden(callback.load_state_dict, pytorch.PyTorchCallback):
                 logger.warning("the checkpoint holds no state for the callback %r, which starts anew", name)
+
+
+def _warn_of_old_name(method: Callable[..., None]) -> None:
+    # At the user's own method, whoever builds the callbacks: that line is to be changed.
+    function: Any = inspect.unwrap(method)
+    if not hasattr(function, "__code__"):
+        function = _warn_of_old_name
+    warnings.warn_explicit(
+        "the on_checkpoint_end callback is deprecated; use on_checkpoint_write_end",
+        FutureWarning,
+        function.__code__.co_filename,
+        function.__code__.co_firstlineno,
+        registry=function.__globals__.setdefault("__warningregistry__", {}),
+    )

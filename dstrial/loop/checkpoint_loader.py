@@ -1,4 +1,4 @@
-"""Reading whole checkpoints back: verification, engines in this or another layout, trial state of every rank.
+"""Reads whole checkpoints back, into this layout or from another.
 
 A checkpoint directory holds ``model<i>/`` (engines, or whatever the trial's ``save`` writes),
 ``dstrial_rank<r>.pt`` (this rank's counters, random states, open report window, reducers, callbacks),
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class CheckpointLoader:
-    """Restores what ``CheckpointSaver`` wrote, so that a run goes on exactly.
-
-    Args:
-        state: of the run; restored in place.
-    """
+    """Restores, in ``state``, what ``CheckpointSaver`` wrote; a run goes on exactly."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
@@ -75,21 +71,12 @@ class CheckpointLoader:
             path = pathlib.Path(restored)
             manifest = self._read_verified(path)
             is_trusted = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
-            # The user's own load too, and whatever it calls.
+            # This holds for the user's own load, too, and for whatever it calls.
             stack.enter_context(restoring(trusts_code=is_trusted))
             saved = list(layouts_of(manifest, path))
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
-            missing = [
-                rank_state_name(rank)
-                for rank in range(saved_size)
-                if rank_state_name(rank) not in manifest.files
-            ]
-            if missing:
-                raise CheckpointDamagedError(
-                    f"checkpoint {path} has no {missing[0]}; expected the state of {saved_size} ranks. Resume from another "
-                    "checkpoint."
-                )
+            _require_ranks(path, manifest.files, saved_size)
             state = self._load_rank_state(path, context.distributed.rank % saved_size)
             continues = state["trial_id"] == self._state.trial_id
             if continues:
@@ -119,19 +106,7 @@ class CheckpointLoader:
                 uuid,
             )
             return {}, False
-        saved_records = state["loop"].get("records_per_batch", expected_records)
-        if expected_records is not None and saved_records != expected_records:
-            raise CheckpointError(
-                f"checkpoint {uuid} was written with {saved_records} records in a batch, and the training loader now reads "
-                f"{expected_records}; expected the same. Build the loader with "
-                "batch_size=context.get_train_micro_batch_size_per_gpu()."
-            )
-        saved_epoch_length = state["progress"]["epoch_length"]
-        if saved_epoch_length != expected_epoch_length:
-            raise CheckpointError(
-                f"checkpoint {uuid} was written with epochs of {saved_epoch_length} batches, and the training loader now has "
-                f"{expected_epoch_length}; expected the same records and batch size. Restore them, or start a new run."
-            )
+        _require_same_data(uuid, state, expected_epoch_length, expected_records)
         self._state.progress.load_state_dict(state["progress"])
         self._state.window.load_state_dict(state["window"], context.device)
         runtime.reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
@@ -140,7 +115,7 @@ class CheckpointLoader:
         return dict(state["loop"]), True
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
-        """Say whether the checkpoint is of another layout; refuse what cannot be loaded in this one."""
+        """Say whether the checkpoint has another layout; refuse what cannot be loaded."""
         if len(saved) != len(now):
             raise CheckpointLayoutError(
                 f"checkpoint {path} holds {len(saved)} engines, the trial wraps {len(now)}; expected the same engines. Resume "
@@ -194,7 +169,7 @@ class CheckpointLoader:
         state: dict[str, Any],
         saved_size: int,
     ) -> None:
-        """Make this rank's state, in place, one of the ranks that run now. Ranks: all, collectively."""
+        """Fit this rank's state, in place, to the ranks of now. Ranks: all, collectively."""
         context, runtime = self._state.context, self._state.runtime
         # Mapped: of another rank's state little is used, and only that is read.
         states = [read_rank_state(path, rank) for rank in range(saved_size)]
@@ -207,7 +182,7 @@ class CheckpointLoader:
         state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
         if rank >= saved_size:
-            # There was no such rank: it keeps the random states that its own seed gave it.
+            # No rank of this number wrote the checkpoint: it keeps the random states of its own seed.
             state["random_states"] = None
             state["reducers"] = []
             state["reductions_of_absent_ranks"] = []
@@ -249,7 +224,7 @@ class CheckpointLoader:
         )
 
     def _place(self, storage: Any, location: str) -> Any:
-        """Put what was on an accelerator on this rank's, and leave the rest on the CPU, for ``torch.load``."""
+        """Send ``torch.load``'s accelerator data to this rank's, all else to the CPU."""
         if location == "cpu":
             return storage
         restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
@@ -262,7 +237,7 @@ class CheckpointLoader:
             self._pending_random_states = None
 
     def _read_verified(self, path: pathlib.Path) -> Manifest:
-        """Read the manifest and compare every file with it, each rank its share. Ranks: all, collectively."""
+        """Verify files by the manifest, each rank its share. Ranks: all, collectively."""
         distributed = self._state.context.distributed
         return read_verified(
             path, distributed.allgather, part=distributed.local_rank, parts=distributed.local_size
@@ -286,10 +261,37 @@ def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequenc
             )
 
 
+def _require_ranks(path: pathlib.Path, names: Container[str], num_ranks: int) -> None:
+    missing = [rank_state_name(rank) for rank in range(num_ranks) if rank_state_name(rank) not in names]
+    if missing:
+        raise CheckpointDamagedError(
+            f"checkpoint {path} has no {missing[0]}; expected the state of {num_ranks} ranks. Resume from another "
+            "checkpoint."
+        )
+
+
+def _require_same_data(
+    uuid: str, state: Mapping[str, Any], expected_epoch_length: int | None, expected_records: int | None
+) -> None:
+    saved_records = state["loop"].get("records_per_batch", expected_records)
+    if expected_records is not None and saved_records != expected_records:
+        raise CheckpointError(
+            f"checkpoint {uuid} was written with {saved_records} records in a batch, and the training loader now reads "
+            f"{expected_records}; expected the same. Build the loader with "
+            "batch_size=context.get_train_micro_batch_size_per_gpu()."
+        )
+    saved_epoch_length = state["progress"]["epoch_length"]
+    if saved_epoch_length != expected_epoch_length:
+        raise CheckpointError(
+            f"checkpoint {uuid} was written with epochs of {saved_epoch_length} batches, and the training loader now has "
+            f"{expected_epoch_length}; expected the same records and batch size. Restore them, or start a new run."
+        )
+
+
 def recounted(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Return the loop's state with its micro batches counted as the first engine counts them now."""
+    """Return the loop's state with micro batches as the first engine counts them."""
     if not saved:
         return dict(loop_state)
     before, after = saved[0].micro_batches_per_batch, now[0].micro_batches_per_batch
@@ -304,7 +306,7 @@ def recounted(
 
 
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return where the ranks that read data stood; the middle stages of a pipeline read none."""
+    """Return where the reading ranks stood; middle stages of a pipeline read none."""
     found = {"micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states)}
     for one in loop_states:
         if one.get("records_per_batch") is not None:

@@ -1,4 +1,4 @@
-"""Writing whole checkpoints behind the training loop, which is held only while state is copied out.
+"""Writes whole checkpoints behind the loop, which waits only for the copy.
 
 A save begins and copies on the main thread; a thread then writes the files, their checksums and the manifest, uploads and
 registers. One save is under way at most. Ranks talk about it on a channel of its own, and the loop learns how it ended, on all
@@ -47,13 +47,10 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class _LeaveAtOnce(BaseException):
-    """Passes through the store without waiting for other ranks, which wait inside DeepSpeed's own barriers.
+    """Passes through the store at once: other ranks wait in DeepSpeed's barriers.
 
     This rank then exits with the error it carries as its cause, the launcher ends the others, and the
     directory, which has no completion mark, is removed at the next start.
-
-    Args:
-        error: what happened on this rank.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -141,10 +138,7 @@ class CheckpointSaver:
     # ---- the main thread -----------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the buffer in a thread, once the optimizer has its state; later calls do nothing.
-
-        Ranks: any; no communication.
-        """
+        """Make the buffer in a thread, once, when the optimizer has state; sends nothing."""
         is_immediate = not self._in_background or self._files_are_seen or self._saves_itself
         if not self._is_prepared and not is_immediate:
             self._buffers.prepare(
@@ -208,7 +202,7 @@ class CheckpointSaver:
         self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def _channel(self) -> core.DistributedContext:
-        """Return what ranks talk through about saving, made at the first call. Ranks: all, collectively."""
+        """Return the channel of saves, made at the first call. Ranks: all, collectively."""
         distributed = self._state.context.distributed
         if not self._in_background or distributed.size == 1:
             return distributed
@@ -226,7 +220,7 @@ class CheckpointSaver:
         }
 
     def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
-        """Copy, or write where that is asked for, the state of this rank. Ranks: all, collectively."""
+        """Copy (or write, if asked for) this rank's state. Ranks: all, collectively."""
         context = self._state.context
         is_immediate = not self._in_background or self._files_are_seen
         copies = StateCopies(None if is_immediate else self._buffers)
@@ -381,11 +375,11 @@ class CheckpointSaver:
     # ---- the outcome ---------------------------------------------------------------------------------
 
     def status(self) -> SaveStatus | None:
-        """How the save under way stands on this rank; None if none is. Ranks: any; no communication."""
+        """The save under way here, None without one. Ranks: any; no communication."""
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
-        """Act on how the save stands on every rank: nothing, the end of it, or its failure.
+        """Act on how the save stands on every rank: under way, at its end, or failed.
 
         Args:
             statuses: ``status`` of every rank, by rank, gathered in one exchange.
@@ -423,9 +417,9 @@ class CheckpointSaver:
             self.settle(self._state.context.distributed.allgather(self.status()))
 
     def close(self) -> None:
-        """Let the save under way come to its end, good or bad, and free the buffers; for when training has ended anyhow.
+        """Wait for the save under way, however it ends, and free the buffers.
 
-        Ranks: each its own; no communication besides that of the save.
+        For when training has ended anyhow. Ranks: each its own; no communication besides that of the save.
         """
         job, self._job = self._job, None
         if job is not None:

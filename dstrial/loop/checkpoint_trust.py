@@ -1,9 +1,9 @@
-"""Whether the files of a checkpoint may be loaded, decided on all ranks before any rank loads one.
+"""Whether the files of a checkpoint may be loaded; all ranks decide together.
 
 What holds only values and listed classes is loaded, whoever wrote it. Anything else is loaded if somebody vouches for these very
 files: this account, whose signature the manifest bears; the master, to which the trial that wrote them reported the manifest's
 SHA-256; or the user, by the same SHA-256 in ``data.dstrial.trust_checkpoint_code``. A manifest that matches its files vouches
-for nothing: everybody can make one.
+for nothing: everybody can make one. No rank loads a file before the decision.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def trusts_code(
     names: Sequence[str],
     exp_conf: Mapping[str, Any] | None,
 ) -> bool:
-    """Look at what the files hold; say whether loading them may run code that they name.
+    """Say whether loading the files may run code that they name.
 
     Args:
         context: of the trial.
@@ -86,7 +86,7 @@ def trusts_code(
 
 
 def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
-    """Return the SHA-256 by which a set of files is named: of the manifest, else of the checksums of ``names``.
+    """Return the SHA-256 of the manifest, else of the checksums of ``names``.
 
     Raises:
         OSError: a file cannot be read.
@@ -107,7 +107,7 @@ def _voucher(
         return None
     if is_own_manifest(root):
         return "this account has written it"
-    # Of a directory the metadata lies in it, and says what whoever made it wants.
+    # A directory holds its metadata itself: whoever made the directory can write anything there.
     if context.info is not None and not pathlib.Path(uuid).is_absolute():
         metadata = context.checkpoint.get_metadata(uuid)
         if metadata.get(MANIFEST_DIGEST) == digest:

@@ -15,7 +15,7 @@ import torch
 
 from dstrial.engine.state import engine_extra_state, restore_engine_extra_state
 from dstrial.errors import PeerFailedError, RankError, TrialContractError
-from dstrial.loop import failure_agreement
+from dstrial.loop import sync_point
 from dstrial.loop.run_state import Snapshot, random_states, restore_random_states
 from dstrial.loop.settings import LoopSettings
 from dstrial.loop.validation import Validation
@@ -43,7 +43,7 @@ def is_wanted(settings: LoopSettings, context: DeepSpeedTrialContext) -> bool:
 def check_metric(
     searched: str, validation: Validation, context: DeepSpeedTrialContext, objects: Iterable[Any]
 ) -> None:
-    """Evaluate one round, put everything back, and refuse a searcher's metric that is not there.
+    """Evaluate one round, put everything back, and refuse a missing metric.
 
     User code that raises is no reason not to train, as it may need what only training sets up, unless it says ``InvalidHP``.
 
@@ -78,7 +78,7 @@ def check_metric(
                 "searcher.metric %r is looked for at the first validation: evaluating one batch before training has failed "
                 "(%s)",
                 searched,
-                failure_agreement.described(error),
+                sync_point.described(error),
             )
     elif names is not None and searched not in names:
         raise SearcherMetricError(
@@ -88,7 +88,7 @@ def check_metric(
 
 
 def _is_final(error: Exception) -> bool:
-    """Say whether another rank ends with this error: one that is lost, or whose trial breaks its contract or gives up."""
+    """Say whether another rank ends with it: lost, contract broken, or ``InvalidHP``."""
     if isinstance(error, PeerFailedError):
         return any(f"({kind.__name__}: " in str(error) for kind in (TrialContractError, det.InvalidHP))
     return isinstance(error, RankError)
@@ -132,12 +132,9 @@ class Undo:
 
 
 class AttributeSnapshot:
-    """Attributes, contents of containers, and random generators of some objects and of what they hold.
+    """Attributes, containers and random generators of objects and what they hold.
 
     Modules, optimizers and objects of libraries are left alone. Ranks: any; no communication.
-
-    Args:
-        objects: where to begin.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The training loop: draws batches, asks what is due, and does it. It never asks which engine it has."""
+"""The training loop: draws batches and does what is due, with any engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ from dstrial.errors import (
     PeerFailedError,
     RankError,
 )
-from dstrial.loop import early_check, failure_agreement
-from dstrial.loop.boundaries import Boundary, Period, asks_for_checkpoint, due, next_due, total_batches
+from dstrial.loop import early_check, sync_point
+from dstrial.loop.boundaries import (
+    Boundary,
+    Period,
+    Progress,
+    asks_for_checkpoint,
+    due,
+    next_due,
+    total_batches,
+)
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
@@ -28,7 +36,6 @@ from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks
 from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping, combine
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
-from dstrial.loop.progress import Progress
 from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import AgreementPoints, StopReason
@@ -166,7 +173,7 @@ class TrainingLoop:
         )
 
     def _look_for_metric(self) -> None:
-        """Find a wrong ``searcher.metric`` before anything is trained. Ranks: all, collectively."""
+        """Find a wrong ``searcher.metric`` before training. Ranks: all, collectively."""
         settings, searched = self._settings, self._settings.searcher_metric
         if self._validation is None or searched is None or not self._looks_for_metric:
             return
@@ -175,7 +182,7 @@ class TrainingLoop:
             early_check.check_metric(searched, self._validation, self._context, objects)
 
     def _start_checks(self) -> None:
-        """Note how things are before the first batch of this process. Ranks: each its own; no communication."""
+        """Note how things are before the first batch. Ranks: each its own; sends nothing."""
         checks = self._settings.checks
         self._first_batch = self._progress.batches_trained
         if checks.non_finite == "fail":
@@ -190,7 +197,7 @@ class TrainingLoop:
         )
 
     def _step_counts(self) -> list[StepCounts]:
-        # What has no optimizer is stepped by somebody else, if at all.
+        # An engine without an optimizer is stepped by somebody else, if at all.
         return [StepCounts.of(engine) for engine in self._context.models if engine.optimizer is not None]
 
     def _tell_steps(self, *, is_end: bool = True) -> None:
@@ -208,7 +215,7 @@ class TrainingLoop:
                 )
 
     def _rewrite(self) -> FitResult:
-        """Save what was restored, in the layout that runs, and nothing else. Ranks: all, collectively."""
+        """Save, in the layout that runs, what was restored. Ranks: all, collectively."""
         self._loader.restore_random_states()
         self._checkpoint(is_last=True)
         self._saver.finish()
@@ -292,7 +299,7 @@ class TrainingLoop:
         return None
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Compare what a ``train_batch`` that accumulates by itself has trained with one batch.
+        """Refuse a self-accumulating ``train_batch`` that trains not exactly one batch.
 
         Whether it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
 
@@ -311,7 +318,7 @@ class TrainingLoop:
                 )
 
     def _next_event(self) -> int:
-        """Return the batch count after which there may be something else to do than training."""
+        """Return the batch count up to which there is nothing to do but train."""
         progress = self._progress
         batches = progress.batches_trained
         found = next_due(self._periods, batches, self._batches_total, progress.epoch_length)
@@ -324,7 +331,7 @@ class TrainingLoop:
         return self._agreements.is_alone and self._agreements.is_wished()
 
     def _train_until(self, end_batch: int) -> None:
-        """Train the batches up to ``end_batch``, exclusive, all of one epoch; a lone rank stops when it is asked to.
+        """Train up to ``end_batch``, exclusive, in one epoch; a lone rank may stop before.
 
         This is the hot path: no communication, no synchronisation, no decision.
         """
@@ -387,7 +394,7 @@ class TrainingLoop:
     # ---- reports -------------------------------------------------------------------------------------
 
     def _exchange(self, reports: bool) -> StopReason | None:
-        """Agree on stopping, and in the same exchange report the training metrics and hear of the save under way."""
+        """Agree on stopping, report metrics and hear of the save, in one exchange."""
         batches = self._progress.batches_trained
         share = self._window.totals() if reports and self._reports_metrics else None
         counts = self._step_counts() if reports else []
@@ -412,7 +419,7 @@ class TrainingLoop:
         counts: Sequence[StepCounts],
         start: int,
     ) -> None:
-        """Look for a finite loss and an optimizer step in what was reported; the same on all ranks."""
+        """Look for finite losses and optimizer steps in a report; the same on all ranks."""
         assert self._guard is not None
         batches = self._progress.batches_trained
         self._tell_steps(is_end=False)
@@ -455,7 +462,7 @@ class TrainingLoop:
     # ---- validation and checkpoints ------------------------------------------------------------------
 
     def _validate(self) -> None:
-        """Validate, report, and checkpoint if the policy says so. Ranks: all, collectively."""
+        """Validate, report, and checkpoint as the policy says. Ranks: all, collectively."""
         progress = self._progress
         if self._validation is None:
             progress.last_validation = progress.batches_trained
@@ -483,19 +490,19 @@ class TrainingLoop:
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
         self._sinks.upload()
-        saves, failure = self._distributed.broadcast((saves, failure_agreement.described(error)))
+        saves, failure = self._distributed.broadcast((saves, sync_point.described(error)))
         if error is not None:
             raise error
         if failure is not None:
-            raise failure_agreement.peer_failed("the report of a validation", [(0, failure)])
+            raise sync_point.peer_failed("the report of a validation", [(0, failure)])
         progress.last_validation = progress.batches_trained
         return bool(saves)
 
     @contextlib.contextmanager
     def _saving_first(self) -> Iterator[None]:
-        """Save what is trained before an exception of user code goes on, if all ranks have failed at the same place.
+        """Save what is trained if all ranks have failed in user code at the same place.
 
-        Ranks: all, collectively where they can agree; see ``dstrial.loop.failure_agreement``.
+        The exception goes on after it. Ranks: all, collectively where they can agree; see ``dstrial.loop.sync_point``.
         """
         try:
             yield
@@ -512,13 +519,13 @@ class TrainingLoop:
         if progress.checkpoint_is_current or batches == self._first_batch:
             return
         place = f"failed at batch {batches}"
-        failure_agreement.arrive(distributed, place)
-        if not failure_agreement.all_arrived(distributed, place, failure_agreement.MEET_S):
+        sync_point.arrive(distributed, place)
+        if not sync_point.all_arrived(distributed, place, sync_point.MEET_S):
             logger.error(
                 "rank %d has failed alone at batch %d (%s): what is trained since the last checkpoint is lost",
                 distributed.rank,
                 batches,
-                failure_agreement.described(error),
+                sync_point.described(error),
             )
             return
         try:
@@ -537,7 +544,7 @@ class TrainingLoop:
             )
 
     def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse validation metrics that the searcher cannot compare; the same on every rank."""
+        """Refuse metrics that the searcher cannot compare; the same on every rank."""
         searched = self._settings.searcher_metric
         if searched is None or searched in early_check.NEVER_MISSING:
             return
@@ -565,7 +572,7 @@ class TrainingLoop:
         return asks_for_checkpoint(policy, now, best_before, smaller_is_better=settings.smaller_is_better)
 
     def _state_evidence(self) -> list[StateEvidence]:
-        """Look at the weights and the newest losses of all ranks. Ranks: all, collectively (one all-gather)."""
+        """Look at the weights and newest losses of all ranks. Ranks: all (one all-gather)."""
         if self._weights is None:
             return []
         mine = StateEvidence(self._weights.lost(), self._window.newest_is_finite())

@@ -1,4 +1,4 @@
-"""Training and validation metrics: summed where they are computed, moved and reduced once, at a report.
+"""Metrics: summed where they are computed, moved and reduced once, at a report.
 
 Tensors of an accelerator are added up on it; those on the CPU are plain numbers already. Nothing here synchronises
 a device or talks to another rank until ``totals`` is called, which moves all sums in one copy.
@@ -116,7 +116,7 @@ def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
 
 
 def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> LossTail:
-    """Say how the values of a loss end; looks at them one by one only where their total is not finite."""
+    """Say how a loss's values end; reads each only if the total is not finite."""
     if total is not None and math.isfinite(total):
         return LossTail(0, len(losses))
     tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
@@ -132,7 +132,7 @@ ReducerOf = Callable[[str], pytorch.Reducer]
 
 
 def average(_name: str) -> pytorch.Reducer:
-    """Return ``Reducer.AVG``: how metrics are combined unless the trial says otherwise."""
+    """Return ``Reducer.AVG``, by which metrics are combined unless the trial says how."""
     return pytorch.Reducer.AVG
 
 
@@ -234,7 +234,7 @@ class MetricWindow:
             self._totals[name] = float(choose(held, amount))
 
     def totals(self) -> MetricTotals:
-        """Move everything to the host, one copy per device. Ranks: any; synchronises the device."""
+        """Move all to the host, one copy and synchronisation per device. Ranks: any."""
         by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, held in self._totals.items():
             if isinstance(held, torch.Tensor):
@@ -247,7 +247,7 @@ class MetricWindow:
         return MetricTotals(values, dict.fromkeys(values, self._weight), tails)
 
     def batches(self) -> list[dict[str, Any]]:
-        """Return every set added since the last reset, as NumPy values; empty unless asked to keep them."""
+        """Return every set since the last reset, as NumPy values; empty unless kept."""
         return [
             {k: v.cpu().float().numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             for batch in self._batches
@@ -263,10 +263,12 @@ class MetricWindow:
         self._losses = {}
 
     def newest_is_finite(self) -> bool | None:
-        """Say whether one of the newest losses is finite, those of the window before if this one is empty.
+        """Say whether one of the newest losses is finite.
 
         Returns:
-            None if no loss is watched. Ranks: any; no communication. Synchronises the device.
+            None if no loss is watched. An empty window answers for the one before.
+
+        Ranks: any; no communication. Synchronises the device.
         """
         newest = self._losses_now()
         return any(math.isfinite(float(loss)) for loss in newest) if newest else None
@@ -289,12 +291,7 @@ class MetricWindow:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Continue an open window.
-
-        Args:
-            state: what ``state_dict`` returned.
-            device: where tensors are put.
-        """
+        """Continue an open window from its ``state_dict``, with tensors on ``device``."""
         self._totals = {
             name: held.to(device) if isinstance(held, torch.Tensor) else held
             for name, held in state["totals"].items()
@@ -305,10 +302,9 @@ class MetricWindow:
 
 
 def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put the open windows of several ranks into one, so that the next report is that of all of them.
+    """Merge ranks' open windows of averages; the next report is that of all.
 
-    Args:
-        states: what ``state_dict`` of windows of averages returned; none makes an empty window.
+    ``states`` are what ``state_dict`` returned; none makes an empty window.
     """
     totals: dict[str, Any] = {}
     filled = [state for state in states if state["num_calls"]]
@@ -346,7 +342,7 @@ def combine(
     where: str,
     reducer_of: ReducerOf = average,
 ) -> dict[str, float | None]:
-    """Combine the shares of all ranks into one value per metric; the same on every rank.
+    """Combine the shares of all ranks into one value per metric, alike everywhere.
 
     Args:
         shares: index = rank; None for a rank that reports no metrics.

@@ -1,4 +1,4 @@
-"""Whether training still trains: a finite loss and an optimizer step in every few reports.
+"""Whether training still trains: finite losses and optimizer steps in its reports.
 
 Decided from what all ranks share at a report anyhow, so that all decide the same. A report counts as bad where no value of
 any loss was finite on any rank, or where an engine took no optimizer step.
@@ -121,7 +121,7 @@ class NonFiniteGuard:
             streak.length, streak.since, streak.told = 0, None, False
         if streak.since is None:
             since = batches - (num_bad - 1) // self._calls_per_batch
-            # The newest losses only are held; if all of them are bad, so may be those before.
+            # Only the newest losses are held: if all of them are bad, earlier ones may be, too.
             streak.since = start + 1 if is_bad else since
         if is_bad:
             streak.length += 1
@@ -189,6 +189,6 @@ def lost_weight(found: Sequence[StateEvidence]) -> str | None:
 
 
 def doubt(found: Sequence[StateEvidence]) -> str | None:
-    """Say why a state had better not take the place of an older checkpoint; None if nothing speaks against it."""
+    """Say why a state should not replace an older checkpoint; None if it may."""
     known = [evidence.loss_is_finite for evidence in found if evidence.loss_is_finite is not None]
     return lost_weight(found) or ("no loss is finite" if known and not any(known) else None)

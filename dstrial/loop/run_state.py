@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dstrial.loop.boundaries import Progress
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.metrics import MetricWindow
-from dstrial.loop.progress import Progress
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
 from dstrial.trial.trial import Checkpointable, DeepSpeedTrial
@@ -53,7 +53,7 @@ class RunState:
         return runtime_of(self.context)
 
     def layouts(self) -> list[dict[str, Any]]:
-        """Return the layout of every engine as JSON values. Ranks: all, collectively at the first call."""
+        """Return all engines' layouts as JSON. Ranks: all, collectively at the first call."""
         if self._layouts is None:
             gather = self.context.distributed.allgather
             self._layouts = [adapter.layout(gather).to_json() for adapter in self.runtime.adapters]
@@ -64,9 +64,6 @@ class Snapshot:
     """The attributes of some reducers as they are now.
 
     What cannot be copied (locks, process groups, models, the context) is kept by reference.
-
-    Args:
-        reducers: the user's reducer objects.
     """
 
     def __init__(self, reducers: Iterable[Any]) -> None:
@@ -91,7 +88,7 @@ def _copied(value: Any) -> Any:
 
 
 def reducer_state(reducer: Any) -> dict[str, Any]:
-    """Return what of a reducer goes into a checkpoint: every attribute that can be written and is state.
+    """Return what of a reducer goes into a checkpoint: its writable attributes.
 
     Functions, models and the context come back with the trial and are left out; of anything else that cannot
     be written, one warning is logged.
@@ -111,7 +108,7 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return what another rank's training reducers would contribute to the next report.
+    """Return what another rank's training reducers would add to the next report.
 
     Args:
         runtime: whose reducers compute it; they are as before afterwards.
@@ -138,7 +135,7 @@ def restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of this process and of its device. Ranks: any; no communication."""
+    """Return the random states of process and device. Ranks: any; sends nothing."""
     algorithm, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),

@@ -1,7 +1,11 @@
-"""The points of a run at which all ranks decide together: stop or go on, and when to decide next.
+"""The points of a run at which all ranks decide together whether to go on.
 
 Everything that has to cross ranks at such a point travels in one exchange: each rank's share of the
 metrics when a report is due, each rank's wish to stop, and rank 0's decision on the next point.
+
+Ranks agree likewise on what user code raises at a report or a validation, and save the trained state before the exception goes
+on. No rank ever waits in a collective for one that may not come: who has failed looks in the store whether the others are at the
+same place, up to a deadline, and only then talks to them.
 """
 
 from __future__ import annotations
@@ -14,8 +18,17 @@ from typing import Any
 
 from determined import core
 
+from dstrial.errors import PeerFailedError
+from dstrial.ranks.control_channel import ControlChannel
+
 INTERVAL_S = 5.0
 """How long, in seconds, a wish to stop may wait for the next point of agreement."""
+
+MEET_S = 30.0
+"""How long a rank whose user code has raised waits for the others to have failed at the same place, seconds."""
+
+EVALUATE_S = 300.0
+"""The same for the others to end an evaluation in which no rank waits for another."""
 
 _MAX_GROWTH = 8
 
@@ -72,7 +85,7 @@ class AgreementPoints:
         self._mark: tuple[int, float] | None = None
 
     def start(self, batches_trained: int) -> None:
-        """Begin counting, after a fresh start, a resume, or a pause for validation or a checkpoint."""
+        """Begin counting: at a start, a resume, or after a validation or a checkpoint."""
         if self._next is None:
             self._next = batches_trained + 1
         self._mark = (batches_trained, self._clock())
@@ -93,7 +106,7 @@ class AgreementPoints:
         return self._wish() is not None
 
     def agree(self, batches_trained: int, share: Any = None) -> Agreement:
-        """Exchange shares and wishes, and decide. Ranks: all, collectively (one all-gather).
+        """Exchange shares and wishes, and decide. Ranks: all, collectively (1 all-gather).
 
         Args:
             batches_trained: finished batches, the same on all ranks.
@@ -115,3 +128,38 @@ class AgreementPoints:
         elapsed_s = max(self._clock() - marked_time_s, 1e-9)
         wanted = int(self._interval_s * (batches_trained - marked_batches) / elapsed_s)
         return max(1, min(wanted, self._distance * _MAX_GROWTH))
+
+
+def can_agree(distributed: core.DistributedContext) -> bool:
+    """Say whether ranks can find out where the others are without waiting for ever."""
+    return bool(distributed.size == 1) or isinstance(distributed, ControlChannel)
+
+
+def arrive(distributed: core.DistributedContext, place: str) -> None:
+    """Tell the others where this rank is. Ranks: each its own; at most 1 store write."""
+    if isinstance(distributed, ControlChannel):
+        distributed.arrive(place)
+
+
+def all_arrived(distributed: core.DistributedContext, place: str, timeout_s: float) -> bool:
+    """Wait for all ranks at a place; say whether they came. No collective operation."""
+    if isinstance(distributed, ControlChannel):
+        return distributed.all_arrived(place, timeout_s)
+    return bool(distributed.size == 1)
+
+
+def described(error: BaseException | None) -> str | None:
+    """Return an error in one line for other ranks; None for none."""
+    if error is None:
+        return None
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def peer_failed(where: str, failures: list[tuple[int, str]]) -> PeerFailedError:
+    """Return what other ranks raise for ``failures`` (rank, error) at ``where``."""
+    rank, text = failures[0]
+    # The launcher knows a consequence by the words about a peer (launch/failures.py).
+    return PeerFailedError(
+        f"{where} has failed on rank {rank} ({text}), and a peer of this rank exited for it; expected it to return on all "
+        f"ranks. Look at the traceback of rank {rank}."
+    )

@@ -1,4 +1,4 @@
-"""One validation: every record once, metrics weighted by records, reduced once over all ranks."""
+"""One validation: every record once, weighted by records, reduced over ranks once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from determined import pytorch, util
 
 from dstrial.engine.adapters.validation_plan import ValidationRound
 from dstrial.errors import DataError, TrialContractError
-from dstrial.loop import failure_agreement
 from dstrial.loop import metrics as loop_metrics
+from dstrial.loop import sync_point
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.data.validation import Extent, ValidationStream
 from dstrial.loop.run_state import Snapshot
@@ -65,7 +65,7 @@ class Validation:
         return self._stream.dataset
 
     def agree_on_extent(self) -> bool:
-        """Compare the validation loaders of all ranks. Ranks: all, collectively (one all-gather).
+        """Compare the validation loaders. Ranks: all, collectively (one all-gather).
 
         Returns:
             Whether there is anything to validate with; the same on all ranks.
@@ -168,11 +168,11 @@ class Validation:
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
         results: dict[str, Any]
-        results, failure = self._context.distributed.broadcast((mine, failure_agreement.described(error)))
+        results, failure = self._context.distributed.broadcast((mine, sync_point.described(error)))
         if error is not None:
             raise error
         if failure is not None:
-            raise failure_agreement.peer_failed("evaluate_full_dataset", [(0, failure)])
+            raise sync_point.peer_failed("evaluate_full_dataset", [(0, failure)])
         return results, self._extent.num_records or 0
 
     def _by_batches(self) -> tuple[dict[str, Any], int]:
@@ -198,7 +198,7 @@ class Validation:
         return dict(values), sum(count for _, count in gathered)
 
     def _agreed(self, share: Any, error: Exception | None) -> list[Any]:
-        """Return what every rank hands in, unless user code has failed on one: then all raise.
+        """Return what every rank hands in; if user code failed on one, all raise.
 
         Raises:
             Exception: what user code has raised here, ``error``.
@@ -209,29 +209,29 @@ class Validation:
         distributed = self._context.distributed
         self._num_runs += 1
         place = f"evaluated {self._num_runs}"
-        failure_agreement.arrive(distributed, place)
+        sync_point.arrive(distributed, place)
         if error is not None:
             # The others may be inside a forward pass that waits for this rank.
-            timeout_s = failure_agreement.MEET_S if self._is_collective else failure_agreement.EVALUATE_S
-            if distributed.size > 1 and failure_agreement.can_agree(distributed):
+            timeout_s = sync_point.MEET_S if self._is_collective else sync_point.EVALUATE_S
+            if distributed.size > 1 and sync_point.can_agree(distributed):
                 logger.error(
                     "evaluation has failed on rank %d: %s",
                     distributed.rank,
-                    failure_agreement.described(error),
+                    sync_point.described(error),
                 )
-            if not failure_agreement.all_arrived(distributed, place, timeout_s):
+            if not sync_point.all_arrived(distributed, place, timeout_s):
                 self.is_agreed = False
                 raise error
-        gathered = distributed.allgather((share, failure_agreement.described(error)))
+        gathered = distributed.allgather((share, sync_point.described(error)))
         if error is not None:
             raise error
         failures = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
         if failures:
-            raise failure_agreement.peer_failed("evaluation", failures)
+            raise sync_point.peer_failed("evaluation", failures)
         return [handed_in for handed_in, _ in gathered]
 
     def sample(self) -> set[str] | None:
-        """Evaluate the first round with the weights of now, and return the names of what validations will return.
+        """Evaluate the first round; return the names that validations will return.
 
         Calls no callback and combines no reducer. What else it changes is for the caller to put back.
 

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of its job, and how ranks find and hear each other.
+"""Who this process is among the ranks of its job, and how ranks meet and talk.
 
 Names are resolved lazily: ``identify`` and ``StopSignals`` work without importing torch.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dstrial.ranks.stop_signals import StopSignals
 
 _HOME = {
-    "ControlChannel": "control",
-    "timeout_from_environ": "control",
+    "ControlChannel": "control_channel",
+    "timeout_from_environ": "control_channel",
     "RankIdentity": "identity",
     "identify": "identity",
     "device": "process_group",
@@ -30,7 +30,7 @@ _HOME = {
     "init_process_group": "process_group",
     "prepare_accelerator": "process_group",
     "shutdown": "process_group",
-    "StopSignals": "stop",
+    "StopSignals": "stop_signals",
 }
 
 __all__ = [

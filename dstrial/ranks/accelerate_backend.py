@@ -1,22 +1,20 @@
-"""Let accelerate, which Hugging Face's Trainer trains through as well, see all ranks of a job on CPUs.
+"""Shows accelerate all ranks of a job on CPUs.
 
-``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``) finds a backend for accelerators only, unless it is told
-``cpu=True``, with which it turns DeepSpeed off. Without a backend every rank takes itself for the only one of the job and
-trains on all the data, whatever process group there is; releases up to 1.10 took gloo. A script may pass
-``InitProcessGroupKwargs(backend="gloo")``; here the same is done for scripts that do not know of it. No environment variable
-does it, so the method is changed, in a rank's own process, as soon as (and only if) ``accelerate`` is imported.
+``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``), through which Hugging Face's Trainer trains as well, finds a
+backend for accelerators only, unless it is told ``cpu=True``, with which it turns DeepSpeed off. Without a backend every rank
+takes itself for the only one of the job and trains on all the data, whatever process group there is; releases up to 1.10 took
+gloo. A script may pass ``InitProcessGroupKwargs(backend="gloo")``; here the same is done for scripts that do not know of it. No
+environment variable does it, so the method is changed, in a rank's own process, when (and only if) ``accelerate`` is imported.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
+
+from dstrial import harness_paths
 
 _MODULE = "accelerate.state"
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
@@ -24,16 +22,19 @@ _MARK = "shows_cpu_ranks"
 
 
 def show_ranks_to_accelerate() -> None:
-    """Have accelerate count the ranks of a job on CPUs: at once if it is imported, else right after it is, if it ever is.
+    """Have accelerate count the ranks of a job on CPUs, now or when it is imported.
 
-    May be called more than once.
-
-    Ranks: each its own; no communication.
+    May be called more than once. Ranks: each its own; no communication.
     """
     if _MODULE in sys.modules:
         _change(sys.modules[_MODULE])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    else:
+        _change_at_import()
+
+
+@functools.cache
+def _change_at_import() -> None:
+    harness_paths.install({_MODULE: _change})
 
 
 def _change(module: Any) -> None:
@@ -52,7 +53,7 @@ def _change(module: Any) -> None:
             _bring_up_ranks()
             if self.device is None:
                 self.device = _cpu()
-            # What becomes of the kind, PartialState decides by the same variable.
+            # PartialState then decides the kind by the same variable.
             return "gloo", kinds.NO
         found, kind = find_backend(self, cpu, sagemaker_dp, backend)
         if (found is None or kind is kinds.NO) and _has_ranks_on_gloo():
@@ -67,7 +68,7 @@ def _change(module: Any) -> None:
 
 
 def _is_deepspeed_on_cpu() -> bool:
-    """Say whether accelerate is going to set DeepSpeed up for a launcher's rank, and DeepSpeed is to train on the CPU."""
+    """Say whether accelerate will set DeepSpeed up in a launcher's rank, on the CPU."""
     from dstrial.ranks.process_group import has_accelerator
 
     is_wanted = os.environ.get(_USE_DEEPSPEED, "false").lower() == "true" and "LOCAL_RANK" in os.environ
@@ -75,7 +76,7 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Make the process group as dstrial does, without operators that DeepSpeed would compile for the CPU. Ranks: all."""
+    """Make the process group without operators compiled for the CPU. Ranks: all."""
     import deepspeed
     import torch.distributed
 
@@ -105,33 +106,3 @@ def _cpu() -> Any:
     import torch
 
     return torch.device("cpu")
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds ``accelerate.state`` as usual and changes it right after it has been executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _change(module)

@@ -1,4 +1,7 @@
-"""One lane of the control channel: messages of ranks over a gloo group of their own, tagged, each with a deadline."""
+"""One lane of the control channel: tagged messages over a gloo group of its own.
+
+Each operation has a deadline.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ class Lane:
         return [RankIdentity(**fields) for fields in told]
 
     def agree_on_key(self, stack: contextlib.ExitStack) -> bytes:
-        """Return a key that the first rank has made; ``stack`` keeps its file until all have read it."""
+        """Return the first rank's key; ``stack`` keeps its file until all have read it."""
         operation = _Operation("start of the control channel", self._next_number())
         block = key_through_file(PrefixStore("key", self._store), is_writer=self._rank == self._ranks[0])
         try:
@@ -165,7 +168,7 @@ class Lane:
         view[_HEAD_BYTES : _HEAD_BYTES + len(short)] = short
 
     def _read(self, view: memoryview, rank: int, operation: _Operation) -> tuple[int, memoryview | None]:
-        """Return a message's length and the message, None if it is a long one that is yet to come."""
+        """Return a message's length and the message, None if that is long and comes later."""
         length_view = view[:_LENGTH_BYTES]
         length = int.from_bytes(length_view, "little")
         is_short = length <= _SHORT_PAYLOAD_BYTES
@@ -213,13 +216,14 @@ class Lane:
         return self._num_operations - 1
 
     def arrive(self, place: str) -> None:
-        """Have the others know where this rank is, after as many operations as it has made. Ranks: each its own."""
+        """Tell the others this rank's place and operation count. Ranks: each its own."""
         self._store.set(f"at/{self._rank}", f"{place} {self._num_operations}")
 
     def all_arrived(self, place: str, timeout_s: float) -> bool:
-        """Wait until all ranks are at a place, with as many operations made as this one; False at the deadline.
+        """Wait for all ranks at a place, with as many operations made as this one.
 
         No operation is begun: one that is given up would hold the process's end until gloo's own deadline.
+        Returns False at this deadline.
         """
         wanted = f"{place} {self._num_operations}".encode()
         keys = [f"at/{rank}" for rank in self._ranks]
@@ -260,7 +264,7 @@ class Lane:
             except RuntimeError as error:
                 if work.is_completed() and "Operation timed out" not in str(error):
                     raise self._peer_error(operation, error) from error
-            # Past the deadline by one quiet wait, whoever arrived before the deadline has said so.
+            # One quiet wait after the deadline, every rank that arrived in time has said so.
             is_over = time.monotonic() >= give_up_at_s + self._quiet_s
             try:
                 if not has_said:

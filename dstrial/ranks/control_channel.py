@@ -1,10 +1,9 @@
-"""The control channel: small Python objects between ranks, on a process group of their own.
+"""The control channel: small Python objects between ranks.
 
-It stands in for Determined's ``DistributedContext``, whose ZMQ sockets take two fixed ports per machine
-and wait for ever. This one runs over a gloo group beside the training's own group, so that it works
-next to any accelerator's backend, needs no port, and gives up at a deadline with the names of the
-ranks that did not come. Values are pickled; whatever arrives carries a tag that only this job's ranks can make, and nothing
-is decoded before that is checked.
+It stands in for Determined's ``DistributedContext``, whose ZMQ sockets take two fixed ports per machine and wait for ever. This
+one runs over a gloo group beside the training's own group, so that it works next to any accelerator's backend, needs no port,
+and gives up at a deadline with the names of the ranks that did not come. Values are pickled; whatever arrives carries a tag that
+only this job's ranks can make, and nothing is decoded before that is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _channel_numbers = itertools.count()
 
 
 def timeout_from_environ(default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Return how long ranks wait for each other: ``DSTRIAL_TIMEOUT_S``, seconds, or the default.
+    """Return how long ranks wait for each other, seconds, from ``DSTRIAL_TIMEOUT_S``.
 
     Raises:
         RankError: the variable is no positive number.
@@ -50,7 +49,7 @@ def timeout_from_environ(default_s: float = DEFAULT_TIMEOUT_S) -> float:
 
 
 class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determined ships no types
-    """A ``determined.core.DistributedContext`` over gloo, to pass to ``determined.core.init``.
+    """A ``DistributedContext`` over gloo, to pass to ``determined.core.init``.
 
     Every method is collective over all ranks (the ``_local`` ones over the ranks of a machine), has a
     deadline, and must be called by the same thread in the same order everywhere. On one rank nothing
@@ -105,7 +104,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
             self._local_lane.key = key
 
     def _agree_on_key(self, lane: Lane) -> bytes:
-        """Give the lane the key by which all ranks know each other's messages, and return it. Ranks: all."""
+        """Give the lane the key that tags all ranks' messages, and return it. Ranks: all."""
         key = key_from_environ(os.environ)
         if key is None and self.cross_size > 1:
             if self.rank == 0:
@@ -128,7 +127,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return [stuff] if self._lane is None else self._lane.allgather(stuff, "allgather")
 
     def gather(self, stuff: Any) -> list[Any] | None:
-        """Return what every rank passed on the chief, None elsewhere. Ranks: all, collectively."""
+        """Return all ranks' values on the chief, else None. Ranks: all, collectively."""
         if self._lane is None:
             return [stuff]
         everything = self._lane.allgather(stuff, "gather")
@@ -139,31 +138,30 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return stuff if self._lane is None else self._lane.broadcast(stuff, "broadcast")
 
     def allgather_local(self, stuff: Any) -> list[Any]:
-        """Return what every rank of this machine passed, by local rank. Ranks: a machine's, collectively."""
+        """Return a machine's values by local rank. Ranks: a machine's, collectively."""
         return [stuff] if self._local_lane is None else self._local_lane.allgather(stuff, "allgather_local")
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
-        """Return a machine's values on its first rank, else None. Ranks: a machine's, collectively."""
+        """Return a machine's values on its first rank. Ranks: a machine's, collectively."""
         if self._local_lane is None:
             return [stuff]
         everything = self._local_lane.allgather(stuff, "gather_local")
         return everything if self.local_rank == 0 else None
 
     def broadcast_local(self, stuff: Any = None) -> Any:
-        """Return what the first rank of this machine passed. Ranks: a machine's, collectively."""
+        """Return the value of a machine's first rank. Ranks: a machine's, collectively."""
         return stuff if self._local_lane is None else self._local_lane.broadcast(stuff, "broadcast_local")
 
     def arrive(self, place: str) -> None:
-        """Have the other ranks know that this one is at a place of the program. Ranks: each its own; one write to the store.
+        """Tell the other ranks that this one is at a place of the program.
 
-        Args:
-            place: the same text on all ranks; another one each time.
+        ``place`` is the same text on all ranks, another one each time. Ranks: each its own; one write to the store.
         """
         if self._lane is not None:
             self._lane.arrive(place)
 
     def all_arrived(self, place: str, timeout_s: float) -> bool:
-        """Say whether all ranks are where this one is, so that they may go on together; waits for them.
+        """Wait for the others; say whether all ranks are here and may go on together.
 
         Args:
             place: what they have passed to ``arrive``.
@@ -177,20 +175,15 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return self._lane is None or self._lane.all_arrived(place, timeout_s)
 
     def leave(self, reason: str) -> None:
-        """Take part no more: ranks that wait for this one fail with ``reason`` within seconds.
+        """Take part no more: who waits for this rank fails with ``reason`` within seconds.
 
-        The channel is of no use to anybody afterwards.
-
-        Args:
-            reason: what happened here, for the error of the others.
-
-        Ranks: each its own; no communication.
+        The channel is of no use to anybody afterwards. Ranks: each its own; no communication.
         """
         if self._lane is not None:
             self._lane.leave(reason)
 
     def close(self) -> None:
-        """Give up the channel's groups; safe to call again. Ranks: each its own; no communication."""
+        """Give up the groups; may be repeated. Ranks: each its own; no communication."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""Which of a machine's accelerators a rank trains on, decided from numbers alone; without torch."""
+"""Which accelerator a rank trains on, decided from numbers alone; without torch."""
 
 from __future__ import annotations
 

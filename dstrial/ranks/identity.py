@@ -111,7 +111,7 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
 
 
 def device_variable(identity: RankIdentity, device_idx: int) -> str:
-    """Return the value of ``DSTRIAL_LOCAL_RANK``: believed by this rank only, not by ranks that it starts in turn."""
+    """Return ``DSTRIAL_LOCAL_RANK`` for this rank, not for ranks that it starts."""
     return f"{identity.rank}:{device_idx}:{identity.local_rank}"
 
 
@@ -123,7 +123,7 @@ def _local_rank_before(view: _View, rank: int) -> int | None:
 
 
 class _View:
-    """The environment, remembering which variables were asked for, so that an error can show them."""
+    """The environment; notes which variables were asked for, for an error to show."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ

@@ -1,13 +1,15 @@
-"""What only the processes of a job know, and the tags by which they know each other's messages.
+"""What only a job's processes share: a secret, for tags on messages, and a file.
 
 Whoever may connect to a rank (another account of the machine on loopback, another machine on a network) can send it
-anything. What is decoded here, and could run code while it is, carries a tag that is checked first.
+anything. What is decoded here, and could run code while it is, carries a tag that is checked first. The ranks of one machine
+meet in the file that ``DSTRIAL_STORE`` names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import os
 import secrets
 import stat
@@ -17,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import RankError
+from dstrial.ranks.identity import RankIdentity
 
 SECRET_VARIABLE = "DSTRIAL_SECRET"  # noqa: S105  # the variable's name
 """Environment variable with a job's secret; ``dstrial.launch`` makes one for ranks of one machine."""
+
+STORE_VARIABLE = "DSTRIAL_STORE"
+"""Environment variable with the file and, because other launchers that run below ours pass it on, the job it is for."""
 
 TAG_BYTES = 32
 """Length of a tag."""
@@ -37,11 +43,7 @@ def new_secret() -> str:
 
 
 def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
-    """Return the job's key if the environment knows its secret, else None.
-
-    Args:
-        environ: ``DSTRIAL_SECRET`` decides, then the token of a cluster's allocation.
-    """
+    """Return the job's key by ``DSTRIAL_SECRET``, else a cluster's token, else None."""
     text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
     return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
 
@@ -60,7 +62,7 @@ def is_same_tag(given: bytes | memoryview, expected: bytes) -> bool:
 
 @contextlib.contextmanager
 def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
-    """Give the ranks of one machine a key that their launcher has not given them, for as long as the block lasts.
+    """Give the ranks of a machine a key for the block; their launcher gave none.
 
     The writer leaves it in a file that only this account can read, and says in the store where. The store may be open to
     other accounts: they can name another file there, and then the ranks refuse it or have different keys.
@@ -111,3 +113,35 @@ def _read_key(name: str) -> bytes:
         f"the ranks' key file {str(path)!r} {problem}; expected a file that a rank of this account has just written. "
         f"Set {SECRET_VARIABLE} to the same long random text for all ranks, and nobody needs the file."
     )
+
+
+def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
+    """Return the value of ``DSTRIAL_STORE``.
+
+    Args:
+        path: of a file that does not exist, in a directory that only this account can enter.
+        port: ``MASTER_PORT`` of the ranks.
+        num_ranks: ``WORLD_SIZE`` of the ranks.
+    """
+    return json.dumps({"path": str(path), "port": port, "num_ranks": num_ranks})
+
+
+def store_variable_of_generation(value: str, *, port: int, generation: int) -> str:
+    """Return ``DSTRIAL_STORE`` for restarted ranks, which have their own port."""
+    place = json.loads(value)
+    return json.dumps({**place, "path": f"{place['path']}.{generation}", "port": port})
+
+
+def private_path(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
+    """Return the file in which this job's ranks meet, None if the launcher made none.
+
+    Args:
+        environ: of this rank.
+        identity: who it is; a file for another port, number of ranks or several machines is not this job's.
+    """
+    value = environ.get(STORE_VARIABLE)
+    if not value:
+        return None
+    place: dict[str, Any] = json.loads(value)
+    is_this_job = (place["port"], place["num_ranks"]) == (identity.master_port, identity.world_size)
+    return str(place["path"]) if is_this_job and identity.num_nodes == 1 else None

@@ -1,4 +1,4 @@
-"""Create and end this rank's process group, on whatever accelerator DeepSpeed finds."""
+"""Create and end this rank's process group, on the accelerator DeepSpeed finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch.distributed
 
 from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
-from dstrial.ranks.device_memory import ask_torch_for_free_memory
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
 from dstrial.ranks.rendezvous_store import as_init_method, open_store
@@ -55,12 +54,9 @@ _created: _Created | None = None
 
 
 def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether DeepSpeed will train on something other than the CPU, without importing it.
+    """Say, without importing DeepSpeed, whether it will train on more than the CPU.
 
-    Args:
-        environ: ``os.environ`` if None; its ``DS_ACCELERATOR`` decides if set.
-
-    Ranks: any; no communication.
+    ``DS_ACCELERATOR`` of ``environ`` (``os.environ`` if None) decides if it is set. Ranks: any; no communication.
     """
     chosen = (os.environ if environ is None else environ).get("DS_ACCELERATOR")
     if chosen:
@@ -71,7 +67,7 @@ def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def num_torch_accelerators() -> int:
-    """Return how many accelerators torch itself sees, without making a later fork of this process useless for CUDA.
+    """Return how many accelerators torch sees; a later fork can still use CUDA.
 
     torch asks the CUDA driver, whose state a fork does not survive, unless this variable says to ask NVML; DeepSpeed sets it,
     too (deepspeed/__init__.py:14), but is imported later. ``torch.accelerator`` of torch 2.6 asks the driver all the same. So
@@ -86,7 +82,7 @@ def num_torch_accelerators() -> int:
 
 
 def prepare_accelerator() -> None:
-    """Choose DeepSpeed's CPU accelerator, in this process only, on a machine that has no other.
+    """Choose DeepSpeed's CPU accelerator in this process if the machine has no other.
 
     Has to be called before deepspeed is first imported: DeepSpeed settles its accelerator then.
 
@@ -97,7 +93,7 @@ def prepare_accelerator() -> None:
 
 
 def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
-    """Bring up torch's default process group through DeepSpeed, unless it is up already.
+    """Bring up torch's default process group through DeepSpeed, unless it is up.
 
     Does nothing where torch.distributed is initialised or ``DET_MANUAL_INIT_DISTRIBUTED`` is set, as
     Determined documents for users who do it themselves. Otherwise the environment variables that torch
@@ -183,7 +179,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
 
 
 def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> dict[str, str]:
-    """Return what makes DeepSpeed use this rank's device where its index is not the local rank.
+    """Return what makes DeepSpeed use a device whose index is not the local rank.
 
     DeepSpeed 0.19.8 takes ``LOCAL_RANK`` for the index (comm/torch.py:280, runtime/engine.py:1966,
     runtime/zero/partition_parameters.py:1138), and Open MPI's variable has to be equal (runtime/engine.py:1962).
@@ -199,7 +195,7 @@ def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> di
 def _share_device(
     identity: RankIdentity, own_device: torch.device, init_method: str, timeout: datetime.timedelta
 ) -> tuple[tuple[Any, str, Any], ...]:
-    """Make a gloo group for ranks that share a device, before DeepSpeed would make one of NCCL.
+    """Make a gloo group for ranks that share a device, before DeepSpeed takes NCCL.
 
     NCCL refuses two ranks on one device. DeepSpeed takes a group that is there, whatever its backend (comm/comm.py:878); made
     by DeepSpeed it would be bound to the device, and gloo's has no ``perform_nocolor_split`` (torch 2.13
@@ -269,9 +265,9 @@ def device(identity: RankIdentity) -> torch.device:
 
 
 def shutdown() -> None:
-    """End the process group and unset the variables that ``init_process_group`` made; a no-op otherwise.
+    """End the process group and unset the variables that ``init_process_group`` made.
 
-    Safe to call more than once, and after an error.
+    Safe to call more than once, without a group, and after an error.
 
     Ranks: each its own; no communication.
     """
@@ -293,7 +289,7 @@ def shutdown() -> None:
 
 
 def keep() -> None:
-    """Leave the process group up for as long as the process lives: ``shutdown`` then does nothing.
+    """Leave the process group up until the process ends; ``shutdown`` does nothing.
 
     For a group that was made for a library, which goes on using it after everything of dstrial's has ended. It ends
     when the interpreter does, before torch's own threads are torn down under it.
@@ -314,16 +310,32 @@ def _end_kept_group() -> None:
 
 @contextlib.contextmanager
 def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
-    """Keep DeepSpeed from compiling its shared-memory collective while it sets up a group on CPU.
+    """Keep DeepSpeed from compiling its shared-memory collective for a CPU group.
 
     It serves inference only (``inference_all_reduce``; gloo does it otherwise), yet 0.19.8 builds it on
     every CPU rank: that needs a C++ compiler, takes most of a minute the first time, a rank killed
     meanwhile leaves a lock file on which all later runs wait for ever, and each rank leaves 67 MB in /dev/shm.
 
-    Args:
-        is_cpu: whether DeepSpeed trains on the CPU; nothing is done otherwise.
-
-    Ranks: any; no communication.
+    Does nothing unless ``is_cpu``: DeepSpeed trains on the CPU. Ranks: any; no communication.
     """
     with process.no_compatible_ops() if is_cpu else contextlib.nullcontext():
         yield
+
+
+def ask_torch_for_free_memory() -> None:
+    """Have DeepSpeed ask torch for free memory where devices are named by UUIDs.
+
+    ZeRO 1 and 2 ask for it. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) takes the variable's words for integers, in order to
+    ask NVML; a MIG instance has a UUID only, and users name whole devices by theirs as well.
+
+    Ranks: each its own; no communication.
+    """
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if all(word.strip().isdecimal() for word in words) or words == [""]:
+        return
+    process.replace_available_memory(_available_memory)
+
+
+def _available_memory(_accelerator: Any, device_index: int | None = None) -> int:
+    free_bytes, _ = torch.cuda.mem_get_info(device_index)
+    return int(free_bytes)

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the store through which their process group comes about.
+"""The store through which the ranks of a job make their process group.
 
 Nothing in it is ever unpickled. Ranks that ``dstrial.launch`` started on one machine meet in a file of a directory that
 belongs to their account; a single rank needs nobody; all others meet in a ``TCPStore``, as their launcher says, that
@@ -23,8 +23,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 
 from dstrial.errors import RankError, RankTimeoutError
 from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
+from dstrial.ranks.job_secret import private_path
 from dstrial.ranks.sockets import listening_socket
-from dstrial.ranks.store_variable import private_path
 
 _SCHEME = "dstrial"
 _LOOK_S = 0.01
@@ -69,7 +69,7 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
 
 
 def as_init_method(store: Any, identity: RankIdentity) -> str:
-    """Return what ``init_process_group`` takes as ``init_method`` to use this store, once.
+    """Return the ``init_method`` by which ``init_process_group`` uses it, once.
 
     DeepSpeed's ``init_distributed`` takes no store (0.19.8 ``comm/comm.py:844``).
     """
@@ -79,7 +79,7 @@ def as_init_method(store: Any, identity: RankIdentity) -> str:
 
 
 def meet_privately(identity: RankIdentity) -> None:
-    """Have ``env://`` of this process meet where :func:`open_store` does, if its launcher serves no store.
+    """Have ``env://`` meet as in :func:`open_store`, if the launcher serves no store.
 
     For user code that makes the process group itself, before we can.
 

@@ -1,4 +1,4 @@
-"""Where the processes of a job listen: on the loopback interface if they are on one machine, else where they must."""
+"""Where the processes of a job listen: on loopback if they are on one machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def free_port(addr: str = LOOPBACK_ADDR) -> int:
 
 
 def listening_socket(addr: str, port: int) -> socket.socket:
-    """Return a socket that listens at one address of this machine, and nowhere else if that is possible.
+    """Return a socket that listens at one address only, if that is possible.
 
     A host name is not bound: it may resolve to loopback here (Debian's ``127.0.1.1``) and to another interface where the
     others look it up. The same for an address that this machine does not have, behind a container's NAT. Both listen on
@@ -73,11 +73,7 @@ def is_loopback(addr: str) -> bool:
 
 
 def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep gloo and NCCL on the loopback interface, for ranks of one machine.
-
-    Args:
-        environ: what the ranks get anyhow; a variable that is set there wins.
-    """
+    """Return what keeps gloo and NCCL on loopback, where ``environ`` sets nothing."""
     present = {name for _, name in socket.if_nameindex()}
     interface = next((name for name in _LOOPBACK_NAMES if name in present), None)
     if interface is None:

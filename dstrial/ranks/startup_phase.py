@@ -1,6 +1,6 @@
-"""What a rank is doing before its first batch, told to its launcher through a file; the launcher tells people.
+"""What a rank does before its first batch, told to its launcher through a file.
 
-Without a launcher of ours nothing is written.
+The launcher tells people. Each rank writes its own file; without a launcher of ours nothing is written.
 """
 
 from __future__ import annotations
@@ -16,23 +16,17 @@ PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
 
 
 def begin_phase(text: str) -> None:
-    """Say what this rank does from now on, for example ``importing model_def``.
-
-    Ranks: each its own; no communication.
-    """
+    """Say what this rank does from now on, such as ``importing model_def``."""
     _write({"phase": text, "since_s": time.time()})
 
 
 def end_phases() -> None:
-    """Say that this rank has started: it trains, or does what nothing is known of.
-
-    Ranks: each its own; no communication.
-    """
+    """Say that this rank has started: it trains, or does what nothing is known of."""
     _write({"phase": "", "since_s": time.time()})
 
 
 def read_phase(path: Path) -> tuple[str, float] | None:
-    """Return what a rank does and since when, seconds since the epoch; None before it has said anything."""
+    """Return what a rank does and since when, epoch seconds; None if it is silent."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return str(fields["phase"]), float(fields["since_s"])
@@ -46,7 +40,7 @@ def _write(fields: dict[str, object]) -> None:
         return
     path = Path(named)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    # The launcher's directory goes first where it is killed; nobody reads it then.
+    # If the launcher was killed, its directory is gone, and nobody reads the file.
     with contextlib.suppress(OSError):
         temporary.write_text(json.dumps(fields), encoding="utf-8")
         temporary.replace(path)

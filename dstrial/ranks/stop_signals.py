@@ -1,4 +1,4 @@
-"""Requests to stop: signals become a flag that a rank's training loop polls, or a list that a command reads."""
+"""Requests to stop: signals become a flag that the loop polls, or a list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAUNCHER_PID_VARIABLE = "DSTRIAL_LAUNCHER_PID"
 
 
 class StopSignals:
-    """Context manager that turns SIGTERM and Ctrl-C into a flag, for as long as it is open.
+    """Context manager that turns SIGTERM and Ctrl-C into a flag while it is open.
 
     SIGTERM sets the flag. A rank of ``dstrial.launch`` (the variable ``DSTRIAL_LAUNCHED`` is ``1``)
     ignores SIGINT, because its launcher hears the terminal and passes the request on as SIGTERM.
@@ -36,7 +36,7 @@ class StopSignals:
 
     @property
     def requested(self) -> str | None:
-        """The name of the first signal that asked for a stop, for example ``SIGTERM``; None if none did."""
+        """The first signal that asked for a stop, such as ``SIGTERM``; None if none did."""
         return self._requested
 
     def __enter__(self) -> StopSignals:
@@ -70,7 +70,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[signal.Signals]]:
-    """Note SIGINT, SIGTERM and SIGHUP in a list while the block lasts, instead of being ended by them.
+    """Note SIGINT, SIGTERM and SIGHUP in a list while the block lasts; none ends it.
 
     For a command that starts or follows processes and decides itself what a request to stop means; ranks take
     :class:`StopSignals`.

@@ -1,4 +1,4 @@
-"""What Python gives for modules of Determined in processes that dstrial starts; see ``dstrial/determined_imports.py``.
+"""Files that Python loads as modules of Determined, never by these names.
 
-Not imported by these names: each file is loaded under Determined's.
+In processes that dstrial starts; see ``dstrial/determined_imports.py``.
 """

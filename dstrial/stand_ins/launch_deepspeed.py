@@ -1,4 +1,4 @@
-"""``determined.launch.deepspeed`` with dstrial's launcher: the same command line, the same words for the ranks.
+"""``determined.launch.deepspeed`` with dstrial's launcher and the same options.
 
 Source of the command line: ``determined/launch/deepspeed.py`` ``parse_args`` (0.38.1).
 """
@@ -37,11 +37,7 @@ def parse_args(args: list[str]) -> list[str]:
 
 
 def main(script: list[str]) -> int:
-    """Start the ranks and wait for them; returns the exit status.
-
-    Args:
-        script: what ``parse_args`` returned.
-    """
+    """Start the ranks, with ``parse_args``'s words, and return the exit status."""
     determined_imports.announce("determined.launch.deepspeed")
     return launch(script)
 

@@ -1,4 +1,4 @@
-"""A real master for a test: ``dstrial up`` with a state directory and a login of its own, on a free port."""
+"""A real master for a test: ``dstrial up`` with its own state, login and port."""
 
 from __future__ import annotations
 

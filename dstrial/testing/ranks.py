@@ -1,4 +1,4 @@
-"""Run a function or a script on several CPU ranks, in real processes, with a deadline.
+"""Run a function or script on several CPU ranks, in processes, with a deadline.
 
 For tests of one's own distributed code, without a launcher: the variables are those of torchrun, and
 whatever the ranks leave behind ends with them. ::
@@ -128,7 +128,7 @@ def run_script(
 
 
 def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would give a rank on this machine, for CPU ranks."""
+    """Return the variables that torchrun would give a CPU rank on this machine."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -174,7 +174,7 @@ def _run(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, *, is_failure_final: bool) -> bool:
-    """Wait for all; False if the deadline passed. Others get 10 s after a failure that is final."""
+    """Wait for all ranks, 10 s after a final failure; False if the deadline passed."""
     give_up_at_s = time.monotonic() + deadline_s
     is_failing = False
     while any(process.poll() is None for process in processes):

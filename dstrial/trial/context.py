@@ -1,4 +1,4 @@
-"""DeepSpeedTrialContext: what a trial holds. It answers questions and takes registrations; the loop acts."""
+"""What a trial holds: it answers questions, takes registrations; the loop acts."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ class _RuntimeAttribute:
     """A private attribute of Determined's context that lives in the runtime.
 
     User code reads and sets such attributes all the same.
-
-    Args:
-        name: of the runtime's attribute.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,7 +53,7 @@ class _RuntimeAttribute:
 
 
 class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[misc]  # wrap_reducer lives there
-    """What a ``DeepSpeedTrial`` gets in its constructor; use :func:`dstrial.init` to build one.
+    """What a ``DeepSpeedTrial`` is given; use :func:`dstrial.init` to build one.
 
     Attributes:
         distributed: Determined's distributed context: rank, size, gather, broadcast.
@@ -174,7 +171,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- engines -------------------------------------------------------------------------------------
 
     def wrap_model_engine(self, model: Any) -> Any:
-        """Register a DeepSpeed engine for training and checkpoints, and check its configuration for real.
+        """Register a DeepSpeed engine for training and checkpoints, and check its config.
 
         The whole configuration check is repeated with the true sizes. The first engine decides the batch
         sizes and, if it is a pipeline, who reads records and who reports. In a run that goes on from a checkpoint an engine
@@ -223,7 +220,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Let an engine keep the batch of the run that goes on; returns what its config said when the run began."""
+        """Keep the batch of the resumed run; return what the config said at its start."""
         if self._runtime.resumed is None:
             return given_settings(engines.config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
@@ -239,7 +236,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 logger.warning("%s", warning)
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
-        """Describe model parallelism of your own; only after the first engine is wrapped, and only once.
+        """Describe model parallelism of your own; once, after the first engine is wrapped.
 
         Raises:
             TrialContractError: no engine is wrapped yet, or it was called before.
@@ -266,11 +263,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._use_pipeline_parallel
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Call ``train_batch`` once per batch; it then draws and trains the batch's micro batches itself."""
+        """Call ``train_batch`` once per batch; it then trains all its micro batches."""
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow loaders that are not ``dstrial.DataLoader``; order, sharding and resuming are then yours."""
+        """Allow loaders of other types; order, sharding and resuming are then yours."""
         self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
@@ -298,7 +295,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     @property
     def _train_micro_batch_size_per_gpu(self) -> int | None:
-        """Determined's attribute, which trials read though it is private; None before an engine is wrapped."""
+        """Determined's private attribute, which trials read; None without an engine."""
         return self._runtime.adapters[0].micro_batch_size if self._runtime.adapters else None
 
     @property
@@ -329,7 +326,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- data ----------------------------------------------------------------------------------------
 
     def to_device(self, data: Any) -> pytorch.TorchData:
-        """Move tensors and arrays, nested in lists, tuples and dicts, to this rank's device.
+        """Move tensors and arrays, in lists, tuples and dicts too, to this rank's device.
 
         Tensors in pinned memory, as ``dstrial.DataLoader`` yields them, are copied without waiting for the device: do not write
         to pinned memory of your own again before the device has it. What cannot be moved is returned as it is, with one
@@ -424,7 +421,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         *,
         model_parallel_size: int | None = None,
     ) -> dict[str, Any]:
-        """Return a DeepSpeed config ready for ``deepspeed.initialize``: read, overwritten, batch sizes solved.
+        """Return a config for ``deepspeed.initialize``: read, overwritten, batch solved.
 
         Unlike ``overwrite_deepspeed_config`` alone, every batch size left out or ``"auto"`` becomes a number,
         for the replicas that run now. A run that goes on from a checkpoint keeps its ``train_batch_size``.
@@ -462,7 +459,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return resolve_batch(merged, data_parallel_size) if kept is None else kept
 
     def get_global_batch_size(self) -> int:
-        """Return the ``global_batch_size`` hyperparameter, rounded down to a multiple of the slots.
+        """Return the ``global_batch_size``, rounded down to a multiple of the slots.
 
         Raises:
             ValueError: the hyperparameter is not set; DeepSpeed's own batch size is in its JSON.
@@ -512,7 +509,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return pathlib.Path(self._runtime.core.train.get_tensorboard_path())
 
     def get_tensorboard_writer(self) -> Any:
-        """Return this rank's ``torch.utils.tensorboard.SummaryWriter``, made at the first call."""
+        """Return this rank's TensorBoard ``SummaryWriter``, made at the first call."""
         if self._runtime.tensorboard_writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -530,7 +527,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.writes_tensorboard
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
-        """Profile training with ``torch.profiler.profile``; the loop steps it after every batch.
+        """Profile with ``torch.profiler.profile``; the loop steps it after every batch.
 
         All arguments go to the profiler; traces are written where TensorBoard finds them.
         """
@@ -544,7 +541,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Ask for training to stop; any rank may. All ranks then stop after the same batch, with a checkpoint."""
+        """Ask, on any rank, that all stop after the same batch, with a checkpoint."""
         if not isinstance(stop_requested, bool):
             raise AssertionError("stop_requested must be a boolean")
         if stop_requested:

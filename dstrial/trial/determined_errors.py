@@ -1,7 +1,7 @@
-"""Errors that are also of the type that Determined raises in the same place, for code that catches those.
+"""Errors that are also of the types that Determined raises in the same places.
 
-They are shown under the name of ``dstrial.errors`` that they also are. A module of its own, because that one imports nothing
-of Determined.
+For code that catches those. They are shown under the name of ``dstrial.errors`` that they also are. A module of its own, because
+that one imports nothing of Determined.
 
 Source: determined 0.38.1, ``pytorch/deepspeed/_deepspeed_context.py`` and ``_deepspeed_trial.py``.
 """
@@ -14,7 +14,7 @@ from dstrial.errors import TrialContractError
 
 
 class InvalidTrialError(TrialContractError, errors.InvalidExperimentException):  # type: ignore[misc]  # untyped
-    """There: ``InvalidExperimentException``. No engine is wrapped, or a batch returned no metrics by name."""
+    """There: ``InvalidExperimentException``. No wrapped engine, or no metrics by name."""
 
 
 class MetricNamesError(InvalidTrialError, ValueError):
@@ -34,7 +34,7 @@ class FullDatasetError(TrialContractError, TypeError):
 
 
 class AccumulationError(TrialContractError, AssertionError):
-    """There: ``AssertionError``. A ``train_batch`` that accumulates by itself trained another number of micro batches."""
+    """There: ``AssertionError``. ``train_batch`` accumulated too few or many batches."""
 
 
 class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped

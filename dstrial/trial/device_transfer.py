@@ -1,4 +1,4 @@
-"""Records on their way to the device: a loader that pins them, and a copy that does not wait for pinned ones."""
+"""A loader that pins records, and a copy to the device that does not wait."""
 
 from __future__ import annotations
 
@@ -17,27 +17,10 @@ from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 
 
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
-    """Determined's ``DataLoader``, with records in pinned memory where there is an accelerator.
+    """Determined's ``DataLoader``, with records pinned where an accelerator is used.
 
-    From there ``context.to_device`` copies them while the device goes on computing. All other arguments and their defaults are
-    ``determined.pytorch.DataLoader``'s.
-
-    Args:
-        dataset: as there.
-        batch_size: as there.
-        shuffle: as there.
-        sampler: as there.
-        batch_sampler: as there.
-        num_workers: as there.
-        collate_fn: as there.
-        pin_memory: whether to pin; None pins where records go to an accelerator.
-        drop_last: as there.
-        timeout: as there.
-        worker_init_fn: as there.
-        multiprocessing_context: as there.
-        generator: as there.
-        prefetch_factor: as there.
-        persistent_workers: as there.
+    From there ``context.to_device`` copies them while the device goes on computing. ``pin_memory`` says whether to pin; None pins
+    where records go to an accelerator. All other arguments and their defaults are ``determined.pytorch.DataLoader``'s.
     """
 
     def __init__(
@@ -79,7 +62,7 @@ class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships 
 
 
 def should_pin() -> bool:
-    """Return whether pinned memory serves this rank: torch pins for its own accelerators, except MPS.
+    """Return whether pinned memory serves this rank: for torch's accelerators but MPS.
 
     Source: torch 2.13 utils/data/dataloader.py, ``_BaseDataLoaderIter``: without one ``pin_memory=True`` warns.
     """
@@ -120,12 +103,12 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
-    # The other way, to pinned memory, would be read before it has arrived.
+    # A copy the other way, to pinned memory, would be read before it has arrived.
     return device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
 def _moved_by_itself(value: Any, device: torch.device) -> Any:
-    """Move an object that knows how; a mapping of pinned tensors, such as a ``BatchEncoding``, without waiting."""
+    """Move an object that knows how; mappings of pinned tensors do not wait."""
     held = list(value.values()) if isinstance(value, Mapping) else []
     if held:
         tensors = [item for item in held if isinstance(item, torch.Tensor)]

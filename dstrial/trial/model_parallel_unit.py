@@ -1,4 +1,4 @@
-"""Who does what under model parallelism: the replica of a rank, who reads records, who reports metrics."""
+"""Who is which replica, reads records or reports metrics under model parallelism."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParallelUnit:
-    """Return the arrangement in which every rank is a replica. Ranks: any; no communication.
+    """Return the unit in which every rank is a replica. Ranks: any; no communication.
 
     Args:
         dist_context: ``context.distributed``.

@@ -114,7 +114,7 @@ class TrialRuntime:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether a master is told of everything that a run directory keeps (``dstrial run``)."""
+        """Whether a master is told all that a run directory keeps (``dstrial run``)."""
         return isinstance(self.core.train, MirroredTrainContext)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
@@ -148,13 +148,9 @@ class TrialRuntime:
             writer.close()
 
     def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
-        """Return the metadata of a checkpoint, with which a config is compared before a run goes on from it.
+        """Return a checkpoint's metadata, which a resuming run compares its config with.
 
-        Args:
-            layouts: of the engines, as JSON values.
-            trial_id: number of the trial.
-
-        Ranks: any; no communication.
+        ``layouts`` are the engines', as JSON values. Ranks: any; no communication.
         """
         saved = self.resumed.saved.engines if self.resumed is not None else ()
         engines = []

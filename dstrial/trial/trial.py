@@ -17,7 +17,7 @@ from dstrial.trial.context import DeepSpeedTrialContext
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
-    """Tells who starts a dstrial trial through Determined's own harness how to start it instead."""
+    """Says how to start a dstrial trial to who starts it through Determined's harness."""
 
     @classmethod
     def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:  # noqa: ARG003  # Determined's hook
@@ -33,13 +33,13 @@ class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined 
 
 
 class Checkpointable:
-    """What is saved and loaded with the engines of a context: a trial, or the objects of another library's loop."""
+    """What is saved with a context's engines: a trial, or another library's objects."""
 
     _saves_engines_by_tag = False
     """Whether an overridden ``save`` writes every engine through DeepSpeed under ``_engine_tag`` all the same."""
 
     def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:
-        """Write every wrapped engine under ``path``, engine *i* with the tag ``model<i>``. Ranks: all.
+        """Write all engines under ``path``, engine *i* as tag ``model<i>``. Ranks: all.
 
         Override it to save something else; then override ``load`` too.
         """
@@ -60,7 +60,7 @@ class Checkpointable:
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Read back what ``save`` wrote besides the engines, after these were brought into another layout. Ranks: all."""
+        """Read back what ``save`` wrote besides the (reshaped) engines. Ranks: all."""
 
 
 class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it
@@ -94,16 +94,16 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
 
     @abc.abstractmethod
     def __init__(self, context: DeepSpeedTrialContext) -> None:
-        """Build the model engines and wrap each with ``context.wrap_model_engine``. Ranks: all."""
+        """Build the engines; ``context.wrap_model_engine`` takes each. Ranks: all."""
 
     @abc.abstractmethod
     def train_batch(
         self, dataloader_iter: Iterator[pytorch.TorchData] | None, epoch_idx: int, batch_idx: int
     ) -> torch.Tensor | dict[str, Any]:
-        """Train on one micro batch (data parallel) or one whole batch (pipeline, manual accumulation).
+        """Train on one micro batch, or on one whole batch.
 
-        Data parallel: draw one micro batch, forward, ``backward``, ``step``; the loop calls this
-        ``gradient_accumulation_steps`` times per batch. Pipeline: ``self.model_engine.train_batch()``.
+        Data parallel: draw one micro batch, forward, ``backward``, ``step``; the loop calls this ``gradient_accumulation_steps``
+        times per batch. Pipeline: ``self.model_engine.train_batch()``. Manual accumulation: all micro batches of the batch.
 
         Args:
             dataloader_iter: endless iterator over this replica's micro batches; None on ranks without a loader.
@@ -119,24 +119,24 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
 
     @abc.abstractmethod
     def build_training_data_loader(self) -> Any:
-        """Return the training records as a ``DataLoader`` of micro batches; called on ranks that read records.
+        """Return the training records as a ``DataLoader`` of micro batches.
 
         Its ``batch_size`` is ``context.get_train_micro_batch_size_per_gpu()``. Another kind of loader needs
-        ``context.disable_dataset_reproducibility_checks()``.
+        ``context.disable_dataset_reproducibility_checks()``. Ranks: those that read records.
         """
 
     @abc.abstractmethod
     def build_validation_data_loader(self) -> Any:
-        """Return the validation records as a ``DataLoader``, or None to train without validation."""
+        """Return the validation records as a ``DataLoader``; None for no validation."""
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        """Return callbacks by name; the name is the key under which a callback's state is checkpointed."""
+        """Return callbacks by the name under which a checkpoint keeps each one's state."""
         return {}
 
     def evaluate_batch(
         self, dataloader_iter: Iterator[pytorch.TorchData] | None, batch_idx: int
     ) -> dict[str, Any]:
-        """Evaluate one micro batch (data parallel) or one round of them (pipeline) without gradients.
+        """Evaluate one micro batch (in a pipeline: one round of them) without gradients.
 
         Args:
             dataloader_iter: iterator over this replica's validation micro batches; None on ranks without one.
@@ -150,7 +150,7 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Evaluate all validation records at once on the chief; an alternative to ``evaluate_batch``.
+        """Evaluate all validation records at once on the chief, not by ``evaluate_batch``.
 
         Args:
             data_loader: ``torch.utils.data.DataLoader`` over every validation record.
@@ -163,12 +163,12 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 
     def evaluation_reducer(self) -> pytorch.Reducer | dict[str, pytorch.Reducer]:
-        """Return how ``evaluate_batch`` metrics are combined: one ``Reducer`` for all, or one per metric.
+        """Return how metrics of ``evaluate_batch`` are combined, as one or by metric.
 
-        ``AVG``, the default, is weighted by records.
+        One ``Reducer`` for all, or one per metric. ``AVG``, the default, is weighted by records.
         """
         return pytorch.Reducer.AVG
 
     def get_batch_length(self, batch: Any) -> int:
-        """Return the number of records in one item of a loader; override it for batches of your own type."""
+        """Return the records in one item of a loader; override it for your own batch type."""
         return int(pytorch.data_length(batch))

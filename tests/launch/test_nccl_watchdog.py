@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dstrial.launch.agent import run_ranks
+from dstrial.launch.failures import is_peer_loss
 from dstrial.launch.rank_main import script_command
-from dstrial.ranks.peer_errors import is_peer_loss
 
 # As printed by torch 2.6 to 2.13 with NCCL.
 _SAID = (

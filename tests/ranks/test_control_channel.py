@@ -207,7 +207,7 @@ def test_ranks_in_different_calls_are_told_so() -> None:
 
 def lose_a_peer() -> str:
     from dstrial.errors import RankError
-    from dstrial.ranks.peer_errors import is_peer_loss
+    from dstrial.launch.failures import is_peer_loss
 
     channel = _channel()
     if channel.rank == 1:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.worker.rpc import Line, ready
-from dstrial.ranks.store_variable import STORE_VARIABLE, store_variable_of_generation
+from dstrial.ranks.job_secret import STORE_VARIABLE, store_variable_of_generation
 
 _RANK_MODULE = "dstrial.dsat.rank.rank_server"
 

@@ -8,8 +8,7 @@ from determined import pytorch
 
 from dstrial.errors import CheckpointError
 from dstrial.integrations.accelerate.schedule import Plan
-from dstrial.loop.boundaries import Boundary, due, total_batches
-from dstrial.loop.progress import Progress
+from dstrial.loop.boundaries import Boundary, Progress, due, total_batches
 from dstrial.loop.sync_point import StopReason
 
 

@@ -1,7 +1,7 @@
-"""Which records make up which batch: a function of seed, epoch, batch and global batch size only.
+"""Which records make up which batch.
 
-Replicas and micro batches are slices of a global batch, so a run may change their number and still see
-every record of an epoch once, in the same batches.
+A function of seed, epoch, batch and global batch size only: replicas and micro batches are slices of a global
+batch, so a run may change their number and still see every record of an epoch once, in the same batches.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class _TensorSequence(Sequence[int]):
 
 
 class SamplerOrder:
-    """The order of a user's sampler, replayed from epoch 0 under random states of (seed, epoch).
+    """The order of a user's sampler, replayed from epoch 0.
 
-    Replaying, because a sampler may carry its own random state from epoch to epoch.
+    Each epoch has random states of (seed, epoch); replayed, because a sampler may carry its own from epoch to epoch.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -89,7 +89,7 @@ class SamplerOrder:
 
 
 class forked_random_state:  # noqa: N801  # used like torch.random.fork_rng
-    """Seed Python's, NumPy's and torch's CPU generators inside the block and put them back after it."""
+    """Seed Python's, NumPy's and torch's CPU generators for the block alone."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -122,7 +122,7 @@ def record_seed(seed: int, epoch_idx: int, record_idx: int) -> int:
 
 
 def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
-    """Return the order of records per epoch that a ``DataLoader``'s sampler stands for.
+    """Return the order of records per epoch that a ``DataLoader``'s sampler gives.
 
     Args:
         sampler: the loader's ``sampler``; plain shuffling and plain sequence are recognised.
@@ -200,11 +200,7 @@ class GlobalBatches:
         self._block: list[Any] = []
 
     def records(self, batch_idx: int) -> list[Any]:
-        """Return the records of one global batch, in order.
-
-        Args:
-            batch_idx: batch of the run, from 0.
-        """
+        """Return the records of global batch ``batch_idx`` (of the run, from 0), in order."""
         epoch_idx, batch_in_epoch = divmod(batch_idx, self.epoch_length)
         if epoch_idx != self._epoch_idx:
             self._records = self._order(epoch_idx)
@@ -219,7 +215,7 @@ class GlobalBatches:
         return self._block[start - block_start : start - block_start + size]
 
     def num_records(self, first_batch: int, end_batch: int) -> int:
-        """Return how many records the global batches ``first_batch`` up to ``end_batch``, exclusive, hold."""
+        """Return the records of global batches ``first_batch`` to ``end_batch - 1``."""
         size = self.geometry.train_batch_size
         num_tails = (
             end_batch // self.epoch_length - first_batch // self.epoch_length if self.keeps_tail else 0
@@ -227,13 +223,7 @@ class GlobalBatches:
         return (end_batch - first_batch) * size - num_tails * (size - self.num_tail_records)
 
     def micro_batch(self, records: Sequence[Any], micro_batch_idx: int, replica: int) -> list[Any]:
-        """Return the records of one micro batch of one replica; never empty.
-
-        Args:
-            records: the records of the global batch.
-            micro_batch_idx: micro batch within the batch, from 0.
-            replica: data-parallel rank.
-        """
+        """Return the records of a replica's micro batch, from 0 in its batch; never empty."""
         num_slices = self.geometry.num_slices
         slice_idx = micro_batch_idx * self.geometry.num_replicas + replica
         start, stop = (slice_idx * len(records) // num_slices, (slice_idx + 1) * len(records) // num_slices)

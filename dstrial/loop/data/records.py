@@ -1,4 +1,4 @@
-"""Reading records as a user's loader would, with random states and positions that we decide.
+"""Reads records as a user's loader would, with our random states and positions.
 
 A ``determined.pytorch.DataLoader`` is taken apart: its data set, sampler and worker settings are used, its
 own way of dealing batches to ranks is not, because that depends on the number of ranks. Any other loader
@@ -22,9 +22,9 @@ from dstrial.trial.determined_errors import ForeignLoaderError
 
 
 class SeededRecords(data.Dataset[Any]):
-    """A data set read by ``(epoch_idx, record)``, under random states of (seed, epoch, record).
+    """A data set read by ``(epoch_idx, record)``, under random states of its own.
 
-    Used in loader workers only: they share no random state with training.
+    They follow from (seed, epoch, record). Used in loader workers only, which share no random state with training.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -48,7 +48,7 @@ class SeededRecords(data.Dataset[Any]):
 
 
 def _record_number(record: Any) -> int:
-    """Return a number that is the record's own; samplers yield ints, NumPy ints, tensors, or keys of any kind."""
+    """Return the record's own number, from an int, NumPy int, tensor or any key."""
     try:
         return operator.index(record)
     except TypeError:
@@ -72,12 +72,11 @@ class _WorkerStart:
 def torch_loader(
     loader: pytorch.DataLoader, dataset: Any, batch_sampler: Any, seed: int, *, is_sample: bool = False
 ) -> data.DataLoader[Any]:
-    """Build the torch loader that reads ``batch_sampler``'s records as ``loader`` would.
+    """Build the loader that reads ``batch_sampler``'s records as ``loader`` would.
 
     It gets a generator of its own, because a loader without one draws from the training's random state
-    every time it is started; and where the user gave no ``timeout``, workers that answer nothing are waited for
-    as long as ranks wait for each other, not for ever. A sample of a few micro batches has at most one worker, which
-    ends with it.
+    every time it is started. Where the user gave no ``timeout``, it waits for silent workers as long as ranks wait for
+    each other, not for ever. A sample of a few micro batches has at most one worker, which ends with it.
     """
     return data.DataLoader(
         dataset,

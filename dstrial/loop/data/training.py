@@ -147,26 +147,19 @@ class TrainingStream:
 
     @property
     def records_per_batch(self) -> int | None:
-        """Records that all replicas read for a full batch; None where a loader of the user's own decides."""
+        """Records of a full batch, over all replicas; None with a loader of the user's."""
         if self._batches is None or self._loader.batch_size is None:
             return None
         return self._batches.geometry.train_batch_size
 
     def count_records(self, first_batch: int, end_batch: int) -> int:
-        """Return the records of a stretch of global batches; for loaders of the user's own, if all are full."""
+        """Return the records of global batches; for a user's loader, as if all are full."""
         if self._batches is not None and self._loader.batch_size is not None:
             return self._batches.num_records(first_batch, end_batch)
         return (end_batch - first_batch) * self._full_batch_records
 
     def open(self, drawn: int) -> CountingIterator | None:
-        """Start reading.
-
-        Args:
-            drawn: how many micro batches of this replica were drawn before.
-
-        Returns:
-            The iterator, or None on ranks that read no records.
-        """
+        """Start after ``drawn`` micro batches of this replica; None if it reads none."""
         if self._loader is None:
             return None
         if self._batches is None:
@@ -209,7 +202,7 @@ class TrainingStream:
 
 
 class _Flattened(data.Sampler[Any]):
-    """Micro batches of a user's batch sampler: each ``[batch]`` that a replica is dealt, as the batch itself."""
+    """Micro batches of a user's batch sampler: each of its batches, as it stands."""
 
     def __init__(self, sampler: data.Sampler[Any], with_epoch: bool) -> None:
         self._sampler = sampler

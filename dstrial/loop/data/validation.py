@@ -1,4 +1,4 @@
-"""The validation records of a rank, in rounds; one round is one call of ``evaluate_batch``."""
+"""The validation records of a rank, in rounds: one per ``evaluate_batch`` call."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ from dstrial.loop.data.records import loader_length, require_determined_loader, 
 
 
 def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
-    """Return the round of micro batches whose sizes are known only now.
-
-    Args:
-        sizes: records of each micro batch.
-        is_ragged: whether the shape may differ from other rounds'.
-    """
+    """Return the round of micro batches whose sizes, in records, are known only now."""
     stops = list(itertools.accumulate(sizes))
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
     return ValidationRound(record_ranges=ranges, records=stops[-1], is_ragged=is_ragged)
 
 
 def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, bool]]:
-    """Return the micro batches of each round over a loader whose sizes are not known, and whether it may be ragged.
+    """Plan the rounds over a loader whose sizes are not known.
 
-    The last micro batch gets a round of its own, because it may hold fewer records.
+    The last micro batch gets a round of its own, because it may be ragged: hold fewer records.
 
     Args:
         num_micro_batches: micro batches of each replica, at least 1.
         per_round: micro batches per call of ``evaluate_batch``.
+
+    Returns:
+        The micro batches of each round, and whether it may be ragged.
     """
     full_rounds, rest = divmod(num_micro_batches - 1, per_round)
     sizes = [per_round] * full_rounds + ([rest] if rest else [])
@@ -45,7 +43,7 @@ def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a validation set: by records where a plan can be made, else by micro batches of this replica.
+    """The size of a validation set, in records where a plan can be made.
 
     Attributes:
         num_records: records of the whole set; None if they are known only when they are read.
@@ -112,17 +110,16 @@ class ValidationStream:
             self.extent = Extent(num_micro_batches=length)
 
     def full_loader(self) -> Any:
-        """Return a loader over every validation record, for ``evaluate_full_dataset`` on the chief."""
+        """Return a loader over every record, for ``evaluate_full_dataset`` on the chief."""
         loader = self._loader
         if isinstance(loader, pytorch.DataLoader):
             return torch_loader(loader, loader.dataset, loader.batch_sampler, self._seed)
         return loader
 
     def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
-        """Yield each round of this replica with an iterator over its micro batches. Ranks: any; no communication.
+        """Yield each round of this replica with an iterator over its micro batches.
 
-        Args:
-            agreed: the extent that the ranks agreed on; a rank with a loader of unplanned length uses its own.
+        ``agreed`` is the ranks' extent; a rank with a loader of unplanned length uses its own. Ranks: any; no communication.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
@@ -133,9 +130,9 @@ class ValidationStream:
 
     @property
     def can_be_sampled(self) -> bool:
-        """Whether reading a first round leaves nothing behind that cannot be put back, on this rank.
+        """Whether this rank can read a first round and put everything back afterwards.
 
-        A loader of the user's own and a sampler that keeps a state of its own would go on from another place afterwards.
+        A loader of the user's own and a sampler that keeps a state of its own would go on from another place.
         """
         loader = self._loader
         if loader is None:
@@ -152,12 +149,9 @@ class ValidationStream:
         return getattr(self._loader, "dataset", None)
 
     def first_round(self, agreed: Extent) -> tuple[ValidationRound, Iterator[Any] | None]:
-        """Return the first round with an iterator over its micro batches, apart from those of ``rounds``.
+        """Return the first round with its iterator, apart from those of ``rounds``.
 
-        Args:
-            agreed: the extent that the ranks agreed on, by records.
-
-        Ranks: any, where ``can_be_sampled`` on all of them; no communication.
+        ``agreed`` is the ranks' extent, by records. Ranks: any, where ``can_be_sampled`` on all of them; no communication.
         """
         assert agreed.num_records is not None
         assert agreed.records_per_micro_batch is not None

@@ -1,4 +1,4 @@
-"""``determined.pytorch.deepspeed._deepspeed_trial``: dstrial's trial, and a controller that trains it with dstrial's Trainer."""
+"""``determined.pytorch.deepspeed._deepspeed_trial`` with dstrial's trial and loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DeepSpeedTrial", "DeepSpeedTrialController"]
 
 
 class DeepSpeedTrialController:
-    """What Determined's ``Trainer.fit`` builds; scripts that build it themselves train as with ``Trainer.fit``.
+    """What Determined's ``Trainer.fit`` builds; here it trains as dstrial's does.
 
     Args:
         trial_inst: the trial.
@@ -42,7 +42,7 @@ class DeepSpeedTrialController:
 
     @classmethod
     def pre_execute_hook(cls, trial_seed: int, distributed_backend: Any) -> None:
-        """Make the process group, unless ``DET_MANUAL_INIT_DISTRIBUTED`` is set, and seed this process. Ranks: all."""
+        """Make the process group, unless users do it, and seed this process. Ranks: all."""
         del distributed_backend
         import deepspeed
 

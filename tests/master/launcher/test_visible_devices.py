@@ -60,7 +60,7 @@ def test_free_memory_of_instances_which_have_no_index_is_asked_of_torch(
     import torch
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-    from dstrial.ranks.device_memory import ask_torch_for_free_memory
+    from dstrial.ranks.process_group import ask_torch_for_free_memory
 
     env = environment(*slots)
     assert env["CUDA_VISIBLE_DEVICES"] == ",".join(slot.uuid for slot in slots)
@@ -80,7 +80,7 @@ def test_free_memory_of_instances_which_have_no_index_is_asked_of_torch(
 def test_deepspeeds_own_method_stays_where_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-    from dstrial.ranks.device_memory import ask_torch_for_free_memory
+    from dstrial.ranks.process_group import ask_torch_for_free_memory
 
     before = CUDA_Accelerator.available_memory
     for value in (environment(THIRD)["CUDA_VISIBLE_DEVICES"], "", "0, 1"):
