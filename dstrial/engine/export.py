@@ -1,8 +1,8 @@
-"""Write the weights of a saved engine as one model, for every ZeRO stage and for pipelines, without ranks or an accelerator.
+"""Write a saved engine's weights as one model, without ranks or an accelerator.
 
-Names and shapes are those of the module's ``state_dict``. A weight is the optimizer's master weight, rounded once where
-another type is asked for. Files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that
-memory does not grow with the model.
+For every ZeRO stage and for pipelines. Names and shapes are those of the module's ``state_dict``. A weight is the optimizer's
+master weight, rounded once where another type is asked for. Files are written tensor by tensor through one buffer of
+``_BUFFER_NUMEL`` elements, so that memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ModelWeights:
         return sum(spec.num_bytes for spec in self.specs)
 
     def pieces(self, spec: TensorSpec) -> Iterator[memoryview]:
-        """Yield the bytes of one tensor in order; each piece is valid until the next one is asked for."""
+        """Yield a tensor's bytes in order; each piece is valid until the next one's turn."""
         scratch = torch.empty(min(spec.numel, _BUFFER_NUMEL), dtype=_TYPES[spec.dtype])
         buffer = self._buffers.get(spec.name)
         for begin in range(0, spec.numel, _BUFFER_NUMEL):
@@ -96,7 +96,7 @@ def write_safetensors(
     specs: Sequence[TensorSpec] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write one safetensors file. Further names of tied weights stand in its metadata: name -> name in the file.
+    """Write one safetensors file; its metadata maps further names of tied weights.
 
     Args:
         weights: where the tensors come from.
@@ -122,7 +122,7 @@ def write_safetensors(
 
 
 def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
-    """Write a ``state_dict`` that ``torch.load`` reads, tied weights sharing their storage.
+    """Write a ``state_dict`` for ``torch.load``, whose tied weights share storage.
 
     torch writes only from tensors in memory. So the bytes go to a file beside ``path`` first, which is mapped: what torch
     reads of it is the system's file cache, and the mapped file is removed afterwards. It takes as much room as the result.
@@ -159,7 +159,7 @@ def write_hugging_face(
     files: Sequence[pathlib.Path] = (),
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a model directory as ``save_pretrained`` of Hugging Face Transformers lays it out.
+    """Write a model directory as ``save_pretrained`` of Transformers lays it out.
 
     Args:
         weights: where the tensors come from.
@@ -200,7 +200,7 @@ def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype 
 
 
 def _mapped(descriptor: int, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Map a file of tensors one after the other; each tensor's storage is its own bytes alone."""
+    """Map a file of consecutive tensors; each one's storage is its own bytes alone."""
     total = sum(spec.num_bytes for spec in specs)
     # Written to by nobody; torch wants memory that could be.
     mapped: Any = mmap.mmap(descriptor, total, access=mmap.ACCESS_COPY) if total else b""

@@ -1,4 +1,4 @@
-"""Make of what the ranks of one layout saved beside DeepSpeed's files what a rank of another one restores."""
+"""Carry the ranks' extra state of one layout over to another layout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dstrial.errors import CheckpointLayoutError
 def extra_state_for(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return for this rank, from what every rank of another layout saved, what ``restore_engine_extra_state`` takes.
+    """Return this rank's extra state from what the ranks of another layout saved.
 
-    A replica takes over the buffers of the replica of its own number, or where there were fewer, of one of those that
-    there were; a pipeline stage those of the layers that it has.
+    ``restore_engine_extra_state`` takes it. A replica takes over the buffers of the replica of its own number, or where there
+    were fewer, of one of those that there were; a pipeline stage those of the layers that it has.
 
     Args:
         engine: the engine to be restored.
@@ -65,7 +65,7 @@ def extra_state_for(
 
 
 def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a pipeline's tied layers from what every rank saved beside DeepSpeed's files.
+    """Return the state of a pipeline's tied layers from every rank's extra state.
 
     Args:
         extras: what ``engine_extra_state`` returned, by rank.

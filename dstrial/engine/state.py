@@ -1,4 +1,4 @@
-"""Save and load an engine with nothing lost and no silence; repairs what DeepSpeed 0.19.8 leaves out.
+"""Save or load all of an engine, or raise; mends what DeepSpeed 0.19.8 omits.
 
 DeepSpeed's own files hold weights, optimizer, scheduler and step counters. What they lack is kept beside
 them, one small dictionary per rank, see ``engine_extra_state``.
@@ -20,7 +20,7 @@ from dstrial.errors import CheckpointError
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` under ``path/tag`` and make sure that DeepSpeed wrote what it should have.
+    """Save ``engine`` under ``path/tag``, and check that all files were written.
 
     Args:
         engine: a wrapped engine, between two optimizer steps.
@@ -115,7 +115,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Put back what ``engine_extra_state`` returned, after the engine itself is loaded.
+    """Put back what ``engine_extra_state`` returned, once the engine is loaded.
 
     Args:
         engine: the engine that ``load_engine`` has loaded.
@@ -186,7 +186,7 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
 
 
 def _tied_without_file(module: PipelineModule) -> list[str]:
-    """Return the tied layers of this stage that DeepSpeed writes no file for, in an order all ranks share."""
+    """Return this stage's tied layers without a file, in an order all ranks share."""
     with_file = engines.tied_layers_with_file(module)
     return sorted(key for key in module.tied_modules if key not in with_file)
 
@@ -205,7 +205,7 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Let ``lr_scheduler.get_last_lr()`` answer with the loaded rates, which DeepSpeed's schedulers do not save."""
+    """Make ``get_last_lr()`` give the loaded rates, which schedulers do not save."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

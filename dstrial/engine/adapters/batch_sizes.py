@@ -63,9 +63,9 @@ def set_batch_sizes(
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
-    """Let an engine that DeepSpeed has loaded in the layout that wrote it count its micro batches in those of now.
+    """Recount a loaded engine's micro batches in the accumulation of now.
 
-    Its boundaries between optimizer steps are at multiples of the accumulation.
+    Its boundaries between optimizer steps are at multiples of it.
 
     Args:
         engine: loaded from a checkpoint.

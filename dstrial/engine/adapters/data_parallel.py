@@ -1,4 +1,4 @@
-"""The adapter for a data-parallel DeepSpeed engine: the user calls forward, backward and step."""
+"""The adapter of data-parallel engines: users call forward, backward and step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.engine.parameter_table import collect_layout
 
 
 class DataParallelAdapter:
-    """What the loop asks of one ``DeepSpeedEngine``; see ``EngineAdapter`` for the contract.
+    """What the loop asks of a ``DeepSpeedEngine``, as ``EngineAdapter`` describes it.
 
     Args:
         engine: the wrapped engine; it is not changed.
@@ -103,7 +103,7 @@ class DataParallelAdapter:
 
     @property
     def forward_is_collective(self) -> bool:
-        """ZeRO 3 gathers parameters in forward and experts exchange tokens, so every replica must run it equally often."""
+        """Whether forward talks: ZeRO 3 gathers parameters, experts exchange tokens."""
         return self._forward_is_collective
 
     def set_training(self, training: bool) -> None:
@@ -121,7 +121,7 @@ class DataParallelAdapter:
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
-        """Plan one micro batch per call; see ``plan_data_parallel``. Ranks: any; no communication."""
+        """Plan one micro batch per call; see ``plan_data_parallel``. Ranks: any."""
         return plan_data_parallel(
             num_records,
             records_per_micro_batch,
@@ -136,5 +136,5 @@ class DataParallelAdapter:
         """Do nothing: this engine has no ``eval_batch``."""
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Describe the engine's state for the manifest. Ranks: all, collectively (one ``allgather``)."""
+        """Describe the engine's state. Ranks: all, collectively (one ``allgather``)."""
         return collect_layout(self._engine, allgather)

@@ -30,7 +30,7 @@ _VALIDATION_SHAPE = "validation"
 
 
 class PipelineAdapter:
-    """What the loop asks of one ``PipelineEngine``; see ``EngineAdapter`` for the contract.
+    """What the loop asks of a ``PipelineEngine``, as ``EngineAdapter`` describes it.
 
     Args:
         engine: the wrapped engine; its ``train_batch``, ``eval_batch`` and the reduction of validation
@@ -124,7 +124,7 @@ class PipelineAdapter:
 
     @property
     def forward_is_collective(self) -> bool:
-        """Stages exchange activations, and every evaluation begins with a barrier of the world."""
+        """Always: stages exchange activations, evaluations begin with a world barrier."""
         return True
 
     def set_training(self, training: bool) -> None:
@@ -132,7 +132,7 @@ class PipelineAdapter:
         self._engine.train(training)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Make ``engine.train_batch()`` draw from ``iterator``. Ranks: any; no communication."""
+        """Make ``engine.train_batch()`` draw from ``iterator``. Ranks: any."""
         self._binding.training_iterator = iterator
         self._engine.set_dataiterator(iterator)
 
@@ -148,7 +148,7 @@ class PipelineAdapter:
         *,
         all_replicas: bool = False,  # noqa: ARG002  # they always do
     ) -> tuple[ValidationRound, ...]:
-        """Plan full, remaining and ragged rounds; see ``plan_pipeline``. Ranks: any; no communication."""
+        """Plan full, remaining and ragged rounds; see ``plan_pipeline``. Ranks: any."""
         return plan_pipeline(
             num_records,
             records_per_micro_batch,
@@ -160,14 +160,14 @@ class PipelineAdapter:
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` serve one round; None ends validation. Ranks: any; no communication."""
+        """Bind ``engine.eval_batch`` to a round; None ends validation. Ranks: any."""
         self._binding.validation_round = validation_round
         self._binding.validation_iterator = iterator
         if validation_round is None:
             self._binding.shape = None
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Describe the engine's state for the manifest. Ranks: all, collectively (one ``allgather``)."""
+        """Describe the engine's state. Ranks: all, collectively (one ``allgather``)."""
         stages = Stages(self.pipeline_stages, int(self._engine.stage_id))
         return collect_layout(self._engine, allgather, stages)
 
@@ -231,7 +231,7 @@ class _Binding:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the current validation round, or, told so by other arguments, whatever DeepSpeed would.
+        """Evaluate the bound round, or what DeepSpeed would if other arguments say so.
 
         Args:
             data_iter: yields the micro batches; None draws from the loader that the loop has bound.
@@ -289,7 +289,7 @@ class _Binding:
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Reduce the losses of one evaluation on the last stage; weighted by records in a bound round.
+        """Reduce losses on the last stage; a bound round weighs them by records.
 
         Ranks: the last stage of every replica, collectively (one all-reduce of two numbers).
         """
@@ -312,7 +312,7 @@ class _Binding:
         return total[0] / total[1]
 
     def _hold_shape(self, shape: str | None) -> None:
-        """Let all stages forget the shapes of activations unless they already hold ``shape``."""
+        """Let stages forget activation shapes unless they already hold ``shape``."""
         if shape is None or shape != self.shape:
             self.engine.reset_activation_shape()
         self.shape = shape

@@ -1,4 +1,4 @@
-"""Decide which replica evaluates which records, in which calls; pure arithmetic, no communication.
+"""Decide which replica evaluates which records in which calls; pure arithmetic.
 
 Every record of the validation set is evaluated exactly once over all replicas, and every replica makes
 equally many calls with equally many micro batches, so that collectives inside a forward pass always meet.
@@ -38,7 +38,7 @@ class ValidationRound:
 
     @property
     def is_filler(self) -> bool:
-        """Whether the round is computed only so that collectives meet, and its result is discarded."""
+        """Whether the round only makes collectives meet, and its result is discarded."""
         return self.records == 0 and self.num_micro_batches > 0
 
 

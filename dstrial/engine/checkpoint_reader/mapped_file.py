@@ -1,4 +1,4 @@
-"""Files that torch has written, mapped into memory, so that only what is used of them is read."""
+"""Map files that torch has written, so that only what is used is read."""
 
 from __future__ import annotations
 

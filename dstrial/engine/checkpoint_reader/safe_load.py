@@ -1,4 +1,4 @@
-"""Loading what torch has written into a checkpoint without running code that lies in it.
+"""Load what torch has written into a checkpoint without running code in it.
 
 Every load of ours, and everything that DeepSpeed, transformers and accelerate load while a checkpoint is restored, goes through
 torch's ``weights_only`` unpickler with the list of ``listed_classes``. Whoever vouches for a checkpoint (its own account, which
@@ -91,7 +91,7 @@ def load(
 def untrusted(
     found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
 ) -> UntrustedCheckpointError:
-    """Return the error that names every file and what it holds that is not on the list.
+    """Return the error that names every file with what is not on the list.
 
     Args:
         found: file -> classes and functions.
@@ -179,7 +179,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
 
 def may_be_unpickled(name: str) -> bool:
-    """Whether a file of a checkpoint can be one that somebody unpickles when a run goes on from it, by its name."""
+    """Whether, by its name, a file may be unpickled when a run goes on from it."""
     return pathlib.PurePosixPath(name).name not in _READ_BY_NOBODY and not name.startswith("code/")
 
 
@@ -189,7 +189,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _begins_as_pickle(path: pathlib.Path) -> bool:
-    """Whether a file begins as an archive of torch's or as a pickle of protocol 2 or later.
+    """Whether a file begins as torch's archive or a pickle of protocol 2 or later.
 
     Raises:
         OSError: it cannot be read.
@@ -204,7 +204,7 @@ def _is_loaded_by_us(name: str) -> bool:
 
 @contextlib.contextmanager
 def restoring(*, trusts_code: bool) -> Iterator[None]:
-    """Restore a checkpoint in the block: whatever torch loads meanwhile, in this process, is loaded by the list.
+    """Have torch load by the list only, in this process, while the block lasts.
 
     Also what libraries load with ``weights_only=False``: torch's own switch in the environment is stronger than their argument.
     DeepSpeed 0.19.8 does so for experts, for universal checkpoints and for fp32 weights of ZeRO 3, beside its checkpoint engine.
@@ -237,7 +237,7 @@ def restoring(*, trusts_code: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_listed() -> Iterator[None]:
-    """Have our list beside torch's own while the block lasts; what others have added stays."""
+    """Add our list to torch's while the block lasts; what others added stays."""
     with _lock:
         known: set[Any] = set(torch.serialization.get_safe_globals())
         added: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -266,9 +266,10 @@ def bind_checkpoint_engine(engine: Any) -> None:
 
 
 def make_plain_config(engine: Any) -> None:
-    """Let an engine keep its config as plain dictionaries, for it saves the object that it was given (``ds_config``).
+    """Make an engine's config plain dictionaries, for checkpoints hold that object.
 
-    An ``AttrDict`` would bring its class into every checkpoint. The user's own object stays as it is.
+    The engine saves the object that it was given (``ds_config``); an ``AttrDict`` would bring its class into every checkpoint.
+    The user's own object stays as it is.
 
     Ranks: any; no communication.
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.

@@ -1,4 +1,4 @@
-"""From the allocations of three steps at two micro batch sizes to bytes as functions of the micro batch size; pure."""
+"""Derive bytes by micro batch size from three steps at two sizes; pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryForms:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Return whether the last two steps made and freed the same until their optimizer step, whatever the sizes.
+    """Whether the last two steps make and free alike until the update, sizes aside.
 
     Args:
         trace: of at least two whole steps.
@@ -111,7 +111,7 @@ class _Steps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Alive:
-    """Bytes alive after each event, as lines, and whether the event made an allocation of this kind of memory."""
+    """Bytes alive after each event, as lines, and whether it allocated such memory."""
 
     base: _Floats
     slope: _Floats

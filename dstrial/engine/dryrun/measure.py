@@ -23,7 +23,7 @@ from dstrial.engine.dryrun.workload import Workload, load
 
 
 def measure(request: DryRunRequest) -> DryRunResult:
-    """Build the engines and train two steps, one at each micro batch size, and a third where the first was special.
+    """Build the engines and train one step at each of the two micro batch sizes.
 
     Raises:
         Exception: whatever the workload, torch or DeepSpeed raises; not everything can be run with fake tensors.
@@ -95,7 +95,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
 
 
 def _config(request: DryRunRequest) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size, with one or two micro batches to a step, and that number."""
+    """Return the config for the first size and its micro batches per step, 1 or 2."""
     config = copy.deepcopy(dict(request.deepspeed_config))
     accumulation = min(int(config.get("gradient_accumulation_steps") or 1), 2)
     config["train_micro_batch_size_per_gpu"] = request.micro_batch_sizes[0]
@@ -116,7 +116,7 @@ def _host_test(target: str, is_real: bool) -> Any:
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Collect cycles between steps only, so that memory is freed at the same places at both sizes."""
+    """Collect cycles between steps only, so that both sizes free at the same places."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

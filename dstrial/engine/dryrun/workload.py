@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class Workload(Protocol):
-    """Builds engines and trains with them; both inside a dry run, with fake tensors unless a real run is asked for."""
+    """Builds engines and trains with them in a dry run; tensors are fake by default."""
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
         """Return the engines, with this merged config.
@@ -24,7 +24,7 @@ class Workload(Protocol):
         ...
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Train on one micro batch of that many records: forward, backward and step. Return the batch."""
+        """Train one micro batch of that many records: forward, backward, step; return it."""
         ...
 
 
@@ -44,7 +44,7 @@ def load(reference: str) -> Callable[..., Any]:
 
 
 class ModelWorkload:
-    """A model whose forward pass returns the loss, and a function that makes its batches.
+    """A model whose forward returns the loss, and a function that makes its batches.
 
     Args:
         model: ``module:callable`` that returns the model.
