@@ -1,4 +1,4 @@
-"""How far an Accelerate loop is, how long it trains, and what is due after the batch of now."""
+"""How far an Accelerate loop is, how long it trains, and what is due now."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.loop.sync_point import StopReason
 
 
 class Course:
-    """Counts the batches of a run against its plan; the same on every rank, without a word between them.
+    """Counts a run's batches against its plan; alike on all ranks, without exchange.
 
     Attributes:
         progress: the counters, which checkpoints keep. How long an epoch is stays out of them: the loop learns that only when
@@ -68,7 +68,7 @@ class Course:
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the batch to train next, from 0; 0 as long as an epoch's length is not known."""
+        """Epoch of the next batch, from 0; 0 while an epoch's length is not known."""
         return self.batches_trained // self._epoch_length if self._epoch_length else 0
 
     @property

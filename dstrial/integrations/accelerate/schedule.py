@@ -1,4 +1,4 @@
-"""How long an Accelerate loop trains and what is due when, from the experiment config."""
+"""How long an Accelerate loop trains, and what is due when, by its config."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Plan:
         length: pytorch.TrainUnit | None,
         is_test: bool,
     ) -> Plan:
-        """Read a plan from an experiment config; without one training metrics are reported every 100 batches.
+        """Read a plan from an experiment config.
 
         Args:
-            config: the whole config, or nothing.
+            config: the whole config, or nothing: then training metrics are reported every 100 batches.
             global_batch_size: records of one optimizer step, for lengths counted in records.
             length: what the caller said itself, which wins.
             is_test: two batches and nothing in between.

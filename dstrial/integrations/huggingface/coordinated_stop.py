@@ -1,4 +1,4 @@
-"""Let all ranks stop after the same beat of their training, without a word between them at all the beats before.
+"""Let all ranks stop after the same beat, without exchange in the beats before.
 
 A thread on each rank looks for a wish to stop, its own or another rank's, in the process group's store. Once there is one, the
 thread notes under a lock in which beat its rank is and has the rank wait at that beat's end. Rank 0 takes the furthest of these
@@ -27,7 +27,7 @@ _ASKED, _DECIDED = "asked", "decided"
 
 
 def own_store(name: str) -> PrefixStore:
-    """Return the process group's store under a name, through a connection that nobody else waits on.
+    """Return the group's store under a name, with a connection that only it uses.
 
     Ranks: any, after the process group was made; no communication among them.
     """
@@ -81,7 +81,7 @@ class JointStop:
         self._thread.start()
 
     def beat(self) -> StopReason | None:
-        """Count the beat that has ended; return why to stop after it, the same on all ranks, or None to go on.
+        """Count a beat; return why all ranks stop after it, or None to go on.
 
         Raises:
             RankTimeoutError: a stop was asked for and not agreed on in time; names the ranks that were missing.

@@ -13,7 +13,7 @@ from dstrial.ranks.stop_signals import StopSignals
 
 
 class LeaveTrainingError(Exception):
-    """Ends ``Trainer.train`` from within a callback; ``train`` of this package catches it.
+    """Ends ``Trainer.train`` from a callback; this package's ``train`` catches it.
 
     Args:
         step: batches trained.
@@ -28,7 +28,7 @@ class LeaveTrainingError(Exception):
 
 
 class Stopping:
-    """Asks for wishes to stop and lets all ranks take the same decision at the same beat.
+    """Looks for wishes to stop; all ranks decide alike at the same beat.
 
     A beat is a training step, or a step of an evaluation that may be left. A wish is followed at the end of the beat in which
     the ranks learn of it: on a single rank that looks at every beat, on several within :data:`joint_stop.LOOK_S`.
@@ -48,11 +48,11 @@ class Stopping:
 
     @property
     def reason(self) -> StopReason | None:
-        """Why training stops before its end, once all ranks have agreed to; None until then."""
+        """Why training stops before its end, once all ranks agree; None until then."""
         return self._reason
 
     def start(self) -> None:
-        """Begin to look for wishes. Ranks: all, collectively (one broadcast, on several ranks)."""
+        """Begin to look for wishes. Ranks: all, collectively (a broadcast if several)."""
         if self._joint is not None or self._distributed.size == 1:
             return
         name = self._distributed.broadcast(f"dstrial/stop/{uuid.uuid4()}")
@@ -66,20 +66,20 @@ class Stopping:
             joint.close()
 
     def beat(self) -> bool:
-        """Count a step; say whether all ranks stop after it. Ranks: all, in step; no communication."""
+        """Count a step; say if ranks stop after it. Ranks: all, in step, no exchange."""
         if self._reason is None:
             self._reason = self.wish_here() if self._joint is None else self._joint.beat()
         return self._reason is not None
 
     def ask(self) -> bool:
-        """Say whether all ranks stop now, whatever the beat. Ranks: all, collectively (one exchange)."""
+        """Say whether all ranks stop now. Ranks: all, collectively (one exchange)."""
         if self._reason is None:
             wishes = self._distributed.allgather(self.wish_here())
             self._reason = next((wish for wish in wishes if wish is not None), None)
         return self._reason is not None
 
     def wish_here(self) -> StopReason | None:
-        """Return why this rank alone knows that training should stop; for any thread, no communication among ranks."""
+        """Return this rank's own reason to stop; for any thread, no communication."""
         if self._is_preempted_here():
             return StopReason.PREEMPTED
         if self._signals is not None and self._signals.requested is not None:
@@ -87,7 +87,7 @@ class Stopping:
         return None
 
     def acknowledge(self) -> None:
-        """Tell the master that the trial wants to go on later. Ranks: any; the chief tells."""
+        """Tell the master that the trial wants to go on later. Ranks: any; chief tells."""
         if self._distributed.rank == 0:
             self._preempt.acknowledge_preemption_signal()
 

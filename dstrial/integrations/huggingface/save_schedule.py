@@ -39,11 +39,11 @@ class Saving:
         self._storing.begin(arguments.output_dir(args), state.global_step)
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Let the Trainer write its directory of a step. Ranks: all, collectively (one exchange)."""
+        """Let the Trainer write a step's directory. Ranks: all, collectively."""
         self._storing.prepare(arguments.output_dir(args), step)
 
     def is_stale(self, step: int) -> bool:
-        """Whether the Trainer's directory of a step may share files with a checkpoint. Ranks: all, alike."""
+        """Whether a step's directory may share files with a checkpoint. Ranks: all, alike."""
         return self._storing.is_stale(step)
 
     def now(
@@ -108,7 +108,7 @@ class Saving:
     def store(
         self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
     ) -> bool:
-        """Make a checkpoint of what the Trainer has just written; say whether there was none of this step.
+        """Make a checkpoint of what the Trainer wrote; say whether the step had none.
 
         Args:
             trainer: None where it is not known.
@@ -169,7 +169,7 @@ class EngineFinder:
 
     @property
     def engine(self) -> DeepSpeedEngine | None:
-        """The engine; None before its first forward pass, and for a Trainer without DeepSpeed."""
+        """The engine; None before its first forward pass, and without DeepSpeed."""
         return self._engine
 
     def close(self) -> None:

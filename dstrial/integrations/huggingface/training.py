@@ -1,4 +1,4 @@
-"""``train(trainer, callback)``: ``Trainer.train`` that goes on from the trial's checkpoint, whatever layout wrote it."""
+"""``Trainer.train`` that goes on from the trial's checkpoint, whatever its layout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _output(step: int) -> TrainOutput:
 
 @contextlib.contextmanager
 def _preparing_saves(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """Let no save of the Trainer, whoever asked for it, write into a stored checkpoint while the block lasts.
+    """Keep every save of the Trainer from writing into a stored checkpoint.
 
     Source: transformers 4.56 and 5.23 write ``checkpoint-<step>`` in ``Trainer._save_checkpoint``, called by all ranks.
     """
@@ -94,7 +94,7 @@ def _preparing_saves(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_model_init(trainer: Trainer) -> Iterator[None]:
-    """Keep the Trainer from making its model anew, which would lose the weights that it has taken over."""
+    """Keep the Trainer from making its model anew, without the weights taken over."""
     model_init = trainer.model_init
     trainer.model_init = None
     try:
@@ -105,7 +105,7 @@ def _without_model_init(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """Have the engine that the Trainer makes load its checkpoint through the callback while the block lasts.
+    """Have the Trainer's new engine load its checkpoint through the callback.
 
     Source: transformers 4.56 and 5.23 make the engine with ``accelerator.prepare`` and load it with
         ``integrations.deepspeed.deepspeed_load_checkpoint``, which calls the engine's ``load_checkpoint``.
@@ -128,7 +128,7 @@ def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
 
 
 def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
-    """Let the next ``load_checkpoint`` of an engine load the trial's checkpoint; those after it are DeepSpeed's own."""
+    """Let the next ``load_checkpoint`` load the trial's; later ones are DeepSpeed's."""
 
     def load_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         del args, kwargs, engine.load_checkpoint

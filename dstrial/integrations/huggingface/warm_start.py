@@ -1,4 +1,4 @@
-"""Take over the weights of another trial's checkpoint, whatever wrote it and however many ranks cut the model."""
+"""Take over the weights of another trial's checkpoint, whatever its layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) -> None:
-    """Take over the weights of another trial's checkpoint, before a Trainer wraps the model.
+    """Take over another trial's weights, before a Trainer wraps the model.
 
     Args:
         model: the Trainer's, not wrapped; under ZeRO 3 its parameters may be cut over the ranks already.
@@ -92,7 +92,7 @@ def _is_cut(parameter: torch.nn.Parameter) -> bool:
 
 @contextlib.contextmanager
 def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Put a parameter that ZeRO 3 has cut together while the block lasts; what rank 0 writes is what all get."""
+    """Put a cut parameter together in the block; all ranks get what rank 0 writes."""
     if not _is_cut(parameter):
         yield
         return

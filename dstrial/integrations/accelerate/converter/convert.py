@@ -1,6 +1,6 @@
-"""Make a DeepSpeed JSON and an experiment config of what ``accelerate config`` writes, and say where every key went.
+"""Convert what ``accelerate config`` writes, and say where every key went.
 
-Pure: reads nothing, writes nothing. Accelerate need not be installed.
+It becomes a DeepSpeed JSON and an experiment config. Pure: reads nothing, writes nothing; Accelerate need not be installed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def convert(
 
 
 def _with_sizes(draft: ConversionDraft, micro: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the JSON with its batch sizes, and what the experiment config sets over it."""
+    """Return the JSON with batch sizes, and what the experiment config sets over it."""
     if draft.file is not None:
         deepspeed = dict(draft.file)
         is_other = micro is not None and deepspeed.get(BATCH_KEYS[1]) != micro

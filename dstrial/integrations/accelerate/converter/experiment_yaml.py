@@ -1,4 +1,4 @@
-"""Write a converted experiment config as YAML with the places marked that a person has to decide about."""
+"""Write an experiment config as YAML, with marks where a person has to decide."""
 
 from __future__ import annotations
 
