@@ -16,7 +16,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dstrial.engine.dryrun.trace import Trace
+from dstrial.engine.dryrun.linear_peaks import Trace
 from dstrial.engine.dryrun.values import PHASES, Collective
 
 _ATEN = torch.ops.aten
