@@ -38,7 +38,7 @@ _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", 
 
 
 class TrialWorkload:
-    """A DeepSpeedTrial as a dry run's workload; see ``dstrial.engine.dryrun.workload.Workload``.
+    """A DeepSpeedTrial as a dry run's workload; see ``dstrial.engine.dryrun.measure.Workload``.
 
     Args:
         trial: ``module:Class``.
