@@ -8,7 +8,7 @@ from typing import Any
 from determined import core, util
 
 from dstrial.errors import TrialContractError
-from dstrial.integrations.accelerate.schedule import Plan
+from dstrial.integrations.accelerate.progress_tracker import Plan
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.boundaries import asks_for_checkpoint

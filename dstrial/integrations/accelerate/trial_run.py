@@ -22,8 +22,7 @@ from dstrial.integrations.accelerate.loaders import (
     warn_of_unrepeatable_order,
 )
 from dstrial.integrations.accelerate.metric_reports import Reports
-from dstrial.integrations.accelerate.progress_tracker import Course
-from dstrial.integrations.accelerate.schedule import Plan
+from dstrial.integrations.accelerate.progress_tracker import Course, Plan
 from dstrial.local.run_directory import TEST_VARIABLE
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
