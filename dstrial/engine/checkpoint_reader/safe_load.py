@@ -1,7 +1,7 @@
 """Load what torch has written into a checkpoint without running code in it.
 
 Every load of ours, and everything that DeepSpeed, transformers and accelerate load while a checkpoint is restored, goes through
-torch's ``weights_only`` unpickler with the list of ``listed_classes``. Whoever vouches for a checkpoint (its own account, which
+torch's ``weights_only`` unpickler with the list of ``allowed_classes``. Whoever vouches for a checkpoint (its own account, which
 signed it, or a person) has what is not on the list loaded as well, for that checkpoint and no other.
 """
 
@@ -21,7 +21,7 @@ from torch import _weights_only_unpickler
 
 from dstrial.checkpoint.pickle_scan import PickleContents, read_pickle
 from dstrial.engine.checkpoint_reader.allowed_classes import LISTED
-from dstrial.errors import UntrustedCheckpointError
+from dstrial.errors import CheckpointDamagedError, UntrustedCheckpointError
 
 _NUMPY_NAMES = frozenset(
     {
@@ -86,6 +86,34 @@ def load(
     if not is_vouched:
         raise untrusted({str(path): unlisted})
     return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
+
+
+def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
+    """Load what lies in a file, its tensors mapped, on the CPU.
+
+    Args:
+        path: of the file.
+        holds: what it should hold, for the message.
+        trusts_code: whether somebody vouches for the file, so that it may run code where the list does not suffice.
+
+    Raises:
+        CheckpointDamagedError: it is missing or cannot be read.
+        UntrustedCheckpointError: it holds classes that are not on the list.
+        ImportError, AttributeError: it is trusted, and holds objects of a class that cannot be imported here.
+
+    Ranks: any; no communication.
+    """
+    try:
+        loaded: dict[str, Any] = load(path, mmap=True, trusts_code=trusts_code)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(
+            f"{path} is missing; expected {holds}. Restore it, or use another checkpoint."
+        ) from None
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise CheckpointDamagedError(
+            f"{path} cannot be read ({error}); expected {holds}, as torch has written it. Use another checkpoint."
+        ) from error
+    return loaded
 
 
 def untrusted(

@@ -21,7 +21,7 @@ import torch
 from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.checkpoint.shards import Piece, Pieces, overlaps, own_piece, positions_in_groups
 from dstrial.engine.checkpoint_reader.equality import is_equal
-from dstrial.engine.checkpoint_reader.mapped_file import load_mapped
+from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
 
 MASTER = "master"
