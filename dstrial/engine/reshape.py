@@ -23,8 +23,8 @@ from dstrial.checkpoint.shards import Piece, Pieces, own_piece, positions_in_gro
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.engine.extra_state import describe_untied
 from dstrial.engine.files import describe_rank
+from dstrial.engine.state import describe_untied
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 _SCRATCH_NUMEL = 1 << 20

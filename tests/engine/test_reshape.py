@@ -12,7 +12,7 @@ from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.checkpoint.reshape_rules import reshape_problems
-from dstrial.engine.extra_state import merged_tied_modules
+from dstrial.engine.state import merged_tied_modules
 from dstrial.errors import CheckpointLayoutError
 from dstrial.testing.ranks import run_function
 
