@@ -131,3 +131,28 @@ class EngineAdapter(Protocol):
 
         Ranks: all, collectively (one ``allgather``).
         """
+
+
+class WrappedEngine:
+    """What adapters of every kind answer alike.
+
+    Args:
+        engine: the wrapped engine.
+        data_parallel_rank: replica of this rank.
+        data_parallel_world_size: number of replicas.
+
+    Attributes:
+        micro_batch_size: records in one forward pass of one replica.
+        micro_batches_per_batch: micro batches of one replica in one optimizer step.
+    """
+
+    def __init__(self, engine: Any, data_parallel_rank: int, data_parallel_world_size: int) -> None:
+        self.engine = engine
+        self.micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
+        self.micro_batches_per_batch: int = engine.gradient_accumulation_steps()
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_world_size = data_parallel_world_size
+
+    def set_training(self, training: bool) -> None:
+        """Put the module into training or evaluation mode. Ranks: any; no communication."""
+        self.engine.train(training)

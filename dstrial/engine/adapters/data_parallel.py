@@ -8,11 +8,12 @@ from typing import Any
 from deepspeed import DeepSpeedEngine, comm
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.adapters.base import WrappedEngine
 from dstrial.engine.adapters.validation_plan import ValidationRound, plan_data_parallel
 from dstrial.engine.parameter_table import collect_layout
 
 
-class DataParallelAdapter:
+class DataParallelAdapter(WrappedEngine):
     """What the loop asks of a ``DeepSpeedEngine``, as ``EngineAdapter`` describes it.
 
     Args:
@@ -27,25 +28,16 @@ class DataParallelAdapter:
         data_parallel_rank: int | None = None,
         data_parallel_world_size: int | None = None,
     ) -> None:
-        self._engine = engine
-        self._micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
-        self._micro_batches_per_batch: int = engine.gradient_accumulation_steps()
-        self._data_parallel_rank: int = (
+        super().__init__(
+            engine,
             comm.get_rank(group=engine.data_parallel_group)
             if data_parallel_rank is None
-            else data_parallel_rank
-        )
-        self._data_parallel_world_size: int = (
-            engine.dp_world_size if data_parallel_world_size is None else data_parallel_world_size
+            else data_parallel_rank,
+            engine.dp_world_size if data_parallel_world_size is None else data_parallel_world_size,
         )
         self._forward_is_collective: bool = (
             engine.zero_optimization_partition_weights() or engine.has_moe_layers
         )
-
-    @property
-    def engine(self) -> DeepSpeedEngine:
-        """The wrapped engine itself."""
-        return self._engine
 
     @property
     def topology(self) -> None:
@@ -59,32 +51,12 @@ class DataParallelAdapter:
     @property
     def train_calls_per_batch(self) -> int:
         """One call per micro batch."""
-        return self._micro_batches_per_batch
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Records in one forward pass of one replica."""
-        return self._micro_batch_size
-
-    @property
-    def micro_batches_per_batch(self) -> int:
-        """Micro batches of one replica in one optimizer step."""
-        return self._micro_batches_per_batch
+        return self.micro_batches_per_batch
 
     @property
     def micro_batches_stepped(self) -> int:
         """DeepSpeed counts the calls of ``step`` (0.19.8 runtime/engine.py:3680)."""
-        return int(self._engine.micro_steps)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to, from 0."""
-        return self._data_parallel_rank
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        """Number of replicas."""
-        return self._data_parallel_world_size
+        return int(self.engine.micro_steps)
 
     @property
     def reports_metrics(self) -> bool:
@@ -106,10 +78,6 @@ class DataParallelAdapter:
         """Whether forward talks: ZeRO 3 gathers parameters, experts exchange tokens."""
         return self._forward_is_collective
 
-    def set_training(self, training: bool) -> None:
-        """Put the module into training or evaluation mode. Ranks: any; no communication."""
-        self._engine.train(training)
-
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         """Do nothing: this engine draws no data of its own."""
 
@@ -125,8 +93,8 @@ class DataParallelAdapter:
         return plan_data_parallel(
             num_records,
             records_per_micro_batch,
-            self._data_parallel_rank,
-            self._data_parallel_world_size,
+            self.data_parallel_rank,
+            self.data_parallel_world_size,
             forward_is_collective=self._forward_is_collective or all_replicas,
         )
 
@@ -137,4 +105,4 @@ class DataParallelAdapter:
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
         """Describe the engine's state. Ranks: all, collectively (one ``allgather``)."""
-        return collect_layout(self._engine, allgather)
+        return collect_layout(self.engine, allgather)

@@ -18,6 +18,7 @@ from deepspeed import PipelineEngine, comm
 from deepspeed.accelerator import get_accelerator
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.adapters.base import WrappedEngine
 from dstrial.engine.adapters.validation_plan import ValidationRound, plan_pipeline
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank
@@ -29,7 +30,7 @@ _TRAINING_SHAPE = "training"
 _VALIDATION_SHAPE = "validation"
 
 
-class PipelineAdapter:
+class PipelineAdapter(WrappedEngine):
     """What the loop asks of a ``PipelineEngine``, as ``EngineAdapter`` describes it.
 
     Args:
@@ -45,16 +46,13 @@ class PipelineAdapter:
         data_parallel_rank: int | None = None,
         data_parallel_world_size: int | None = None,
     ) -> None:
-        self._engine = engine
-        self._micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
-        self._micro_batches_per_batch: int = engine.gradient_accumulation_steps()
-        self._data_parallel_rank: int = (
-            engine.grid.get_data_parallel_rank() if data_parallel_rank is None else data_parallel_rank
-        )
-        self._data_parallel_world_size: int = (
-            engine.grid.get_data_parallel_world_size()
+        grid = engine.grid
+        super().__init__(
+            engine,
+            grid.get_data_parallel_rank() if data_parallel_rank is None else data_parallel_rank,
+            grid.get_data_parallel_world_size()
             if data_parallel_world_size is None
-            else data_parallel_world_size
+            else data_parallel_world_size,
         )
         self._reports_metrics: bool = engine.is_last_stage()
         self._needs_loader: bool = engine.is_first_stage() or engine.is_last_stage()
@@ -63,19 +61,14 @@ class PipelineAdapter:
         bind_load_checkpoint(engine)
 
     @property
-    def engine(self) -> PipelineEngine:
-        """The wrapped engine itself."""
-        return self._engine
-
-    @property
     def topology(self) -> Any:
         """The engine's grid."""
-        return self._engine.mpu
+        return self.engine.mpu
 
     @property
     def pipeline_stages(self) -> int:
         """Stages of the grid."""
-        return int(self._engine.grid.get_pipe_parallel_world_size())
+        return int(self.engine.grid.get_pipe_parallel_world_size())
 
     @property
     def train_calls_per_batch(self) -> int:
@@ -83,29 +76,9 @@ class PipelineAdapter:
         return 1
 
     @property
-    def micro_batch_size(self) -> int:
-        """Records in one forward pass of one replica."""
-        return self._micro_batch_size
-
-    @property
-    def micro_batches_per_batch(self) -> int:
-        """Micro batches of one replica in one optimizer step."""
-        return self._micro_batches_per_batch
-
-    @property
     def micro_batches_stepped(self) -> int:
         """A pipeline steps once per schedule, in which every micro batch of a batch is."""
-        return int(self._engine.global_steps) * self._micro_batches_per_batch
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which pipeline this rank belongs to, from 0."""
-        return self._data_parallel_rank
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        """Number of pipelines."""
-        return self._data_parallel_world_size
+        return int(self.engine.global_steps) * self.micro_batches_per_batch
 
     @property
     def reports_metrics(self) -> bool:
@@ -127,19 +100,15 @@ class PipelineAdapter:
         """Always: stages exchange activations, evaluations begin with a world barrier."""
         return True
 
-    def set_training(self, training: bool) -> None:
-        """Put the module into training or evaluation mode. Ranks: any; no communication."""
-        self._engine.train(training)
-
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         """Make ``engine.train_batch()`` draw from ``iterator``. Ranks: any."""
         self._binding.training_iterator = iterator
-        self._engine.set_dataiterator(iterator)
+        self.engine.set_dataiterator(iterator)
 
     @property
     def micro_batches_per_evaluation(self) -> int:
         """A full round of the schedule."""
-        return self._micro_batches_per_batch
+        return self.micro_batches_per_batch
 
     def validation_rounds(
         self,
@@ -152,9 +121,9 @@ class PipelineAdapter:
         return plan_pipeline(
             num_records,
             records_per_micro_batch,
-            self._micro_batches_per_batch,
-            self._data_parallel_rank,
-            self._data_parallel_world_size,
+            self.micro_batches_per_batch,
+            self.data_parallel_rank,
+            self.data_parallel_world_size,
         )
 
     def bind_validation_round(
@@ -168,8 +137,8 @@ class PipelineAdapter:
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
         """Describe the engine's state. Ranks: all, collectively (one ``allgather``)."""
-        stages = Stages(self.pipeline_stages, int(self._engine.stage_id))
-        return collect_layout(self._engine, allgather, stages)
+        stages = Stages(self.pipeline_stages, int(self.engine.stage_id))
+        return collect_layout(self.engine, allgather, stages)
 
 
 @dataclasses.dataclass(slots=True)
