@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["DetCallback", "train", "init", "hyperparameters", "CurrentOperation"]
 
 _HOMES = {
-    "CurrentOperation": "reporting",
+    "CurrentOperation": "metric_reports",
     "DetCallback": "callback",
     "hyperparameters": "context",
     "init": "context",
